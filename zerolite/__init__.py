@@ -1,0 +1,58 @@
+"""zerolite: a training runtime for PyTorch that spreads a model's states over ranks, chosen by a JSON config.
+
+    engine = zerolite.initialize(model, config)
+    loss = engine(x, y)
+    engine.backward(loss)
+    engine.step()
+
+Names are loaded on first use, so that the ``zerolite`` command starts without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zerolite.version import __version__
+
+if TYPE_CHECKING:
+    from zerolite import comm
+    from zerolite.comm import destroy, init_distributed
+    from zerolite.config import ConfigError, ZeroliteConfig
+    from zerolite.runtime.build import initialize
+    from zerolite.runtime.engine import Engine
+
+_LAZY = {
+    "initialize": "zerolite.runtime.build",
+    "Engine": "zerolite.runtime.engine",
+    "init_distributed": "zerolite.comm",
+    "destroy": "zerolite.comm",
+    "ConfigError": "zerolite.config",
+    "ZeroliteConfig": "zerolite.config",
+    "comm": "",
+}
+
+__all__ = [
+    "ConfigError",
+    "Engine",
+    "ZeroliteConfig",
+    "__version__",
+    "comm",
+    "destroy",
+    "init_distributed",
+    "initialize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'zerolite' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if not _LAZY[name]:
+        return importlib.import_module(f"zerolite.{name}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,229 @@
+"""Collectives over flat buckets, each as a handle that is waited for later.
+
+A bucket of ``world_size`` equal parts goes in; the algorithm depends on the backend. NCCL has the collectives in hardware. Gloo's own
+reduce-scatter and all-gather are several times slower than its point-to-point messages, so there a reduce-scatter is an exchange of parts
+and a sum in rank order (which also lets 16-bit gradients be summed in fp32 at no extra traffic), and a gather is an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerolite.comm import recorder
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Pending:
+    """A collective in flight. Holds every tensor of it alive until :meth:`wait` has returned."""
+
+    def __init__(self, works: Sequence[Any], keep: Sequence[torch.Tensor], finish: Callable[[], torch.Tensor]) -> None:
+        self._works = list(works)
+        self._keep = list(keep)
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The result. On CUDA the current stream waits, not the host. May be called again."""
+        if self._finish is not None:
+            for work in self._works:
+                work.wait()
+            self._result = self._finish()
+            self._works, self._keep, self._finish = [], [], None
+        assert self._result is not None
+        return self._result
+
+
+def _done(result: torch.Tensor) -> Pending:
+    return Pending((), (), lambda: result)
+
+
+class Communicator:
+    """Collectives of one data-parallel group. This class is the one of a group of one process: nothing to send.
+
+    All methods are called on all ranks of the group, in the same order, with tensors of the same length and dtype.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0, world_size: int = 1) -> None:
+        self.group = group
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_reduce(self, tensor: torch.Tensor, tag: str) -> Pending:
+        """Sum over ranks, in place. ``wait()`` gives the tensor."""
+        if self.world_size == 1:
+            return _done(tensor)
+        recorder.note("all_reduce", tensor, tag)
+        return self._all_reduce(tensor)
+
+    def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
+        """Maximum over ranks of a small tensor, in place; returns when it is there."""
+        if self.world_size > 1:
+            recorder.note("all_reduce", tensor, tag)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+
+    def reduce_scatter(self, full: torch.Tensor, tag: str) -> Pending:
+        """``wait()`` gives the sum over ranks of this rank's part of ``full``, shape [numel / world_size].
+
+        In fp32 where 16-bit values were summed in fp32, in ``full``'s dtype otherwise. ``full`` is clobbered.
+        """
+        if self.world_size == 1:
+            return _done(full)
+        recorder.note("reduce_scatter", full, tag)
+        return self._reduce_scatter(full)
+
+    def all_gather(self, full: torch.Tensor, tag: str) -> Pending:
+        """In place: this rank's part of ``full`` is sent, the other parts are received."""
+        if self.world_size == 1:
+            return _done(full)
+        recorder.note("all_gather", full, tag)
+        return self._all_gather(full)
+
+    def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
+        """Rank ``source`` of the group overwrites everybody's ``tensor``; returns when it has."""
+        if self.world_size == 1:
+            return
+        recorder.note("broadcast", tensor, tag)
+        assert self.group is not None
+        dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+
+    def part(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Rank ``rank``'s part of ``full`` (default: this rank's), a view."""
+        numel = full.numel() // self.world_size
+        return full.narrow(0, (self.rank if rank is None else rank) * numel, numel)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def _reduce_scatter(self, full: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def _all_gather(self, full: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+
+class NativeCommunicator(Communicator):
+    """The backend's own collectives (NCCL and everything else that is not gloo)."""
+
+    def _all_reduce(self, tensor: torch.Tensor) -> Pending:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return Pending((work,), (tensor,), lambda: tensor)
+
+    def _reduce_scatter(self, full: torch.Tensor) -> Pending:
+        # Allocated on the current stream, used by the communication stream until wait() orders the two.
+        out = torch.empty(full.numel() // self.world_size, dtype=full.dtype, device=full.device)
+        work = _reduce_scatter_single(out, full, group=self.group, async_op=True)
+        return Pending((work,), (full, out), lambda: out)
+
+    def _all_gather(self, full: torch.Tensor) -> Pending:
+        work = _all_gather_single(full, self.part(full), group=self.group, async_op=True)
+        return Pending((work,), (full,), lambda: full)
+
+
+class GlooCommunicator(Communicator):
+    """Exchanges over gloo's point-to-point messages.
+
+    Sums are taken in rank order on every rank, so that all stages give the same bits at any world size. Messages of different collectives
+    carry different tags; a pair of ranks may have several in flight.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+        super().__init__(group, rank, world_size)
+        self._peers = [
+            (peer, dist.get_global_rank(group, peer)) for peer in range(world_size) if peer != rank
+        ]
+        self._tag = 0
+
+    def _next_tag(self) -> int:
+        self._tag = (self._tag + 1) % (1 << 20)
+        return self._tag
+
+    def _all_reduce(self, tensor: torch.Tensor) -> Pending:
+        # Two terms have one sum, whatever their order, so gloo's own algorithm gives the bits of the exchange at two ranks. Lengths that
+        # cannot be cut in equal parts take it as well: only small tensors have such lengths.
+        if self.world_size == 2 or tensor.dim() != 1 or tensor.numel() % self.world_size:
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            return Pending((work,), (tensor,), lambda: tensor)
+        scattered = self._reduce_scatter(tensor)
+
+        def finish() -> torch.Tensor:
+            self.part(tensor).copy_(scattered.wait())
+            return self._all_gather(tensor).wait()
+
+        return Pending((), (tensor,), finish)
+
+    def _reduce_scatter(self, full: torch.Tensor) -> Pending:
+        sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
+        received = {
+            peer: torch.empty(full.numel() // self.world_size, dtype=full.dtype, device="cpu")
+            for peer, _ in self._peers
+        }
+        tag = self._next_tag()
+        works = [dist.irecv(received[peer], src=source, group=self.group, tag=tag) for peer, source in self._peers]
+        works += [
+            dist.isend(self.part(sent, peer), dst=target, group=self.group, tag=tag) for peer, target in self._peers
+        ]
+
+        def finish() -> torch.Tensor:
+            received[self.rank] = self.part(sent)
+            return _sum_in_order([received[peer] for peer in range(self.world_size)], self.rank).to(full.device)
+
+        return Pending(works, (full, sent, *received.values()), finish)
+
+    def _all_gather(self, full: torch.Tensor) -> Pending:
+        host = full.cpu()
+        own = self.part(host)
+        tag = self._next_tag()
+        works = [
+            dist.irecv(self.part(host, peer), src=source, group=self.group, tag=tag) for peer, source in self._peers
+        ]
+        works += [dist.isend(own, dst=target, group=self.group, tag=tag) for _, target in self._peers]
+
+        def finish() -> torch.Tensor:
+            if host is not full:
+                full.copy_(host)
+            return full
+
+        return Pending(works, (full, host), finish)
+
+
+def _sum_in_order(parts: list[torch.Tensor], own: int) -> torch.Tensor:
+    """The sum of ``parts`` from rank 0 upwards, in a tensor that is not ``parts[own]`` (that one is a view of a whole bucket)."""
+    if parts[0].dtype in _HALF:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+    target = parts[1] if own == 0 else parts[0]
+    total = torch.add(parts[0], parts[1], out=target)
+    for part in parts[2:]:
+        total.add_(part)
+    return total
+
+
+def create_communicator(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
+    """The communicator of ``group`` (default: all processes) for tensors on ``device``."""
+    group = group or dist.group.WORLD
+    assert group is not None, "create_communicator is called after init_distributed"
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == 1:
+        return Communicator(group, rank, world_size)
+    if _backend_name(group, device) == "gloo":
+        return GlooCommunicator(group, rank, world_size)
+    return NativeCommunicator(group, rank, world_size)
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves ``device``: a group may have one per device type, as in 'cpu:gloo,cuda:nccl'."""
+    config = str(dist.get_backend_config(group))
+    backends = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return backends.get(device.type, config)
+
+
+# torch 2.13 renamed these two and warns at the old names.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

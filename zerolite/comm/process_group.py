@@ -1,0 +1,176 @@
+"""Starting and ending torch.distributed from whatever environment the process finds itself in."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("zerolite")
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_started_here = False
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where this process stands in its job, as read from an environment."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+
+def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
+    """The rendezvous that ``env`` describes in torchrun's names or SLURM's; None where there is neither.
+
+    Raises ValueError if torchrun's names are incomplete or not numbers.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
+        if missing:
+            raise ValueError(
+                f"init_distributed: the environment sets only part of torchrun's variables; {' and '.join(missing)} "
+                "missing. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them for a single process."
+            )
+        rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"init_distributed: expected 0 <= RANK < WORLD_SIZE, got RANK={rank}, WORLD_SIZE={world_size}")
+        return Rendezvous(
+            rank,
+            world_size,
+            _integer(env, "LOCAL_RANK", default=rank),
+            env.get("MASTER_ADDR", "127.0.0.1"),
+            _integer(env, "MASTER_PORT", default=29500),
+        )
+    # An interactive SLURM shell also sets SLURM_NTASKS; only a step started by srun sets SLURM_STEP_ID with SLURM_PROCID.
+    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+        job = _integer(env, "SLURM_JOB_ID", default=0)
+        return Rendezvous(
+            _integer(env, "SLURM_PROCID"),
+            _integer(env, "SLURM_NTASKS"),
+            _integer(env, "SLURM_LOCALID", default=0),
+            env.get("MASTER_ADDR") or first_host(nodes),
+            _integer(env, "MASTER_PORT", default=20000 + job % 20000),
+        )
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: ``node[03-05,9],login`` gives ``node03``."""
+    match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodelist.strip())
+    if not match or not match.group(0):
+        raise ValueError(f"init_distributed: expected a SLURM node list such as 'node[01-04]', got {nodelist!r}")
+    prefix, ranges, suffix = match.groups()
+    if not ranges:
+        return prefix + suffix
+    return f"{prefix}{re.split('[,-]', ranges)[0]}{suffix}"
+
+
+def init_distributed(
+    backend: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta | float | None = None,
+) -> None:
+    """Start torch.distributed; harmless if it runs already.
+
+    With ``init_method`` (``env://``, ``tcp://host:port``, ``file:///path``) and, for tcp and file, ``rank`` and ``world_size``: as
+    ``torch.distributed.init_process_group``. With nothing given: from torchrun's environment, or SLURM's, or else as one
+    process on its own, without any port. ``backend`` defaults to NCCL for CUDA tensors (gloo beside it for CPU tensors) where CUDA is usable,
+    and to gloo elsewhere. ``timeout`` is a timedelta or seconds, 30 minutes by default.
+
+    Raises ValueError for arguments or variables that are incomplete or contradict each other. Called on all ranks;
+    ``zerolite.initialize`` calls it first.
+    """
+    global _started_here
+    if dist.is_initialized():
+        return
+    if not dist.is_available():
+        raise RuntimeError("init_distributed: this build of torch has no torch.distributed; install one that has it")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=float(timeout))
+    timeout = timeout or DEFAULT_TIMEOUT
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if init_method not in (None, "env://"):
+        _check_explicit(init_method, rank, world_size)
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        _start_from_environment(backend, rank, world_size, timeout)
+    _started_here = True
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+
+
+def destroy() -> None:
+    """End what :func:`init_distributed` started: process groups, their threads, their sockets. Called on all ranks, after the last
+    step. A group that the caller started themselves is left alone."""
+    global _started_here
+    if _started_here and dist.is_initialized():
+        dist.destroy_process_group()
+    _started_here = False
+
+
+def local_rank(env: Mapping[str, str] | None = None) -> int:
+    """This process's place on its host: LOCAL_RANK, SLURM_LOCALID, or the rank where neither is set (one host)."""
+    env = os.environ if env is None else env
+    if "LOCAL_RANK" in env:
+        return _integer(env, "LOCAL_RANK")
+    if "SLURM_LOCALID" in env and "RANK" not in env:
+        return _integer(env, "SLURM_LOCALID")
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _start_from_environment(backend: str, rank: int | None, world_size: int | None, timeout: timedelta) -> None:
+    if (rank is None) != (world_size is None):
+        raise ValueError(
+            f"init_distributed: expected both rank and world_size or neither, got rank={rank}, world_size={world_size}"
+        )
+    found = read_environment(os.environ)
+    if rank is not None and world_size is not None:
+        address = found or Rendezvous(rank, world_size, rank, "127.0.0.1", 29500)
+        found = Rendezvous(rank, world_size, address.local_rank, address.master_addr, address.master_port)
+        address_known = "MASTER_ADDR" in os.environ or world_size == 1
+        if not address_known:
+            raise ValueError(
+                "init_distributed: rank and world_size were given without an address; set MASTER_ADDR and MASTER_PORT, or pass "
+                "init_method='tcp://host:port'"
+            )
+    if found is None or (found.world_size == 1 and "MASTER_ADDR" not in os.environ):
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    os.environ.setdefault("MASTER_ADDR", found.master_addr)
+    os.environ.setdefault("MASTER_PORT", str(found.master_port))
+    dist.init_process_group(
+        backend, init_method="env://", rank=found.rank, world_size=found.world_size, timeout=timeout
+    )
+
+
+def _check_explicit(init_method: str | None, rank: int | None, world_size: int | None) -> None:
+    if rank is None or world_size is None:
+        raise ValueError(
+            f"init_distributed: init_method={init_method!r} needs rank and world_size, got rank={rank}, world_size={world_size}"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"init_distributed: expected 0 <= rank < world_size, got rank={rank}, world_size={world_size}")
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name not in env and default is not None:
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"init_distributed: expected a number in the variable {name}, got {env[name]!r}") from None

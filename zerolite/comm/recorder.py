@@ -1,0 +1,66 @@
+"""A record of logical collectives: what the runtime asked for, whatever algorithm carries it out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One logical collective. ``numel`` and ``nbytes`` count the full tensor that it concerns, on one rank."""
+
+    op: str  # all_reduce | reduce_scatter | all_gather | broadcast
+    numel: int
+    dtype: torch.dtype
+    nbytes: int
+    tag: str  # what it is for: "gradients", "parameters", "stats", "initial_sync", "buffers", …
+
+
+@dataclass
+class Recorder:
+    """The collectives launched by this process while the recorder was active, in order."""
+
+    calls: list[CollectiveCall] = field(default_factory=list)
+
+    def count(self, op: str | None = None, tag: str | None = None) -> int:
+        return len(self.select(op, tag))
+
+    def numel(self, op: str | None = None, tag: str | None = None) -> int:
+        return sum(call.numel for call in self.select(op, tag))
+
+    def nbytes(self, op: str | None = None, tag: str | None = None) -> int:
+        return sum(call.nbytes for call in self.select(op, tag))
+
+    def select(self, op: str | None = None, tag: str | None = None) -> list[CollectiveCall]:
+        return [c for c in self.calls if (op is None or c.op == op) and (tag is None or c.tag == tag)]
+
+    def summary(self) -> dict[tuple[str, str], int]:
+        """Number of calls by (op, tag)."""
+        return dict(Counter((call.op, call.tag) for call in self.calls))
+
+
+_active: list[Recorder] = []
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Recorder]:
+    """Record the logical collectives that zerolite launches inside the context; contexts nest."""
+    recorder = Recorder()
+    _active.append(recorder)
+    try:
+        yield recorder
+    finally:
+        _active.remove(recorder)
+
+
+def note(op: str, tensor: torch.Tensor, tag: str) -> None:
+    """Called by the communicator, once per logical collective."""
+    if _active:
+        call = CollectiveCall(op, tensor.numel(), tensor.dtype, tensor.numel() * tensor.element_size(), tag)
+        for recorder in _active:
+            recorder.calls.append(call)

@@ -1,0 +1,29 @@
+"""Configuration: DeepSpeed's JSON schema as frozen models. Never imports torch."""
+
+from __future__ import annotations
+
+from .errors import ConfigError
+from .load import load_config
+from .models import (
+    Bf16Config,
+    DataTypesConfig,
+    Fp16Config,
+    OptimizerConfig,
+    SchedulerConfig,
+    TorchAutocastConfig,
+    ZeroConfig,
+    ZeroliteConfig,
+)
+
+__all__ = [
+    "Bf16Config",
+    "ConfigError",
+    "DataTypesConfig",
+    "Fp16Config",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "TorchAutocastConfig",
+    "ZeroConfig",
+    "ZeroliteConfig",
+    "load_config",
+]

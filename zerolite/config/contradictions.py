@@ -1,0 +1,107 @@
+"""Combinations of values that are each fine and together make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .models import ZeroliteConfig
+
+
+class Contradiction(NamedTuple):
+    """The keys that contradict each other (the error is reported at the first) and what to do about it."""
+
+    paths: tuple[str, ...]
+    sentence: str
+
+
+def find_contradictions(config: ZeroliteConfig) -> list[Contradiction]:
+    """Every contradiction in the configuration, in a fixed order."""
+    return [found for check in _CHECKS for found in check(config)]
+
+
+def _one_precision(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
+    if len(enabled) > 1:
+        paths = tuple(f"{name}.enabled" for name in enabled)
+        yield Contradiction(
+            paths,
+            f"expected one precision at most, got {' and '.join(f'{path} = true' for path in paths)}; keep one of them",
+        )
+
+
+def _bf16_states_need_bf16_masters(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        yield Contradiction(
+            ("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
+            "expected bf16.bf16_master_weights_and_grads = true beside it, got false; set both or neither",
+        )
+
+
+def _initial_scale_above_minimum(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    fp16, autocast = config.fp16, config.torch_autocast
+    scaled = fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")
+    if scaled and fp16.loss_scale == 0 and 2**fp16.initial_scale_power < fp16.min_loss_scale:
+        yield Contradiction(
+            ("fp16.min_loss_scale", "fp16.initial_scale_power", "fp16.loss_scale", "fp16.enabled"),
+            f"expected at most the initial scale, 2 to the power of fp16.initial_scale_power = "
+            f"{2**fp16.initial_scale_power}, got {fp16.min_loss_scale}; lower it or raise the power",
+        )
+
+
+def _one_communication_dtype(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    autocast, everywhere = config.torch_autocast, config.communication_data_type
+    if autocast.enabled and autocast.lower_precision_safe_modules and everywhere is not None:
+        yield Contradiction(
+            ("communication_data_type", "torch_autocast.lower_precision_safe_modules", "torch_autocast.enabled"),
+            f"expected null when torch_autocast.lower_precision_safe_modules says whose gradients travel in 16 bits, "
+            f'got "{everywhere}", which would be the dtype of all; keep one of the two',
+        )
+
+
+def _one_way_to_divide(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        yield Contradiction(
+            ("gradient_predivide_factor", "prescale_gradients"),
+            f"expected 1.0 when prescale_gradients is true (gradients are then divided by the number of ranks before "
+            f"the sum), got {config.gradient_predivide_factor:g}; keep one of the two",
+        )
+
+
+def _accumulation_dtype(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    """Gradients accumulate in fp32 or in the dtype they are computed in; any other choice loses bits for nothing."""
+    given = config.data_types.grad_accum_dtype
+    if given is None:
+        return
+    path = "data_types.grad_accum_dtype"
+    compute, switches = "fp32", ("fp16.enabled", "bf16.enabled")
+    if config.fp16.enabled:
+        compute = "fp16"
+    elif config.bf16.enabled:
+        compute = "bf16"
+    if given not in ("fp32", compute):
+        allowed = '"fp32"' if compute == "fp32" else f'"fp32" or "{compute}"'
+        yield Contradiction(
+            (path, *switches),
+            f'expected {allowed} (gradients are computed in {compute}), got "{given}"; use one of these or null',
+        )
+        return
+    for name, block, low in (("fp16", config.fp16, "fp16"), ("bf16", config.bf16, "bf16")):
+        key = f"{name}_master_weights_and_grads"
+        if block.enabled and getattr(block, key) and given == "fp32":
+            yield Contradiction(
+                (path, f"{name}.{key}", *switches),
+                f'expected "{low}" or null, since {name}.{key} keeps gradients in {low}, got "fp32"; keep one of '
+                "the two",
+            )
+
+
+_CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
+    _one_precision,
+    _bf16_states_need_bf16_masters,
+    _initial_scale_above_minimum,
+    _one_communication_dtype,
+    _one_way_to_divide,
+    _accumulation_dtype,
+)

@@ -1,0 +1,518 @@
+"""Keys of DeepSpeed's schema that zerolite knows by name and does not support yet.
+
+A value that asks for exactly what zerolite does anyway (a feature left off, mostly) is *inert* and accepted; any other
+value is an error that names the key. To support a key: add it to a model and delete it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MAX_SUPPORTED_ZERO_STAGE = 2
+MAX_ZERO_STAGE = 3
+
+
+class Key(NamedTuple):
+    """One key. `inert`: the values that are accepted; "auto" is too when there are any."""
+
+    inert: tuple[object, ...] = ()
+    note: str = ""
+
+
+class Block(NamedTuple):
+    """A block of keys. null stands for an absent one.
+
+    With a `switch`, the block is accepted, whatever else it holds, while that key is one of `off`: the other keys then
+    tune what does not run. Without one, each key is judged by itself. `on_by_default`: the block turns its feature on
+    unless the switch says otherwise, or, without a switch, by being there.
+    """
+
+    keys: dict[str, Key | Block]
+    switch: str = ""
+    off: tuple[object, ...] = ()
+    on_by_default: bool = False
+    note: str = ""
+
+
+ANY = Key()
+"""A key that only tunes what a switch turns on."""
+
+OFF = Key((False,))
+
+
+def _tuning(*names: str) -> dict[str, Key | Block]:
+    return dict.fromkeys(names, ANY)
+
+
+def _switched(
+    *names: str,
+    switch: str = "enabled",
+    off: tuple[object, ...] = (False,),
+    on_by_default: bool = False,
+    note: str = "",
+    **blocks: Block,
+) -> Block:
+    return Block({switch: Key(off), **_tuning(*names), **blocks}, switch, off, on_by_default, note)
+
+
+def _on_by_presence(*names: str, off: tuple[object, ...] = (), note: str = "") -> Block:
+    return Block(_tuning(*names), "", off, True, note)
+
+
+_REMOVED = "DeepSpeed has removed it as well"
+_STAGE_3 = "stage 3"
+_OFFLOAD = "offload"
+
+_ZERO: dict[str, Key | Block] = {
+    # Stages 1 and 2.
+    "allgather_partitions": Key((True,)),
+    "use_multi_rank_bucket_allreduce": Key((True,)),
+    "compute_grad_norm": Key((True,)),
+    "round_robin_gradients": OFF,
+    "parameter_alignment": OFF,
+    "load_from_fp32_weights": Key((True,)),
+    "elastic_checkpoint": OFF,
+    "legacy_stage1": OFF,
+    "enable_sanity_checks": OFF,
+    # Offload.
+    "offload_param": _switched(
+        "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", switch="device", off=("none", None)
+    ),
+    "offload_optimizer": _switched(
+        "nvme_path",
+        "buffer_count",
+        "pin_memory",
+        "pipeline",
+        "pipeline_read",
+        "pipeline_write",
+        "fast_init",
+        "ratio",
+        "super_offload",
+        "cpuadam_cores_perc",
+        switch="device",
+        off=("none", None),
+    ),
+    "zenflow": _on_by_presence(
+        "topk_ratio",
+        "select_strategy",
+        "select_interval",
+        "update_interval",
+        "overlap_step",
+        "offload",
+        "auto_ratio",
+        "full_warm_up_rounds",
+        "pt_reserved_cores_perc",
+        "steps_per_epoch",
+    ),
+    "sub_group_size": Key(note=_OFFLOAD),
+    "save_muon_momentum_buffer_in_memory": OFF,
+    # Stage 3.
+    "stage3_prefetch_bucket_size": Key(note=_STAGE_3),
+    "stage3_param_persistence_threshold": Key(note=_STAGE_3),
+    "stage3_model_persistence_threshold": Key(note=_STAGE_3),
+    "stage3_max_live_parameters": Key(note=_STAGE_3),
+    "stage3_max_reuse_distance": Key(note=_STAGE_3),
+    "stage3_gather_16bit_weights_on_model_save": OFF,
+    "stage3_module_granularity_threshold": Key((0,), _STAGE_3),
+    "stage3_use_all_reduce_for_fetch_params": OFF,
+    "stage3_allgather_sequential": OFF,
+    "memory_efficient_linear": OFF,
+    "pipeline_loading_checkpoint": OFF,
+    "override_module_apply": OFF,
+    "log_trace_cache_warnings": OFF,
+    "leaf_module": Block({"classes": Key(([],)), "names": Key(([],)), "name_suffixes": Key(([],))}),
+    "zero_hpz_partition_size": Key((1,)),
+    "zero_quantized_weights": OFF,
+    "zero_quantized_nontrainable_weights": OFF,
+    "zero_quantized_gradients": OFF,
+    "zeropp_loco_param": _on_by_presence("err_beta", "reset_T", note=_REMOVED),
+    "mics_shard_size": Key((-1,), _REMOVED),
+    "mics_hierarchical_params_gather": Key((False,), _REMOVED),
+}
+
+_MONITORS: dict[str, Key | Block] = {
+    "tensorboard": _switched("output_path", "job_name"),
+    "wandb": _switched("group", "team", "project"),
+    "csv_monitor": _switched("output_path", "job_name"),
+    "comet": _switched(
+        "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key", "online", "mode"
+    ),
+}
+
+_PROFILING: dict[str, Key | Block] = {
+    "wall_clock_breakdown": OFF,
+    "memory_breakdown": OFF,
+    "flops_profiler": _switched(
+        "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"
+    ),
+    "comms_logger": _switched("verbose", "prof_all", "debug", "prof_ops"),
+    "timers": Block({"throughput": _switched("synchronized", on_by_default=True)}),
+    "autotuning": _switched(
+        "fast",
+        "results_dir",
+        "exps_dir",
+        "overwrite",
+        "start_profile_step",
+        "end_profile_step",
+        "start_step",
+        "end_step",
+        "metric",
+        "metric_path",
+        "tuner_type",
+        "tuner_early_stopping",
+        "tuner_num_trials",
+        "arg_mappings",
+        "model_info_path",
+        "mp_size",
+        "max_train_batch_size",
+        "min_train_batch_size",
+        "max_train_micro_batch_size_per_gpu",
+        "min_train_micro_batch_size_per_gpu",
+        "num_tuning_micro_batch_sizes",
+        model_info=Block(_tuning("profile", "num_params", "hidden_size", "num_layers")),
+    ),
+}
+
+_PARALLELISM: dict[str, Key | Block] = {
+    "tensor_parallel": _switched(
+        "dtype",
+        "tp_overlap_comm",
+        "vocab_parallel_lm_head",
+        "vocab_parallel_ce_backend",
+        "injection_policy_tuple",
+        "partition_config",
+        "preset_model",
+        "keep_module_on_host",
+        "replace_with_kernel_inject",
+        "kernel_inject",
+        switch="autotp_size",
+        off=(0, 1),
+        tensor_parallel=Block(_tuning("tp_size", "tp_grain_size", "mpu", "tp_group")),
+        tp=Block(_tuning("tp_size", "tp_grain_size", "mpu", "tp_group")),
+    ),
+    "expert_parallel": _switched(
+        "autoep_size",
+        "expert_tensor_parallel_size",
+        "validate_folding_routing",
+        "async_split_plan",
+        "preset_model",
+        "moe_layer_pattern",
+        "expert_pattern",
+        "router_pattern",
+        "use_grouped_mm",
+        "disable_triton_grouped_mm",
+        "route_norm",
+        "route_scale",
+        "score_apply",
+        "combine_impl",
+        "row_weighting_impl",
+        "gate_up_impl",
+        "comm_backend",
+        "comm_num_sm",
+        "comm_qp_margin",
+        "comm_max_tokens_per_rank",
+        "num_expert_groups",
+        "num_limited_groups",
+        "score_func",
+        "top_k",
+        "load_balance_coeff",
+        "routed_scaling_factor",
+        "expert_w1",
+        "expert_w2",
+        "expert_w3",
+        "num_experts_attr",
+        "top_k_attr",
+        "has_shared_experts",
+        "shared_experts_pattern",
+        "shared_experts_gate_pattern",
+        "expert_activation",
+    ),
+    "pipeline": _switched(
+        "partition",
+        "seed_layers",
+        "activation_checkpoint_interval",
+        "pipe_partitioned",
+        "grad_partitioned",
+        "use_reentrant",
+        switch="stages",
+        off=("auto", 1, None),
+    ),
+    "use_data_before_expert_parallelism": OFF,
+    "seq_parallel_communication_data_type": Key((None, "fp32")),
+}
+
+_MEMORY: dict[str, Key | Block] = {
+    "activation_checkpointing": Block(
+        {
+            "partition_activations": OFF,
+            "cpu_checkpointing": OFF,
+            "contiguous_memory_optimization": OFF,
+            "number_checkpoints": Key((None,)),
+            "synchronize_checkpoint_boundary": OFF,
+            "profile": OFF,
+        }
+    ),
+    "aio": Block(
+        dict.fromkeys(
+            (
+                "block_size",
+                "queue_depth",
+                "thread_count",
+                "intra_op_parallelism",
+                "single_submit",
+                "overlap_events",
+                "use_gds",
+            ),
+            Key(note=_OFFLOAD),
+        )
+    ),
+    "hybrid_engine": _switched(
+        "max_out_tokens",
+        "inference_tp_size",
+        "release_inference_cache",
+        "pin_parameters",
+        "tp_gather_partition_size",
+        "enable_cuda_graph",
+    ),
+    "compile": _switched(
+        "autoep_non_moe",
+        "free_activation",
+        "free_activation_threshold",
+        "offload_activation",
+        "offload_activation_pin_memory",
+        "offload_opt_states",
+        "double_buffer",
+        "symmetric_memory",
+        "debug_log",
+        "offload_parameters",
+        "sync_before_reduce",
+        "sync_after_reduce",
+        "sync_before_allgather",
+        "sync_after_allgather",
+        "keep_int_input_tensors",
+        "keep_all_input_tensors",
+        "passes",
+        switch="deepcompile",
+    ),
+    "weight_quantization": _switched(
+        "num_bits", "q_type", "q_groups", "quantized_initialization", "post_init_quant", on_by_default=True
+    ),
+}
+
+_DATA_AND_CHECKPOINTS: dict[str, Key | Block] = {
+    "checkpoint": Block(
+        {
+            "tag_validation": Key(("Ignore", "IGNORE", "ignore")),
+            "load_universal": OFF,
+            "use_node_local_storage": OFF,
+            "parallel_write": Block({"pipeline_stage": OFF}),
+            "checkpoint_serialization": Key(),
+            "writer": _on_by_presence(
+                "type",
+                "io_buffer_size",
+                "io_buffer_double",
+                "io_multiplier",
+                "show_statistics",
+                "data_parallel",
+                "decoupled",
+            ),
+        }
+    ),
+    "datastates_ckpt": _on_by_presence("host_cache_size", off=(False,)),
+    "dataloader_drop_last": OFF,
+    "data_efficiency": _switched(
+        "seed",
+        data_sampling=_switched(
+            "num_epochs",
+            "num_workers",
+            "pin_memory",
+            curriculum_learning=_switched("data_cluster_path", "curriculum_metrics"),
+            dynamic_batching=_switched(
+                "metrics_path",
+                "lr_scaling_method",
+                "min_batch_size",
+                "max_batch_size",
+                "sequence_picking_order",
+                "max_tokens",
+                "verbose",
+            ),
+        ),
+        data_routing=_switched(
+            random_ltd=_switched(
+                "model_mask_name",
+                "model_type",
+                "micro_batch_size",
+                "global_batch_size",
+                "hidden_state_order",
+                "random_ltd_layer_num",
+                "random_ltd_layer_id",
+                "total_layer_num",
+                layer_token_lr_schedule=_switched("total_layer_tokens", "warmup_type", "warmup_layer_tokens"),
+                random_ltd_schedule=Block(
+                    {
+                        **_tuning("min_value", "max_value", "schedule_type"),
+                        "schedule_config": Block(_tuning("require_steps", "seq_per_step")),
+                    }
+                ),
+            ),
+        ),
+    ),
+}
+
+_OTHERS: dict[str, Key | Block] = {
+    "managed_gradient_accumulation": Key((True,)),
+    "gradient_allreduce_op": Key(("mean",)),
+    "disable_allgather": OFF,
+    "zero_allow_untested_optimizer": Key((True, False)),
+    "zero_force_ds_cpu_optimizer": Key((True, False)),
+    "disable_python_gc": OFF,
+    "vocabulary_size": Key((None,)),
+    "log_level": Key((None,)),
+}
+
+_REMOVED_BY_DEEPSPEED: dict[str, Key | Block] = {
+    "amp": _switched("opt_level", "loss_scale", "keep_batchnorm_fp32", note="use fp16, bf16 or torch_autocast"),
+    "sparse_gradients": Key((False,), _REMOVED),
+    "elasticity": _switched(
+        "max_train_batch_size",
+        "micro_batch_sizes",
+        "min_gpus",
+        "max_gpus",
+        "min_time",
+        "version",
+        "ignore_non_elastic_batch_info",
+        "prefer_larger_batch",
+        "num_gpus_per_node",
+        "model_parallel_size",
+        note=_REMOVED,
+    ),
+    "sparse_attention": _on_by_presence(
+        "mode",
+        "block",
+        "different_layout_per_head",
+        "num_local_blocks",
+        "num_global_blocks",
+        "attention",
+        "horizontal_global_attention",
+        "num_different_global_patterns",
+        "num_random_blocks",
+        "local_window_blocks",
+        "global_block_indices",
+        "global_block_end_indices",
+        "num_sliding_window_blocks",
+        note=_REMOVED,
+    ),
+    "curriculum_learning": _switched(
+        "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config", note=_REMOVED
+    ),
+    "progressive_layer_drop": _switched("theta", "gamma", note=_REMOVED),
+    "eigenvalue": _switched(
+        "verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num", note=_REMOVED
+    ),
+    "quantize_training": _switched(
+        "quantize_bits",
+        "quantize_type",
+        "quantize_schedule",
+        "quantize_groups",
+        "fp16_mixed_quantize",
+        "quantize_change_ratio",
+        "rounding",
+        "quantize_algo",
+        "quantize_verbose",
+        "quantizer_kernel",
+        note=_REMOVED,
+    ),
+    "compression_training": _on_by_presence(
+        "layer_reduction",
+        "weight_quantization",
+        "activation_quantization",
+        "sparse_pruning",
+        "row_pruning",
+        "head_pruning",
+        "channel_pruning",
+        note=_REMOVED,
+    ),
+    "nebula": _switched(
+        "enable_nebula_load",
+        "nebula_load_path",
+        "persistent_storage_path",
+        "persistent_time_interval",
+        "num_of_version_in_retention",
+        "load_path",
+        note=_REMOVED,
+    ),
+    "graph_harvesting": Key((False,), _REMOVED),
+}
+
+UNSUPPORTED: dict[str, dict[str, Key | Block]] = {
+    "": {
+        **_MONITORS,
+        **_PROFILING,
+        **_PARALLELISM,
+        **_MEMORY,
+        **_DATA_AND_CHECKPOINTS,
+        **_OTHERS,
+        **_REMOVED_BY_DEEPSPEED,
+    },
+    "zero_optimization": _ZERO,
+    "data_types": {
+        "param_dtype": Key((None,)),
+        "buffer_dtype": Key((None,)),
+        "keep_in_fp32_modules": Key(("auto", [])),
+    },
+    "optimizer": {"legacy_fusion": OFF},
+    "scheduler": {},
+}
+"""By the supported block that holds them ("" is the top level)."""
+
+ALIASES = {"bfloat16": "bf16"}
+"""Other spellings of a top-level block that are accepted as they are."""
+
+RENAMED: dict[str, str] = {
+    "allgather_size": "zero_optimization.allgather_bucket_size",
+    "fp32_allreduce": 'communication_data_type = "fp32"',
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
+    "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
+    "zero_optimization.cpu_offload_use_pin_memory": "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    **{
+        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+    "bf16.check_overflow": "bf16.check_grad_overflow",
+    "optimizer.params.max_grad_norm": "gradient_clipping",
+}
+"""Spellings that DeepSpeed deprecates, and today's key."""
+
+
+def same(value: object, other: object) -> bool:
+    """Equality that keeps booleans and numbers apart, unlike Python's."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def unsupported_paths() -> Iterator[tuple[str, Key | Block]]:
+    """(full path, entry) of every key in the table, blocks before what they hold."""
+
+    def walk(prefix: str, keys: dict[str, Key | Block]) -> Iterator[tuple[str, Key | Block]]:
+        for name, entry in keys.items():
+            path = f"{prefix}.{name}" if prefix else name
+            yield path, entry
+            if isinstance(entry, Block):
+                yield from walk(path, entry.keys)
+
+    for prefix, keys in UNSUPPORTED.items():
+        yield from walk(prefix, keys)

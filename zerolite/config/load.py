@@ -1,0 +1,290 @@
+"""`load_config`: any source to a frozen, checked configuration, or one error that says everything that is wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from .batch import MICRO, TRAIN
+from .errors import ConfigError
+from .known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key, same, unsupported_paths
+from .models import ZeroliteConfig
+from .nearest import nearest_keys
+from .rules import show
+from .source import read_source
+
+AUTO = "auto"
+
+# "auto" without a default: resolve() derives the first two or raises; a missing type is an error there too.
+_AUTO_AT_RESOLVE = frozenset({TRAIN, MICRO})
+_AUTO_KEPT = frozenset({"optimizer.type", "scheduler.type"})
+
+
+def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:
+    """Load a configuration.
+
+    Args:
+        source: a dict, the path of a file, JSON text, hjson text, or a configuration that is loaded already.
+
+    Raises:
+        ConfigError: with every error at once; `.errors` lists (JSON path, sentence).
+    """
+    if isinstance(source, ZeroliteConfig):
+        return source
+    try:
+        return _load(source)
+    except RecursionError:
+        raise ConfigError([("", "expected a configuration, got values nested too deeply to be one")]) from None
+
+
+def _load(source: Mapping[str, Any] | str | os.PathLike[str]) -> ZeroliteConfig:
+    raw = read_source(source)
+    cleaner = _Cleaner()
+    clean = cleaner.block(ZeroliteConfig, raw.values, "")
+    errors = list(cleaner.errors)
+    config, found = _validate(clean, cleaner.auto, {path for path, _ in errors})
+    errors = raw.duplicates + [(_as_spelled(path, raw.values), sentence) for path, sentence in errors + found]
+    if errors or config is None:
+        raise ConfigError(errors, raw.origin)
+    return config
+
+
+def _validate(
+    clean: dict[str, Any], auto: set[str], invalid: set[str]
+) -> tuple[ZeroliteConfig | None, list[tuple[str, str]]]:
+    """Validate; where values are wrong, drop them and look for contradictions among the rest."""
+    try:
+        return ZeroliteConfig.model_validate(clean, context={"auto": auto, "invalid": invalid}), []
+    except ValidationError as error:
+        errors = _sentences(error)
+        for details in error.errors(include_url=False, include_context=False):
+            _drop(clean, details["loc"])
+    try:
+        ZeroliteConfig.model_validate(clean, context={"invalid": invalid | {path for path, _ in errors}})
+    except ValidationError as error:
+        errors += _sentences(error)
+    return None, errors
+
+
+def _drop(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
+    """Remove a wrong value, so that its default takes its place; the whole block where there is no default."""
+    model: type[BaseModel] | None = ZeroliteConfig
+    for depth, part in enumerate(location):
+        name = str(part)
+        info = model.model_fields.get(name) if model is not None else None
+        model = block_model(info.annotation) if info is not None else None
+        following = model.model_fields.get(str(location[depth + 1])) if model and depth + 1 < len(location) else None
+        if following is None or following.is_required():
+            values.pop(name, None)
+            return
+        values = values.get(name, {})
+
+
+def _as_spelled(path: str, values: Mapping[str, Any]) -> str:
+    """The path with the user's own spelling of the block."""
+    head, dot, rest = path.partition(".")
+    for alias, name in ALIASES.items():
+        if head == name and name not in values and alias in values:
+            return alias + dot + rest
+    return path
+
+
+def _sentences(error: ValidationError) -> list[tuple[str, str]]:
+    sentences: list[tuple[str, str]] = []
+    for details in error.errors(include_url=False):
+        path = ".".join(str(part) for part in details["loc"])
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            sentences += cause.errors
+        elif details["type"] == "missing":
+            sentences.append((path, f"expected a name, got nothing; add the key, such as {_example(path)}"))
+        else:
+            sentences.append((path, str(cause) if cause is not None else details["msg"]))
+    return sentences
+
+
+def _example(path: str) -> str:
+    return '"type": "WarmupLR"' if path.startswith("scheduler") else '"type": "AdamW"'
+
+
+class _Cleaner:
+    """Walks the raw values beside the models: what is left is known by name and not "auto"."""
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[str, str]] = []
+        self.auto: set[str] = set()
+
+    def block(self, model: type[BaseModel], values: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        clean: dict[str, Any] = {}
+        for key, value in values.items():
+            if not isinstance(key, str):
+                self.errors.append((_join(path, key), _not_a_key(key)))
+                continue
+            name = key if path else ALIASES.get(key, key)
+            here = _join(path, name)
+            if name != key and name in values:
+                sentence = f"expected one spelling, got {name} and {key}, which are the same block; keep {name}"
+                self.errors.append((key, sentence))
+            elif name in model.model_fields:
+                self._known(model, name, value, here, clean)
+            else:
+                self._not_in_model(path, key, value, here)
+        return clean
+
+    def _known(self, model: type[BaseModel], name: str, value: Any, here: str, clean: dict[str, Any]) -> None:
+        if value == AUTO and isinstance(value, str) and here not in _AUTO_KEPT:
+            if here in _AUTO_AT_RESOLVE:
+                self.auto.add(here)
+            return
+        annotation = model.model_fields[name].annotation
+        inner = block_model(annotation)
+        if inner is not None and not (value is None and annotation is not inner):
+            if isinstance(value, Mapping):
+                clean[name] = self.block(inner, value, here)
+            else:
+                self.errors.append((here, _not_an_object(here, value)))
+        elif name == "params" and isinstance(value, Mapping):
+            clean[name] = self._params(value, here)
+        else:
+            clean[name] = value
+
+    def _params(self, values: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        """Constructor arguments are free; only what no constructor can want is refused here."""
+        clean: dict[str, Any] = {}
+        for key, value in values.items():
+            here = _join(path, key)
+            if not isinstance(key, str):
+                self.errors.append((here, _not_a_key(key)))
+            elif here in RENAMED:
+                self.errors.append((here, _renamed(here)))
+            elif not (isinstance(value, str) and value == AUTO):
+                self.errors += _non_finite(value, here)
+                clean[key] = value
+        return clean
+
+    def _not_in_model(self, block: str, key: str, value: Any, here: str) -> None:
+        entry = UNSUPPORTED.get(block, {}).get(key)
+        if here in RENAMED:
+            self.errors.append((here, _renamed(here)))
+        elif entry is not None:
+            self._unsupported(entry, value, here)
+        else:
+            self.errors.append((here, _unknown(block, key)))
+
+    def _unsupported(self, entry: Key | Block, value: Any, here: str) -> None:
+        if isinstance(entry, Key):
+            if not _inert(entry.inert, value):
+                self.errors.append((here, _not_yet(entry, entry.inert)))
+            return
+        if value is None or value == AUTO or (not entry.switch and _inert(entry.off, value)):
+            return
+        if not isinstance(value, Mapping):
+            self.errors.append((here, f"{_not_an_object(here, value)}; {_not_yet(entry, ())}"))
+        elif entry.switch or entry.on_by_default:
+            self._names(entry, value, here)
+            on = not _inert(entry.off, value[entry.switch]) if entry.switch in value else entry.on_by_default
+            if on:
+                self.errors.append((here, _not_yet(entry, entry.off, entry.switch)))
+        else:
+            for key, item in value.items():
+                inner = entry.keys.get(key)
+                if inner is None:
+                    self.errors.append((_join(here, key), _unknown(here, str(key))))
+                else:
+                    self._unsupported(inner, item, _join(here, key))
+
+    def _names(self, entry: Block, value: Mapping[Any, Any], here: str) -> None:
+        """Only that every key exists, at every depth that the table describes."""
+        for key, item in value.items():
+            inner = entry.keys.get(key)
+            if inner is None:
+                self.errors.append((_join(here, key), _unknown(here, str(key))))
+            elif isinstance(inner, Block) and isinstance(item, Mapping):
+                self._names(inner, item, _join(here, key))
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def block_model(annotation: Any) -> type[BaseModel] | None:
+    """The model behind a field's annotation (`Block` or `Block | None`), if it is one."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def supported_paths(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterable[str]:
+    """The full path of every supported key, blocks before what they hold."""
+    for name, info in model.model_fields.items():
+        path = _join(prefix, name)
+        yield path
+        inner = block_model(info.annotation)
+        if inner is not None:
+            yield from supported_paths(inner, path)
+
+
+@lru_cache(maxsize=1)
+def _all_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(supported_paths()), tuple(path for path, _ in unsupported_paths())
+
+
+def _inert(accepted: tuple[object, ...], value: object) -> bool:
+    if isinstance(value, str) and value == AUTO:
+        return bool(accepted)
+    return any(same(value, other) for other in accepted)
+
+
+def _not_an_object(path: str, value: object) -> str:
+    if path == "zero_optimization" and isinstance(value, bool):
+        return f'expected an object, got {show(value)}, an old spelling; write {{"stage": {int(value)}}}'
+    return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
+
+
+def _renamed(path: str) -> str:
+    return f"expected today's name of the key, got a deprecated one; use {RENAMED[path]}"
+
+
+def _not_yet(entry: Key | Block, accepted: tuple[object, ...], switch: str = "") -> str:
+    sentence = "known to zerolite but not supported yet"
+    if entry.note:
+        sentence += f" ({entry.note})"
+    if not accepted:
+        return f"{sentence}; leave it out"
+    values = " or ".join(dict.fromkeys(show(value).removeprefix("the string ") for value in accepted))
+    subject = f"{switch} = {values}" if switch else values
+    return f"{sentence}; leave it out (only {subject} is accepted)"
+
+
+def _not_a_key(key: object) -> str:
+    return f"expected a string as the key, got {show(key)}; write it in quotes"
+
+
+def _unknown(block: str, key: str) -> str:
+    where = f"a key of {block}" if block else "a key of the configuration"
+    sentence = f"expected {where}, got an unknown one"
+    supported, unsupported = _all_paths()
+    if not block and "." in key and key in supported:
+        nested = key.replace(".", '": {"')
+        return f'{sentence}; write it nested: "{nested}": ...' + "}" * key.count(".")
+    if block in ("optimizer", "scheduler"):
+        return f"{sentence}; arguments of the constructor belong into {block}.params"
+    near = nearest_keys(block, key, supported, unsupported)
+    return f"{sentence}; did you mean {' or '.join(near)}?" if near else f"{sentence}; remove it"
+
+
+def _non_finite(value: Any, path: str) -> list[tuple[str, str]]:
+    """JSON has no NaN and no infinity, and no constructor argument is meant to be one."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return [(path, f"expected a finite number, got {show(value)}; write one")]
+    if isinstance(value, Mapping):
+        return [error for key, item in value.items() for error in _non_finite(item, _join(path, key))]
+    if isinstance(value, (list, tuple)):
+        return [error for index, item in enumerate(value) for error in _non_finite(item, f"{path}[{index}]")]
+    return []

@@ -1,0 +1,279 @@
+"""The configuration as frozen models. Build them with `load_config`, which reports every error at once.
+
+Each field's description says what it does and in which unit; docs/configuration.md is generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
+
+from . import batch
+from .contradictions import find_contradictions
+from .errors import ConfigError
+from .known_keys import MAX_SUPPORTED_ZERO_STAGE, MAX_ZERO_STAGE
+from .rules import MAX_BATCH, Boolean, Dtype, FreeObject, Integer, Names, Number, Stage, Text
+
+Bool = Annotated[bool, BeforeValidator(Boolean())]
+Immediate = Annotated[bool, BeforeValidator(Boolean(always="gradients always accumulate as they arrive"))]
+OptionalDtype = Annotated[str | None, BeforeValidator(Dtype())]
+BatchSize = Annotated[
+    int | None,
+    BeforeValidator(Integer(1, MAX_BATCH, nullable=True, null_means="derived from the others")),
+]
+BucketSize = Annotated[
+    int | None,
+    BeforeValidator(Integer(1, nullable=True, null_means="chosen from the model's size")),
+]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class OptimizerConfig(_Block):
+    """The optimizer that `initialize` builds when it is not given one."""
+
+    type: Annotated[str, BeforeValidator(Text())] = Field(
+        description="Name of the optimizer: Adam, AdamW, SGD, Adagrad, Lion, or any class of torch.optim."
+    )
+    params: Annotated[dict[str, Any], PlainValidator(FreeObject())] = Field(
+        default_factory=lambda: FreeObject()({}),
+        description='Arguments of its constructor (`lr`, `betas`, ...). `"auto"` leaves an argument at its default.',
+    )
+
+
+class SchedulerConfig(_Block):
+    """The learning rate schedule that `initialize` builds when it is not given one."""
+
+    type: Annotated[str, BeforeValidator(Text())] = Field(
+        description="Name of the schedule: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or any "
+        "class of torch.optim.lr_scheduler."
+    )
+    params: Annotated[dict[str, Any], PlainValidator(FreeObject())] = Field(
+        default_factory=lambda: FreeObject()({}),
+        description='Arguments of its constructor, in optimizer steps where they count. `"auto"` leaves an argument at '
+        "its default.",
+    )
+
+
+class Fp16Config(_Block):
+    """Compute in float16 with fp32 master weights and a loss scale."""
+
+    enabled: Bool = Field(default=False, description="Compute in float16.")
+    auto_cast: Bool = Field(
+        default=False, description="Cast floating inputs to float16. The engine does so in any case."
+    )
+    loss_scale: Annotated[float, BeforeValidator(Number(0.0))] = Field(
+        default=0.0, description="Static factor by which the loss is multiplied before backward; 0 = dynamic."
+    )
+    initial_scale_power: Annotated[int, BeforeValidator(Integer(0, 127))] = Field(
+        default=16, description="A dynamic loss scale starts at 2 to this power."
+    )
+    loss_scale_window: Annotated[int, BeforeValidator(Integer(1))] = Field(
+        default=1000, description="Steps in a row without overflow after which a dynamic loss scale doubles."
+    )
+    hysteresis: Annotated[int, BeforeValidator(Integer(1))] = Field(
+        default=2, description="Overflows (steps) that are tolerated before a dynamic loss scale is halved."
+    )
+    consecutive_hysteresis: Bool = Field(
+        default=False,
+        description="Refill the hysteresis after every step without overflow, so that only overflows in a row count.",
+    )
+    min_loss_scale: Annotated[int, BeforeValidator(Integer(1))] = Field(
+        default=1, description="A dynamic loss scale never falls below this factor."
+    )
+    fp16_master_weights_and_grads: Bool = Field(
+        default=False, description="Keep master weights and accumulated gradients in float16 instead of fp32."
+    )
+
+
+class Bf16Config(_Block):
+    """Compute in bfloat16 with fp32 master weights. The block may also be spelled `bfloat16`."""
+
+    enabled: Bool = Field(default=False, description="Compute in bfloat16.")
+    immediate_grad_update: Annotated[
+        bool, BeforeValidator(Boolean(always="gradients always accumulate as they arrive"))
+    ] = Field(default=True, description="Gradients are accumulated as they arrive. Only true is possible.")
+    check_grad_overflow: Bool = Field(
+        default=True, description="Skip the step, on all ranks, when a gradient is not finite."
+    )
+    bf16_master_weights_and_grads: Bool = Field(
+        default=False, description="Keep master weights and accumulated gradients in bfloat16 instead of fp32."
+    )
+    bf16_optimizer_states: Bool = Field(
+        default=False,
+        description="Keep the optimizer's states in bfloat16 too; needs `bf16_master_weights_and_grads`.",
+    )
+
+
+class TorchAutocastConfig(_Block):
+    """Run the forward pass under torch.autocast; parameters stay in fp32."""
+
+    enabled: Bool = Field(default=False, description="Run forward under torch.autocast.")
+    dtype: Annotated[str, BeforeValidator(Dtype(("bf16", "fp16"), nullable=False))] = Field(
+        default="bf16", description="The dtype autocast computes in."
+    )
+    lower_precision_safe_modules: Annotated[tuple[str, ...] | None, BeforeValidator(Names())] = Field(
+        default=None,
+        description="Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all "
+        "gradients are reduced in fp32.",
+    )
+
+
+class ZeroConfig(_Block):
+    """What is spread over the ranks."""
+
+    stage: Annotated[int, BeforeValidator(Stage(MAX_SUPPORTED_ZERO_STAGE, MAX_ZERO_STAGE))] = Field(
+        default=0,
+        description="0: nothing; 1: optimizer states and master weights; 2: gradients too.",
+    )
+    reduce_bucket_size: BucketSize = Field(
+        default=None,
+        description='Elements in a bucket, which is reduced and gathered as one. null or `"auto"`: chosen from the '
+        "model's size.",
+    )
+    allgather_bucket_size: BucketSize = Field(
+        default=None,
+        description="Elements gathered as one. Buckets are the same for both, so the smaller of the two sizes counts. "
+        'null or `"auto"`: as `reduce_bucket_size`.',
+    )
+    overlap_comm: Annotated[bool | None, BeforeValidator(Boolean(nullable=True))] = Field(
+        default=None,
+        description="true: buckets are reduced while backward still runs, and the next forward waits for updated "
+        "parameters only where a module needs them. null: the first of the two. false: neither. The numbers do not "
+        "depend on it.",
+    )
+    contiguous_gradients: Bool = Field(
+        default=True, description="Move each gradient into its bucket as soon as it is ready."
+    )
+    reduce_scatter: Bool = Field(
+        default=True, description="Reduce to the owner of each part only; false: all-reduce, then keep a part."
+    )
+    ignore_unused_parameters: Bool = Field(
+        default=True,
+        description="Parameters that got no gradient count as zero; false: they are an error that names them.",
+    )
+
+
+class DataTypesConfig(_Block):
+    """Dtypes that do not follow from the precision."""
+
+    grad_accum_dtype: OptionalDtype = Field(
+        default=None,
+        description="Dtype in which micro-batches are added up: fp32 or the dtype of the computation. null: fp32, "
+        "unless master weights and gradients are kept in 16 bits.",
+    )
+
+
+class ZeroliteConfig(_Block):
+    """A whole configuration. `load_config` makes one; `resolve` fills in the batch sizes."""
+
+    train_batch_size: BatchSize = Field(
+        default=None,
+        description="Samples that one optimizer step sees, over all ranks: micro-batch x accumulation x ranks.",
+    )
+    train_micro_batch_size_per_gpu: BatchSize = Field(
+        default=None,
+        description="Samples in one forward and backward on one rank. null: the user's own loader decides.",
+    )
+    gradient_accumulation_steps: BatchSize = Field(
+        default=None,
+        description="Micro-batches in one optimizer step. null: derived from the other two sizes, or 1.",
+    )
+    optimizer: OptimizerConfig | None = Field(default=None, description="The optimizer. null: given to `initialize`.")
+    scheduler: SchedulerConfig | None = Field(
+        default=None, description="The learning rate schedule. null: none, or given to `initialize`."
+    )
+    fp16: Fp16Config = Field(default_factory=Fp16Config, description="float16.")
+    bf16: Bf16Config = Field(default_factory=Bf16Config, description="bfloat16; also spelled `bfloat16`.")
+    torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig, description="torch.autocast.")
+    gradient_clipping: Annotated[float, BeforeValidator(Number(0.0))] = Field(
+        default=0.0, description="Largest global 2-norm of the gradients; larger ones are scaled down to it. 0 = off."
+    )
+    zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig, description="What is spread over the ranks.")
+    communication_data_type: OptionalDtype = Field(
+        default=None,
+        description="Dtype in which gradients travel. null: the dtype they have.",
+    )
+    prescale_gradients: Bool = Field(
+        default=False, description="Divide gradients by the number of ranks before they are summed, not after."
+    )
+    gradient_predivide_factor: Annotated[float, BeforeValidator(Number(0.0, exclusive=True))] = Field(
+        default=1.0,
+        description="Divide gradients by this factor before they are summed and by the rest after; not together with "
+        "`prescale_gradients`.",
+    )
+    data_types: DataTypesConfig = Field(default_factory=DataTypesConfig, description="Other dtypes.")
+    steps_per_print: Annotated[int | None, BeforeValidator(Integer(1, nullable=True, null_means="never"))] = Field(
+        default=None, description="Optimizer steps between two lines of progress on rank 0. null: never."
+    )
+    dump_state: Bool = Field(default=False, description="Print the resolved configuration when the engine is built.")
+    max_consecutive_skipped_steps: Annotated[int, BeforeValidator(Integer(0))] = Field(
+        default=50,
+        description="Training raises after so many steps in a row that were skipped because a gradient was not finite; "
+        "0 = never. (zerolite's own key.)",
+    )
+
+    # Keys given as "auto" whose value must still be found by resolve().
+    _auto: frozenset[str] = PrivateAttr(default=frozenset())
+
+    def model_post_init(self, context: Any) -> None:
+        if context:
+            self._auto = frozenset(context.get("auto", ()))
+
+    @model_validator(mode="after")
+    def _no_contradictions(self, info: ValidationInfo) -> ZeroliteConfig:
+        invalid = (info.context or {}).get("invalid", ())
+        errors = [(c.paths[0], c.sentence) for c in find_contradictions(self) if not set(c.paths) & set(invalid)]
+        if errors:
+            raise ConfigError(errors)
+        return self
+
+    def resolve(self, world_size: int) -> ZeroliteConfig:
+        """The same configuration with the batch sizes filled in for `world_size` ranks.
+
+        train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size. Both batch sizes
+        stay None when neither is given: the user's own loader decides. The accumulation is never None afterwards.
+
+        Raises:
+            ConfigError: the given sizes contradict each other, or a key is "auto" and nothing says what it should be.
+            ValueError: world_size is not an integer of at least 1.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"world_size: expected an integer of at least 1, got {world_size!r}; pass the rank count")
+        errors: list[tuple[str, str]] = []
+        for path, block in (("optimizer.type", self.optimizer), ("scheduler.type", self.scheduler)):
+            if block is not None and block.type == "auto":
+                errors.append((path, 'expected a name, got "auto", which has no default here; write the name'))
+        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        try:
+            sizes = batch.solve(*given, world_size)
+        except batch.BatchSizeError as error:
+            errors.append((error.key, error.sentence))
+            raise ConfigError(errors) from None
+        solved = {batch.TRAIN: sizes.train, batch.MICRO: sizes.micro, batch.ACCUMULATION: sizes.accumulation}
+        for key in sorted(self._auto):
+            if solved[key] is None:
+                errors.append(
+                    (
+                        key,
+                        f'expected a number, got "auto", and nothing is given to derive it from; write {batch.TRAIN} '
+                        f"or {batch.MICRO} as a number, or leave the key out if your own loader decides",
+                    )
+                )
+        if errors:
+            raise ConfigError(errors)
+        resolved = self.model_copy(update=solved)
+        resolved._auto = frozenset()
+        return resolved

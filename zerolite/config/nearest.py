@@ -1,0 +1,31 @@
+"""The known keys that an unknown key most likely meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_SHARED_ENOUGH = 0.6
+_OTHER_BLOCK = 0.1
+_UNSUPPORTED = 0.05
+
+
+def nearest_keys(block: str, key: str, supported: Iterable[str], unsupported: Iterable[str]) -> list[str]:
+    """Full paths of the known keys closest to `key` in `block` ("" is the top level), at most three, best first.
+
+    Keys of the same block are preferred to those of another one, supported keys to unsupported ones. More than one is
+    returned only where they are equally close.
+    """
+    from difflib import SequenceMatcher
+
+    matcher = SequenceMatcher(b=key.lower(), autojunk=False)
+    scored: list[tuple[float, str]] = []
+    for penalty, paths in ((0.0, supported), (_UNSUPPORTED, unsupported)):
+        for path in paths:
+            home, _, name = path.rpartition(".")
+            away = 0.0 if home == block else _OTHER_BLOCK
+            matcher.set_seq1(name.lower())
+            score = matcher.ratio() - away - penalty
+            if score >= _SHARED_ENOUGH:
+                scored.append((score, path))
+    best = max((score for score, _ in scored), default=0.0)
+    return [path for score, path in scored if score > best - 1e-9][:3]

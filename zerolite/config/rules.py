@@ -1,0 +1,272 @@
+"""The types of configuration values: what is accepted, what it becomes, and the sentence for everything else.
+
+A rule is called with the raw JSON value and returns the value the model keeps, or raises ValueError with a sentence
+(expected, got, remedy). ``expected`` is also what the generated reference shows as the key's type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, NoReturn
+
+MAX_INT = 2**63 - 1
+MAX_BATCH = 2**31 - 1
+
+# What JSON calls a number. float() alone would also take "nan", "inf" and "1_000".
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
+
+
+def show(value: object, limit: int = 60) -> str:
+    """The value as JSON would write it, with the name of its type where the text alone does not tell."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = f"an object of type {type(value).__name__}"
+    if len(text) > limit:
+        text = text[: limit - 3] + "..."
+    if isinstance(value, bool) or value is None:
+        return text
+    if isinstance(value, str):
+        return f"the string {text}"
+    if isinstance(value, Mapping):
+        return f"the object {text}"
+    if isinstance(value, (list, tuple)):
+        return f"the array {text}"
+    return text
+
+
+def _fail(expected: str, value: object, remedy: str) -> NoReturn:
+    raise ValueError(f"expected {expected}, got {show(value)}; {remedy}")
+
+
+def _as_number(value: object) -> object:
+    """Numeric strings ("1e9", as YAML tools write it) and foreign number types as int or float; the rest unchanged."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        as_float = float(value)
+        if math.isinf(as_float) or abs(as_float) > MAX_INT:
+            return as_float
+        exact = Decimal(value.strip())
+        return int(exact) if exact == exact.to_integral_value() else as_float
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return value
+
+
+@dataclass(frozen=True)
+class Boolean:
+    """true or false; numbers and strings are errors. `always`: the reason why false is impossible."""
+
+    nullable: bool = False
+    always: str = ""
+
+    @property
+    def expected(self) -> str:
+        if self.always:
+            return "true"
+        return "true, false or null" if self.nullable else "true or false"
+
+    def __call__(self, value: object) -> bool | None:
+        if value is None and self.nullable:
+            return None
+        if not isinstance(value, bool):
+            _fail(self.expected, value, "write true or false, without quotes")
+        if self.always and not value:
+            _fail(self.expected, value, f"{self.always}, so leave the key out or write true")
+        return value
+
+
+@dataclass(frozen=True)
+class Integer:
+    """A whole number from minimum to maximum, both included; 1e9 is one, 1.5 and true are not."""
+
+    minimum: int = 0
+    maximum: int = MAX_INT
+    nullable: bool = False
+    null_means: str = ""
+
+    @property
+    def expected(self) -> str:
+        if self.maximum == MAX_INT:
+            text = f"an integer of at least {self.minimum}"
+        else:
+            text = f"an integer from {self.minimum} to {self.maximum}"
+        return text + (" or null" if self.nullable else "")
+
+    def __call__(self, value: object) -> int | None:
+        if value is None and self.nullable:
+            return None
+        number = _as_number(value)
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            _fail(self.expected, value, self._null_hint("write a number such as 1000 or 1e3"))
+        if isinstance(number, float) and not math.isfinite(number):
+            _fail(self.expected, value, self._null_hint("write a finite number"))
+        if number != int(number):
+            _fail(self.expected, value, f"write {math.floor(number)} or {math.ceil(number)}")
+        if not self.minimum <= number <= self.maximum:
+            nearest = self.minimum if number < self.minimum else self.maximum
+            _fail(self.expected, value, self._null_hint(f"the nearest allowed value is {nearest}"))
+        return int(number)
+
+    def _null_hint(self, remedy: str) -> str:
+        return f"{remedy}, or null ({self.null_means})" if self.null_means else remedy
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A ZeRO stage. Stages above `supported` exist, and are said to be unsupported rather than wrong."""
+
+    supported: int
+    known: int
+
+    @property
+    def expected(self) -> str:
+        return f"an integer from 0 to {self.supported}"
+
+    def __call__(self, value: object) -> int:
+        stage = Integer(0, self.known)(value)
+        assert stage is not None
+        if stage > self.supported:
+            raise ValueError(
+                f"stage {stage} is known to zerolite but not supported yet; use a stage from 0 to {self.supported}"
+            )
+        return stage
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number of at least (or, if exclusive, above) the minimum. Integers become floats."""
+
+    minimum: float = 0.0
+    exclusive: bool = False
+
+    @property
+    def expected(self) -> str:
+        return f"a finite number {'above' if self.exclusive else 'of at least'} {self.minimum:g}"
+
+    def __call__(self, value: object) -> float:
+        number = _as_number(value)
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            _fail(self.expected, value, "write a number such as 1.0")
+        try:
+            result = float(number)
+        except OverflowError:
+            result = math.inf
+        if not math.isfinite(result):
+            _fail(self.expected, value, "write a finite number")
+        if result < self.minimum or (self.exclusive and result == self.minimum):
+            _fail(self.expected, value, "write a larger number")
+        return result
+
+
+_DTYPE_NAMES = {
+    "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),
+    "fp16": ("fp16", "float16", "half", "torch.float16", "torch.half"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
+_DTYPES = {spelling: name for name, spellings in _DTYPE_NAMES.items() for spelling in spellings}
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A floating dtype in DeepSpeed's or torch's spelling (or a torch.dtype itself), kept as fp32, fp16 or bf16."""
+
+    allowed: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    nullable: bool = True
+
+    @property
+    def expected(self) -> str:
+        names = " or ".join(f'"{name}"' for name in self.allowed)
+        return f"{names} or null" if self.nullable else names
+
+    def __call__(self, value: object) -> str | None:
+        if value is None and self.nullable:
+            return None
+        is_torch_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+        spelling = str(value) if is_torch_dtype else value
+        name = _DTYPES.get(spelling.lower()) if isinstance(spelling, str) else None
+        if name not in self.allowed:
+            longer = ", ".join(f'"{_DTYPE_NAMES[a][1]}"' for a in self.allowed)
+            _fail(self.expected, spelling, f"longer spellings such as {longer} are fine too")
+        return name
+
+
+@dataclass(frozen=True)
+class Text:
+    """A non-empty string."""
+
+    @property
+    def expected(self) -> str:
+        return "a string"
+
+    def __call__(self, value: object) -> str:
+        if not isinstance(value, str) or not value.strip():
+            _fail("a non-empty string", value, "write a name in quotes")
+        return value
+
+
+@dataclass(frozen=True)
+class Names:
+    """A list of non-empty strings, or null."""
+
+    @property
+    def expected(self) -> str:
+        return "an array of strings or null"
+
+    def __call__(self, value: object) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v.strip() for v in value):
+            _fail(self.expected, value, 'write class names such as ["torch.nn.Linear"]')
+        return tuple(value)
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that refuses to change; `dict(d)` makes a copy that can."""
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise TypeError("the configuration is frozen; change a copy made with dict(...) or load another configuration")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
+        return FrozenDict, (dict(self),)
+
+    def __deepcopy__(self, memo: object) -> FrozenDict:
+        return FrozenDict((key, _frozen(value)) for key, value in self.items())
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of a JSON value whose objects are frozen."""
+    if isinstance(value, Mapping):
+        return FrozenDict((key, _frozen(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return [_frozen(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class FreeObject:
+    """An object with any keys: the arguments of a constructor. What they may be is checked where it is called."""
+
+    @property
+    def expected(self) -> str:
+        return "an object"
+
+    def __call__(self, value: object) -> FrozenDict:
+        if not isinstance(value, Mapping):
+            _fail(self.expected, value, 'write it as {"name": value, ...}')
+        result: FrozenDict = _frozen(value)
+        return result

@@ -1,0 +1,127 @@
+"""From a dict, a path, JSON text or hjson text to a plain dict, with every duplicate key found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .errors import ConfigError
+from .rules import show
+
+_PATH_SUFFIXES = (".json", ".hjson", ".json5", ".jsonc", ".yaml", ".yml", ".txt")
+
+
+class RawConfig(NamedTuple):
+    """What the source says: the values (the last one of a duplicated key) and what is wrong with the text itself."""
+
+    values: dict[str, Any]
+    duplicates: list[tuple[str, str]]
+    origin: str | None
+
+
+class _Pairs:
+    """An object of the text, before duplicates are dropped."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        self.pairs = pairs
+
+
+def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig:
+    """Read a configuration.
+
+    Raises:
+        ConfigError: the file cannot be read, the text is neither JSON nor hjson, or it is not an object.
+    """
+    if isinstance(source, Mapping):
+        return RawConfig(dict(source), [], None)
+    if isinstance(source, os.PathLike):
+        return _parse(_read_file(os.fspath(source)), os.fspath(source))
+    if isinstance(source, str):
+        if _is_text(source):
+            return _parse(source, None)
+        return _parse(_read_file(source), source)
+    raise ConfigError([("", f"expected a dict, a path, or JSON or hjson text, got {type(source).__name__}; pass one")])
+
+
+def _is_text(source: str) -> bool:
+    """Whether a string is a configuration rather than the path to one."""
+    stripped = source.lstrip("\ufeff \t\r\n")
+    if not stripped or stripped[0] in "{[" or "\n" in stripped or "\0" in stripped:
+        return True
+    if stripped.lower().endswith(_PATH_SUFFIXES) or os.path.exists(source):
+        return False
+    return ":" in stripped
+
+
+def _read_file(path: str | bytes) -> str:
+    name = os.fsdecode(path)
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8-sig")
+    except FileNotFoundError:
+        problem = f'expected a configuration file, but there is none at "{name}"; check the path'
+        if not os.path.isabs(name):
+            problem += f' (taken relative to "{os.getcwd()}")'
+    except IsADirectoryError:
+        problem = f'expected a configuration file, but "{name}" is a directory; give the file inside it'
+    except UnicodeDecodeError as error:
+        problem = f'expected UTF-8 text in "{name}", but byte {error.start} is not; save the file as UTF-8'
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        problem = f'expected a readable configuration file at "{name}", but opening it failed ({reason})'
+    raise ConfigError([("", problem)])
+
+
+def _parse(text: str, origin: str | bytes | None) -> RawConfig:
+    name = None if origin is None else os.fsdecode(origin)
+    text = text.removeprefix("\ufeff")
+    if not text.strip():
+        raise ConfigError([("", "expected an object, got empty text; write at least {}")], name)
+    parsed = _parse_json_or_hjson(text, name)
+    duplicates: list[tuple[str, str]] = []
+    values = _plain(parsed, "", duplicates)
+    if not isinstance(values, dict):
+        raise ConfigError([("", f"expected an object such as {{...}}, got {show(values)}")], name)
+    return RawConfig(values, duplicates, name)
+
+
+def _parse_json_or_hjson(text: str, name: str | None) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Pairs)
+    except ValueError as error:
+        json_problem = _syntax_problem(error)
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_Pairs)
+    except ValueError as error:
+        hjson_problem = _syntax_problem(error)
+    sentence = f"expected JSON or hjson; as JSON: {json_problem}; as hjson: {hjson_problem}"
+    raise ConfigError([("", sentence)], name) from None
+
+
+def _syntax_problem(error: ValueError) -> str:
+    line, column = getattr(error, "lineno", None), getattr(error, "colno", None)
+    message = str(getattr(error, "msg", error))
+    return message if line is None else f"{message} at line {line} column {column}"
+
+
+def _plain(value: Any, path: str, duplicates: list[tuple[str, str]]) -> Any:
+    """Turn pairs into dicts, noting the full path of every key that an object holds more than once."""
+    if isinstance(value, list):
+        return [_plain(item, f"{path}[{index}]", duplicates) for index, item in enumerate(value)]
+    if not isinstance(value, _Pairs):
+        return value
+    result: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for key, item in value.pairs:
+        here = f"{path}.{key}" if path else key
+        counts[key] = counts.get(key, 0) + 1
+        result[key] = _plain(item, here, duplicates)
+    for key, count in counts.items():
+        if count > 1:
+            here = f"{path}.{key}" if path else key
+            duplicates.append((here, f"expected the key once, got it {count} times; keep one of them"))
+    return result

@@ -1,0 +1,5 @@
+"""Optimizers and operators that torch does not have."""
+
+from zerolite.ops.lion import Lion
+
+__all__ = ["Lion"]

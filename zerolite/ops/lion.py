@@ -1,0 +1,101 @@
+"""Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), Algorithm 2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_Lists = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]  # parameters, gradients, momenta
+
+
+class Lion(Optimizer):
+    """Moves each element by `lr`, in the direction of the sign of an interpolation between the momentum and the
+    gradient.
+
+        c = beta1 * m + (1 - beta1) * g
+        p = p - lr * (sign(c) + weight_decay * p)
+        m = beta2 * m + (1 - beta2) * g
+
+    lr: the size of a step; a good one is 3 to 10 times smaller than AdamW's. betas: (beta1, beta2), each in [0, 1).
+    weight_decay: decoupled, as AdamW's. One state per parameter, `exp_avg`, of the parameter's shape and dtype.
+    Parameters and gradients are real, dense tensors of a floating dtype. The update is elementwise: a parameter that
+    is updated in pieces gets the same bits.
+
+    Raises ValueError for values out of range, and TypeError in `step()` for sparse gradients.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr must be a finite number of at least 0, but is {lr}.")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be two numbers of at least 0 and below 1, but is {betas}.")
+        if not (math.isfinite(weight_decay) and weight_decay >= 0):
+            raise ValueError(f"weight_decay must be a finite number of at least 0, but is {weight_decay}.")
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if not p.is_floating_point():
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Lion takes the sign of real numbers, so it needs parameters of a floating dtype, but one of "
+                    f"shape {tuple(p.shape)} is {p.dtype}."
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. closure: re-evaluates the model and returns the loss;
+        its result is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for params, grads, exp_avgs in self._same_kind(group["params"]):
+                _lion(params, grads, exp_avgs, float(group["lr"]), group["betas"], group["weight_decay"])
+        return loss
+
+    def _same_kind(self, params: list[torch.Tensor]) -> list[_Lists]:
+        """Lists of one device and dtype each, as the foreach operators want them."""
+        kinds: dict[tuple[torch.device, torch.dtype], _Lists] = {}
+        for p in params:
+            if p.grad is None:
+                continue
+            if p.grad.layout != torch.strided:
+                raise TypeError(
+                    f"Lion needs dense gradients, but a parameter of shape {tuple(p.shape)} has one of layout "
+                    f"{p.grad.layout}."
+                )
+            state = self.state[p]
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            lists = kinds.setdefault((p.device, p.dtype), ([], [], []))
+            for tensors, tensor in zip(lists, (p, p.grad, state["exp_avg"]), strict=True):
+                tensors.append(tensor)
+        return list(kinds.values())
+
+
+def _lion(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    beta1, beta2 = betas
+    direction = torch._foreach_mul(exp_avgs, beta1)
+    torch._foreach_add_(direction, grads, alpha=1 - beta1)
+    torch._foreach_sign_(direction)
+    if weight_decay != 0:
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, direction, alpha=-lr)
+    torch._foreach_mul_(exp_avgs, beta2)
+    torch._foreach_add_(exp_avgs, grads, alpha=1 - beta2)

@@ -1,0 +1,71 @@
+"""Windows of micro-batches: which backward closes one, and how much of one has been filled.
+
+Pure: standard library only. A *window* is what one optimizer step consumes. All counters change by the same calls on every rank, so their
+answers may decide which collectives run.
+"""
+
+from __future__ import annotations
+
+
+class AccumulationWindow:
+    """Counts micro-batches of one window.
+
+    A micro-batch ends with ``engine.step()`` in DeepSpeed's loop; a plain loop has only backwards to count. Whichever is further
+    along predicts the boundary. The prediction only decides *when* gradients are reduced, never whether: what is left unreduced is
+    reduced by the step.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self.forced_boundary: bool | None = None
+        self.sync_disabled = 0  # depth of no_sync() contexts
+        self._stepped = 0  # engine.step() calls of this window that followed a backward
+        self._backwards = 0
+        self._scaled_backwards = 0  # backwards whose loss the engine divided by micro_batches
+        self._backwards_since_step = 0
+
+    @property
+    def empty(self) -> bool:
+        return self._backwards == 0
+
+    def is_boundary(self) -> bool:
+        """True if the micro-batch in hand is the last one of its window."""
+        if self.forced_boundary is not None:
+            return self.forced_boundary
+        backwards_before = self._backwards - self._backwards_since_step
+        return max(self._stepped, backwards_before) + 1 >= self.micro_batches
+
+    def next_backward_closes(self) -> bool:
+        """True if the backward that begins now should reduce, stages 0 and 1."""
+        if self.sync_disabled:
+            return False
+        if self.forced_boundary is not None:
+            return self.forced_boundary
+        return max(self._stepped, self._backwards) + 1 >= self.micro_batches
+
+    def on_backward(self, scaled: bool) -> None:
+        self._backwards += 1
+        self._backwards_since_step += 1
+        self._scaled_backwards += scaled
+
+    def on_engine_step(self) -> bool:
+        """Count one ``engine.step()``; True if it closes the window."""
+        if self.forced_boundary is not None:
+            closes = self.forced_boundary
+        else:
+            closes = self._stepped + 1 >= self.micro_batches
+        if self._backwards_since_step or closes:
+            self._stepped += 1
+        self._backwards_since_step = 0
+        return closes
+
+    def flush_factor(self) -> float:
+        """What a partial window's gradient must be multiplied by to be the mean over the micro-batches it contains."""
+        if not self._scaled_backwards:
+            return 1.0
+        contained = self._stepped + (1 if self._backwards_since_step else 0)
+        return self.micro_batches / contained if 0 < contained < self.micro_batches else 1.0
+
+    def reset(self) -> None:
+        """The window was consumed or dropped; a forced boundary and open no_sync() contexts stay."""
+        self._stepped = self._backwards = self._scaled_backwards = self._backwards_since_step = 0

@@ -1,0 +1,462 @@
+"""Config and model to an engine: every decision that depends on the config is taken here, once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.accelerator import default_device
+from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.engine import Engine
+from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
+from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.runtime.lr_schedules import build_scheduler
+from zerolite.runtime.optimizers import check_elementwise, resolve_optimizer
+from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
+from zerolite.runtime.step import StepOptions, StepPipeline
+from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.grad_reducer import GradReducer, ReductionOptions
+from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout, auto_bucket_numel
+from zerolite.runtime.zero.publisher import Publisher
+from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
+from zerolite.runtime.zero.stages import STAGES, StagePolicy
+
+logger = logging.getLogger("zerolite")
+
+OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
+
+
+def initialize(
+    model: torch.nn.Module,
+    config: ZeroliteConfig | dict[str, Any] | str | os.PathLike[str],
+    *,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    broadcast_buffers: bool = False,
+) -> Engine:
+    """Make an :class:`~zerolite.runtime.engine.Engine` of ``model``.
+
+    model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and a place in flat
+    buffers (same ``Parameter`` objects). config: DeepSpeed's schema as a dict, a path, or JSON or hjson text. optimizer: an instance, a class, or a
+    function of parameters; otherwise ``config["optimizer"]``. model_parameters: parameters or param groups to train, by default all that
+    require a gradient. training_data: a dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the
+    optimizer; otherwise ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers before each training forward.
+
+    Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError for the other
+    arguments, RuntimeError if ranks hold different models. Called on all ranks, with equal arguments.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
+    given = load_config(config)
+    init_distributed()
+    device = default_device(local_rank())
+    comm = create_communicator(device)
+    resolved = given.resolve(comm.world_size)
+    policy = STAGES[resolved.zero_optimization.stage]
+    model.to(device)
+    groups = _param_groups(model, optimizer, model_parameters)
+    make_inner = _optimizer_maker(optimizer, resolved, policy, groups)
+    precision = _precision(resolved)
+    engine = _assemble(model, resolved, policy, precision, comm, device, make_inner, groups, broadcast_buffers)
+    engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+    if training_data is not None:
+        from zerolite.runtime.dataloader import build_dataloader
+
+        engine.dataloader = build_dataloader(
+            training_data,
+            resolved.train_micro_batch_size_per_gpu,
+            comm.rank,
+            comm.world_size,
+            collate_fn=collate_fn,
+            device_type=device.type,
+        )
+    if resolved.dump_state and comm.rank == 0:
+        _dump_state(engine)
+    return engine
+
+
+# -------------------------------------------------------------------- the parts
+
+
+def _assemble(
+    model: torch.nn.Module,
+    config: ZeroliteConfig,
+    policy: StagePolicy,
+    precision: Precision,
+    comm: Communicator,
+    device: torch.device,
+    make_inner: Any,
+    groups: Groups,
+    broadcast_buffers: bool,
+) -> Engine:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    trained = [p for p in model.parameters() if id(p) in chosen]
+    _check_trained(trained, names)
+    communication = _communication_dtypes(model, config)
+    layout = _layout(trained, names, config, precision, communication, comm)
+    _synchronize_rest(model, trained, precision, comm, device)
+
+    buffer = ParameterBuffer(layout, trained, comm.rank, policy.shard_optimizer)
+    different = differing(trained, comm, device)
+
+    def synchronize(bucket: Bucket, flat: torch.Tensor) -> None:
+        if any(different[slot.index] for slot in bucket.slots):
+            broadcast_into(flat, comm, device, "initial_sync")
+
+    buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
+
+    accumulation = config.gradient_accumulation_steps or 1
+    window = AccumulationWindow(accumulation)
+    by_index = [communication(p) for p in trained]
+    reduction = _reduction_options(config, policy, precision, comm, accumulation, by_index)
+    reducer = GradReducer(layout, trained, comm, reduction, window.next_backward_closes)
+    sharded = ShardedOptimizer(make_inner, groups, buffer, precision.update_dtype)
+    overlap_forward = config.zero_optimization.overlap_comm is True
+    publisher = Publisher(buffer, comm, gather=policy.shard_optimizer, overlap_forward=overlap_forward)
+    scaler = _loss_scaler(config)
+    options = StepOptions(
+        max_norm=config.gradient_clipping,
+        check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
+        max_skipped_in_a_row=config.max_consecutive_skipped_steps,
+        ignore_unused=config.zero_optimization.ignore_unused_parameters,
+    )
+    pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, device)
+    boundary = _connect(pipeline, reducer, publisher, sharded, scaler, layout, model)
+    engine = Engine(
+        module=model,
+        config=config,
+        device=device,
+        comm=comm,
+        precision=precision,
+        pipeline=pipeline,
+        reducer=reducer,
+        publisher=publisher,
+        optimizer=sharded,
+        window=window,
+        boundary=boundary,
+        lr_scheduler=None,
+        dataloader=None,
+        broadcast_buffers=broadcast_buffers,
+    )
+    pipeline.on_applied = lambda: engine.lr_scheduler.step() if engine.lr_scheduler is not None else None
+    pipeline.on_settled = lambda: _print_progress(engine)
+    return engine
+
+
+def _connect(
+    pipeline: StepPipeline,
+    reducer: GradReducer,
+    publisher: Publisher,
+    optimizer: ShardedOptimizer,
+    scaler: LossScaler | None,
+    layout: PartitionLayout,
+    model: torch.nn.Module,
+) -> GraphBoundary:
+    """Install the hooks and lead the optimizer's methods to the pipeline."""
+
+    def on_backward_begin() -> None:
+        if not reducer.pass_open:
+            boundary.scaled = False
+        pipeline.begin_backward()
+
+    def on_gradient(index: int) -> None:
+        on_backward_begin()
+        boundary.check_scaled(layout.slots[index].name)
+        publisher.on_gradient(index)
+
+    def on_load() -> None:
+        pipeline.zero_grad()
+        pipeline.publish()
+
+    boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None)
+    reducer.attach(on_gradient)
+    publisher.attach(model)
+    optimizer.connect(pipeline.step, pipeline.zero_grad, on_load)
+    return boundary
+
+
+def _layout(
+    trained: list[torch.nn.Parameter],
+    names: dict[int, str],
+    config: ZeroliteConfig,
+    precision: Precision,
+    communication: Callable[[torch.nn.Parameter], torch.dtype | None],
+    comm: Communicator,
+) -> PartitionLayout:
+    specs = [
+        ParameterSpec(names[id(p)], p.numel(), f"{precision.compute_dtype(p)} sent as {communication(p)}") for p in trained
+    ]
+    zero = config.zero_optimization
+    # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
+    sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
+    numel = min(sizes) if sizes else auto_bucket_numel(sum(spec.numel for spec in specs))
+    return PartitionLayout.build(specs, comm.world_size, numel)
+
+
+def _reduction_options(
+    config: ZeroliteConfig,
+    policy: StagePolicy,
+    precision: Precision,
+    comm: Communicator,
+    accumulation: int,
+    communication: list[torch.dtype | None],
+) -> ReductionOptions:
+    zero = config.zero_optimization
+    asked = config.data_types.grad_accum_dtype
+    if asked is not None:
+        accumulate: torch.dtype | None = DTYPES[asked]
+    else:
+        accumulate = torch.float32 if precision.separate_masters else None
+    predivide = float(comm.world_size) if config.prescale_gradients else config.gradient_predivide_factor
+    # Multiplying by a power of two is exact, so where nothing else is asked for the mean is taken while gradients move into their buckets. Not in fp16, whose
+    # small numbers it would push below the smallest.
+    free = predivide == 1.0 and comm.world_size & (comm.world_size - 1) == 0 and precision.compute != torch.float16
+    return ReductionOptions(
+        reduce_each_pass=policy.shard_gradients,
+        shard=policy.shard_optimizer,
+        use_reduce_scatter=zero.reduce_scatter,
+        accumulate_dtype=accumulate,
+        several_expected=accumulation > 1,
+        communication_dtype=lambda bucket: communication[bucket.slots[0].index],
+        arrival_factor=1.0 / comm.world_size if free else 1.0,
+        predivide=predivide,
+        copy_on_arrival=zero.contiguous_gradients,
+        eager=zero.overlap_comm is not False,
+        overlap=zero.overlap_comm is not False,
+    )
+
+
+# -------------------------------------------------------------------- precision
+
+
+def _precision(config: ZeroliteConfig) -> Precision:
+    if config.fp16.enabled:
+        low = config.fp16.fp16_master_weights_and_grads
+        # The engine casts inputs unless told not to: a fp32 input to a fp16 layer is an error in torch.
+        return Precision(compute=torch.float16, separate_masters=not low, update_in_fp32=True)
+    if config.bf16.enabled:
+        low = config.bf16.bf16_master_weights_and_grads
+        return Precision(
+            compute=torch.bfloat16, separate_masters=not low, update_in_fp32=not config.bf16.bf16_optimizer_states
+        )
+    if config.torch_autocast.enabled:
+        return Precision(autocast=DTYPES[config.torch_autocast.dtype])
+    return Precision()
+
+
+def _loss_scaler(config: ZeroliteConfig) -> LossScaler | None:
+    fp16 = config.fp16
+    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
+    if not (fp16.enabled or autocast_fp16):
+        return None
+    if fp16.loss_scale:
+        return LossScaler(scale=fp16.loss_scale, dynamic=False)
+    return LossScaler(
+        scale=2.0**fp16.initial_scale_power,
+        dynamic=True,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_scale=fp16.min_loss_scale,
+    )
+
+
+def _communication_dtypes(
+    model: torch.nn.Module, config: ZeroliteConfig
+) -> Callable[[torch.nn.Parameter], torch.dtype | None]:
+    """The dtype in which a parameter's gradient travels; None: the one it has."""
+    if config.communication_data_type is not None:
+        everywhere = DTYPES[config.communication_data_type]
+        return lambda parameter: everywhere
+    autocast = config.torch_autocast
+    if not autocast.enabled or not autocast.lower_precision_safe_modules:
+        return lambda parameter: None
+    safe = set(autocast.lower_precision_safe_modules)
+    low: set[int] = set()
+    found: set[str] = set()
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            matches = {f"{cls.__module__}.{cls.__qualname__}", _public_name(cls), cls.__qualname__} & safe
+            if matches:
+                found |= matches
+                low |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    if safe - found:
+        raise ConfigError(
+            [
+                (
+                    "torch_autocast.lower_precision_safe_modules",
+                    f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none of its modules is; write "
+                    "the class as in torch.nn.Linear",
+                )
+            ]
+        )
+    dtype = DTYPES[autocast.dtype]
+    return lambda parameter: dtype if id(parameter) in low else None
+
+
+def _public_name(cls: type) -> str:
+    """torch.nn.Linear rather than torch.nn.modules.linear.Linear."""
+    return f"torch.nn.{cls.__qualname__}" if getattr(torch.nn, cls.__qualname__, None) is cls else ""
+
+
+# -------------------------------------------------------------------- parameters
+
+
+def _param_groups(model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any) -> Groups:
+    """Param groups over the model's own parameters: the given optimizer's, those of ``model_parameters``, or one of all."""
+    if isinstance(optimizer, Optimizer):
+        if model_parameters is not None:
+            raise ValueError(
+                "zerolite.initialize: got an optimizer instance and model_parameters; the instance has its parameters already, so leave "
+                "model_parameters out, or pass the optimizer's class"
+            )
+        groups = optimizer.param_groups
+    else:
+        source = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+        if source and not isinstance(source[0], dict):
+            source = [{"params": source}]
+        groups = [{**group, "params": _plain_parameters(group["params"])} for group in source]
+    known = {id(p) for p in model.parameters()}
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"zerolite.initialize: param group {number} holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
+                    "model; build the optimizer from model.parameters() of the very model that is passed"
+                )
+            if id(parameter) in seen:
+                raise ValueError(f"zerolite.initialize: a parameter of shape {tuple(parameter.shape)} is in two param groups")
+            seen.add(id(parameter))
+    return groups
+
+
+def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
+    if isinstance(params, torch.Tensor):
+        return [params]  # type: ignore[list-item]
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+
+
+def _check_trained(trained: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+    if not trained:
+        raise ValueError("zerolite.initialize: no parameter to train: none of the given parameters requires a gradient")
+    for parameter in trained:
+        name = names[id(parameter)]
+        if parameter.is_meta:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' is on the meta device and has no values; materialise the model first, e.g. "
+                "with model.to_empty(device='cpu') and its own initialisation"
+            )
+        if parameter.is_complex():
+            raise ValueError(f"zerolite.initialize: parameter '{name}' is complex ({parameter.dtype}); use two real ones")
+        if parameter.grad is not None:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' already has a gradient, which the engine would not see; call "
+                "model.zero_grad() first"
+            )
+
+
+def _synchronize_rest(
+    model: torch.nn.Module,
+    trained: list[torch.nn.Parameter],
+    precision: Precision,
+    comm: Communicator,
+    device: torch.device,
+) -> None:
+    """Check that ranks hold the same model; take rank 0's buffers and frozen parameters, the latter in the compute dtype."""
+    if comm.world_size > 1:
+        lines = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
+        lines += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+        check_same_model(lines, comm, device)
+    in_layout = {id(p) for p in trained}
+    others = [p for p in model.parameters() if id(p) not in in_layout]
+    rest: list[torch.Tensor] = [p.data for p in others]
+    rest += list(model.buffers())
+    synchronize_tensors(rest, comm, device, "initial_sync")
+    for parameter in others:
+        parameter.data = parameter.data.to(precision.compute_dtype(parameter))
+
+
+# -------------------------------------------------------------------- optimizer and scheduler
+
+
+def _optimizer_maker(
+    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups
+) -> Callable[[Groups], Optimizer] | Optimizer:
+    """The user's instance, or a function from param groups to an optimizer; refused where it cannot work."""
+    if optimizer is not None and config.optimizer is not None:
+        raise ConfigError(
+            [("optimizer", "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave one out")]
+        )
+    if optimizer is None and config.optimizer is None:
+        raise ConfigError(
+            [("optimizer", 'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or zerolite.initialize(optimizer=…), got neither')]
+        )
+    if optimizer is None:
+        assert config.optimizer is not None
+        try:
+            spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
+        except ValueError as error:
+            raise ConfigError([("optimizer", str(error))]) from error
+        reason = spec.reason
+        made: Callable[[Groups], Optimizer] | Optimizer = lambda pieces: spec.cls(pieces, **spec.defaults)  # noqa: E731
+    elif isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
+        reason = check_elementwise(optimizer)
+        made = optimizer
+    else:
+        instance = optimizer(groups)
+        if not isinstance(instance, Optimizer):
+            raise ValueError(
+                f"zerolite.initialize: expected optimizer(parameters) to give a torch.optim.Optimizer, got {type(instance).__name__}"
+            )
+        reason, made = check_elementwise(instance), instance
+    if policy.shard_optimizer and reason is not None:
+        raise ValueError(
+            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason} Use stage 0 for it."
+        )
+    return made
+
+
+def _scheduler(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:
+    if given is not None and config.scheduler is not None:
+        raise ConfigError(
+            [("scheduler", "expected a schedule in the config or in zerolite.initialize(lr_scheduler=…), got both; leave one out")]
+        )
+    if given is not None:
+        return given(optimizer) if not hasattr(given, "step") else given
+    if config.scheduler is None:
+        return None
+    try:
+        return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+    except ValueError as error:
+        raise ConfigError([("scheduler", str(error))]) from error
+
+
+# -------------------------------------------------------------------- lines for people
+
+
+def _print_progress(engine: Engine) -> None:
+    every = engine.config.steps_per_print
+    steps = engine.global_steps
+    if engine.rank == 0 and every and steps % every == 0:
+        lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
+        norm = engine.get_global_grad_norm()
+        print(
+            f"step {steps}: skipped {engine.skipped_steps}, lr {lr}, grad norm {norm:.4g}, loss scale {engine.loss_scale:g}", flush=True
+        )
+
+
+def _dump_state(engine: Engine) -> None:
+    print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)

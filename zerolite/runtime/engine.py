@@ -1,0 +1,255 @@
+"""What a user touches: the model's forward, the two loops, and the phases of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator, local_rank
+from zerolite.config import ZeroliteConfig
+from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.initial_sync import broadcast_into
+from zerolite.runtime.precision import GraphBoundary, Precision
+from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.publisher import Publisher
+from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
+
+logger = logging.getLogger("zerolite")
+
+
+class Engine:
+    """A model in training; made by :func:`zerolite.initialize`.
+
+    Two loops give the same numbers and counters at every stage and precision::
+
+        loss = engine(x)                         loss = engine(x)
+        engine.backward(loss)                    loss.backward()
+        engine.step()                            engine.optimizer.step()
+                                                 engine.optimizer.zero_grad()
+
+    ``engine.backward`` divides the loss by ``gradient_accumulation_steps`` and ``engine.step`` applies only at the boundary of a window; the plain
+    loop divides by itself and steps when it says so. Gradients are averaged over ranks either way, and consumed by the step.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: ZeroliteConfig,
+        device: torch.device,
+        comm: Communicator,
+        precision: Precision,
+        pipeline: StepPipeline,
+        reducer: GradReducer,
+        publisher: Publisher,
+        optimizer: ShardedOptimizer,
+        window: AccumulationWindow,
+        boundary: GraphBoundary,
+        lr_scheduler: Any,
+        dataloader: Any,
+        broadcast_buffers: bool,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.dataloader = dataloader
+        self.micro_steps = 0
+        self._module = module
+        self._comm = comm
+        self._precision = precision
+        self._pipeline = pipeline
+        self._reducer = reducer
+        self._publisher = publisher
+        self._window = window
+        self._boundary = boundary
+        self._broadcast_buffers = broadcast_buffers
+
+    # ---------------------------------------------------------------- the loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16), floating outputs come back in fp32."""
+        if self._reducer.pass_open:
+            self._pipeline.end_backward(complete=False)
+        if self._broadcast_buffers and self._module.training:
+            self._send_buffers()
+        args, kwargs = self._precision.cast((args, kwargs))
+        with self._precision.autocast_context(self.device):
+            outputs = self._module(*args, **kwargs)
+        return self._boundary.wrap(outputs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False) -> torch.Tensor:
+        """Backward through ``loss``, a scalar, divided by ``gradient_accumulation_steps`` unless ``scale_wrt_gas`` is False.
+
+        Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or needs no gradient. Called on all ranks.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"engine.backward: expected a loss with one element, got {shape}; reduce it with .mean() or .sum()")
+        if not loss.requires_grad:
+            raise ValueError(
+                "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no trainable parameter"
+            )
+        if self._reducer.pass_open:
+            self._pipeline.end_backward(complete=False)
+        exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        self._pipeline.begin_backward(engine_scaled=scale_wrt_gas)
+        self._reducer.probes.append(exact.detach().reshape(()).float())
+        factor = self._pipeline.window_scale() / (self._window.micro_batches if scale_wrt_gas else 1)
+        with self._boundary.scaled_at_root():
+            exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
+        self._pipeline.end_backward(complete=True)
+        return loss
+
+    def step(self, flush: bool = False) -> bool:
+        """End a micro-batch; at the boundary of a window, update. True if an update was due.
+
+        ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens if it is empty. Called on all ranks.
+        """
+        self.micro_steps += 1
+        closes = self._window.on_engine_step()
+        if flush and not closes:
+            if self._window.empty:
+                return False
+            self._pipeline.flush()
+            closes = True
+        if closes:
+            self._pipeline.step()
+        return closes
+
+    # ---------------------------------------------------------------- accumulation
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate. At stage 2 they are reduced into the shards all the same: equal numbers, memory kept."""
+        self._window.sync_disabled += 1
+        try:
+            yield
+        finally:
+            self._window.sync_disabled -= 1
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the micro-batch in hand closes its window, until said otherwise; None returns to counting."""
+        self._window.forced_boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next (or pending) ``engine.step()`` will update."""
+        return self._window.is_boundary()
+
+    # ---------------------------------------------------------------- phases
+
+    def reduce_gradients(self) -> None:
+        """Finish the mean over ranks of all gradients since the last step. Called on all ranks."""
+        self._pipeline.reduce()
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the mean gradient over all parameters, unscaled and before clipping, as ``torch.nn.utils.clip_grad_norm_`` returns it.
+
+        Of the gradients pending, or of the last step if none are; None before the first. Called on all ranks if gradients are pending.
+        """
+        return self._pipeline.grad_norm()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's; returns the norm before. Called on all ranks."""
+        return self._pipeline.clip(max_norm)
+
+    def update(self) -> None:
+        """Update the master weights that this rank owns, or skip if a gradient is not finite; counters, scheduler and loss scale follow.
+        Called on all ranks; :meth:`publish` and :meth:`zero_grad` must follow."""
+        self._pipeline.update()
+
+    def publish(self) -> None:
+        """Bring updated master weights to the module's parameters on all ranks. Called on all ranks."""
+        self._pipeline.publish()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last step. Called on all ranks."""
+        self._pipeline.zero_grad()
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's module, its parameters up to date."""
+        self._publisher.wait_all()
+        return self._module
+
+    @property
+    def global_steps(self) -> int:
+        """Windows that ended in an update or in a skipped one."""
+        return self._pipeline.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because a gradient was not finite."""
+        return self._pipeline.skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """The fp16 loss scale in force; 1.0 in other precisions."""
+        return self._pipeline.scale
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._comm.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return local_rank()
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._window.micro_batches
+
+    @property
+    def train_batch_size(self) -> int | None:
+        """Samples per update over all ranks; None if the config leaves it to the user's loader."""
+        return self.config.train_batch_size
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples per backward on one rank; None if the config leaves it to the user's loader."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        self._pipeline.settle()
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def train(self, mode: bool = True) -> Engine:
+        self._module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        return self.module.parameters(recurse)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's state dict, names without a prefix, in the compute dtype."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        precision = self._precision.compute or self._precision.autocast or "parameters' own"
+        return (
+            f"Engine(stage={self.config.zero_optimization.stage}, world_size={self.world_size}, rank={self.rank}, "
+            f"precision={precision}, device={self.device}, global_steps={self._pipeline.global_steps})"
+        )
+
+    def _send_buffers(self) -> None:
+        for buffer in self._module.buffers():
+            broadcast_into(buffer, self._comm, self.device, "buffers")

@@ -1,0 +1,74 @@
+"""Rank 0's values are everyone's values: checked by hashes, copied only where they differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from zerolite.accelerator import HostRead
+from zerolite.comm import Communicator
+
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def content_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on its device. Equal tensors have equal hashes."""
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    words = flat.view(_WIDTHS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    start = 0
+    for chunk in words.split(1 << 18):
+        position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=tensor.device)
+        # An odd multiplier per position (splitmix64's first constant), so that neither order nor repetition cancels; overflow wraps.
+        value = (chunk.to(torch.int64) + position) * (position * 2 + -7046029254386353131)
+        total += (value ^ (value >> 29)).sum()
+        start += chunk.numel()
+    return total
+
+
+def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:
+    """For each tensor, whether its bytes differ between ranks: one small all-reduce. Called on all ranks with as many tensors."""
+    if comm.world_size == 1 or not tensors:
+        return [False] * len(tensors)
+    hashes = torch.stack([content_hash(tensor).to(device) for tensor in tensors])
+    extremes = torch.cat([hashes, ~hashes])
+    comm.all_reduce_max(extremes, tag="initial_sync")
+    largest, smallest = extremes[: len(tensors)], ~extremes[len(tensors) :]
+    return [bool(value) for value in HostRead(largest != smallest).get().tolist()]
+
+
+def check_same_model(description: Sequence[str], comm: Communicator, device: torch.device) -> None:
+    """Raise RuntimeError on all ranks if ``description`` (a line per parameter and buffer) is not the same on all of them."""
+    digest = torch.tensor([len(description), zlib.crc32("\n".join(description).encode())], device=device)
+    extremes = torch.cat([digest, -digest])
+    comm.all_reduce_max(extremes, tag="initial_sync")
+    values = [int(value) for value in HostRead(extremes).get().tolist()]
+    if values[0] != -values[2] or values[1] != -values[3]:
+        raise RuntimeError(
+            f"zerolite.initialize: the ranks hold different models. Rank {comm.rank} has {len(description)} parameters and buffers "
+            f"(over the ranks {-values[2]} to {values[0]}); names, shapes, dtypes and requires_grad must be equal on all ranks. Build "
+            "the model the same way everywhere."
+        )
+
+
+def synchronize_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device, tag: str) -> None:
+    """Overwrite with rank 0's values those of ``tensors`` that differ. Called on all ranks with the same shapes."""
+    for tensor, different in zip(tensors, differing(tensors, comm, device), strict=True):
+        if different:
+            broadcast_into(tensor, comm, device, tag)
+
+
+@torch.no_grad()
+def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.device, tag: str) -> None:
+    """Rank 0's values into ``tensor``, whatever its strides, dtype and device."""
+    if tensor.numel() == 0:
+        return
+    sent = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+    comm.broadcast(sent.view(torch.uint8) if sent.dim() else sent.reshape(1).view(torch.uint8), tag)
+    tensor.copy_(sent)

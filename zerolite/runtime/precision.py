@@ -1,0 +1,141 @@
+"""Dtypes of parameters, inputs and outputs, and where the loss scale enters the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """compute: dtype of the parameters that forward sees (None: each keeps its own). separate_masters: whether the update works on fp32 copies of 16-bit
+    parameters. update_in_fp32: whether the arithmetic and states of the update are fp32 where masters are 16-bit. cast_inputs:
+    whether floating inputs are cast to ``compute``. autocast: dtype of torch.autocast around forward, or None."""
+
+    compute: torch.dtype | None = None
+    separate_masters: bool = False
+    update_in_fp32: bool = True
+    cast_inputs: bool = True
+    autocast: torch.dtype | None = None
+
+    def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        if self.compute is not None and parameter.is_floating_point():
+            return self.compute
+        return parameter.dtype
+
+    def master_dtype(self, compute: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.separate_masters and compute in _HALF else compute
+
+    def update_dtype(self, master: torch.dtype) -> torch.dtype:
+        mixed = self.compute is not None and self.update_in_fp32
+        return torch.float32 if mixed and master in _HALF else master
+
+    def autocast_context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+    def cast(self, inputs: Any) -> Any:
+        """``inputs`` with every floating tensor in the compute dtype, containers of any depth included."""
+        if self.compute is None or not self.cast_inputs:
+            return inputs
+        return map_tensors(lambda t: t.to(self.compute) if t.is_floating_point() else t, inputs)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with every tensor in it replaced by ``function(tensor)``: lists, tuples, named tuples, mappings and dataclasses of any
+    depth, of the same types. What contains no tensor to replace is returned as it is, the same object."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(function, item) for key, item in value.items()}
+        return value if all(items[key] is value[key] for key in items) else _rebuilt_mapping(value, items)
+    if isinstance(value, (list, tuple)):
+        mapped = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(mapped, value, strict=True)):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*mapped)
+        return type(value)(mapped)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {}
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            new = map_tensors(function, old)
+            if new is not old:
+                changed[field.name] = new
+        return _rebuilt_dataclass(value, changed) if changed else value
+    return value
+
+
+def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    result = copy.copy(value)
+    for key, item in items.items():
+        result[key] = item  # type: ignore[index]
+    return result
+
+
+def _rebuilt_dataclass(value: Any, changed: dict[str, Any]) -> Any:
+    result = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(result, name, item)
+    return result
+
+
+class GraphBoundary:
+    """Watches the outputs of forward: tells when a backward begins and brings the loss scale into the graph.
+
+    The scale multiplies the gradients that enter the model, in fp32, whichever way backward was called; inside ``scaled_at_root`` the loss itself has been
+    multiplied, in fp32 too, and the outputs are left alone.
+    """
+
+    def __init__(self, on_backward_begin: Callable[[], None], loss_scale: Callable[[], float] | None) -> None:
+        self._on_backward_begin = on_backward_begin
+        self._loss_scale = loss_scale
+        self._at_root = False
+        self.scaled = False  # whether the backward under way has met the loss scale
+
+    def wrap(self, outputs: Any) -> Any:
+        """``outputs`` with floating tensors in fp32 where they were 16-bit, watched where they need gradients."""
+        return map_tensors(self._watch, outputs)
+
+    @contextlib.contextmanager
+    def scaled_at_root(self) -> Any:
+        self._at_root = True
+        try:
+            yield
+        finally:
+            self._at_root = False
+
+    def check_scaled(self, name: str) -> None:
+        """A gradient has arrived: raise RuntimeError if nothing has scaled it."""
+        if self._loss_scale is not None and not (self.scaled or self._at_root):
+            raise RuntimeError(
+                f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the engine, so the loss "
+                "scale is missing from it. Call engine(...) instead of the bare module, or engine.backward(loss) instead of "
+                "loss.backward()."
+            )
+
+    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype in _HALF:
+            tensor = tensor.float()
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(self._on_output_gradient)
+        return tensor
+
+    def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        self._on_backward_begin()
+        if self._loss_scale is None or self._at_root:
+            return None
+        self.scaled = True
+        return gradient * self._loss_scale()

@@ -1,0 +1,306 @@
+"""The step pipeline: the one place that knows in which order a step happens, for all stages and precisions.
+
+reduce → stats → clip → update (→ publish, bucket by bucket) → loss scale. The scale of a window is captured at its first backward, before anything
+can change it, and the loss scaler is told the outcome last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.grad_stats import GradStats, StatsVector, clip_coefficient, clip_coefficient_on_device, collect
+from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.publisher import Publisher
+from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
+
+logger = logging.getLogger("zerolite")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients. max_skipped_in_a_row: raise after so many, 0 for
+    never. ignore_unused: whether parameters without any gradient are fine."""
+
+    max_norm: float
+    check_finite: bool
+    max_skipped_in_a_row: int
+    ignore_unused: bool
+
+
+@dataclass(frozen=True)
+class _Unsettled:
+    """A step whose outcome the host has not read yet."""
+
+    stats: StatsVector
+    divisor: float
+
+
+class StepPipeline:
+    """All phases are called on all ranks in the same order; each runs what it depends on if that has not run in this window."""
+
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        reducer: GradReducer,
+        optimizer: ShardedOptimizer,
+        publisher: Publisher,
+        comm: Communicator,
+        window: AccumulationWindow,
+        scaler: LossScaler | None,
+        options: StepOptions,
+        device: torch.device,
+    ) -> None:
+        self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
+        self.on_settled: Callable[[], None] = lambda: None  # after every step, its outcome known: progress lines
+        self._buffer = buffer
+        self._reducer = reducer
+        self._optimizer = optimizer
+        self._publisher = publisher
+        self._comm = comm
+        self._window = window
+        self._scaler = scaler
+        self._options = options
+        self._device = device
+        self._global_steps = 0
+        self._skipped_steps = 0
+        self._skipped_in_a_row = 0
+        self._last_norm: float | None = None
+        self._unsettled: _Unsettled | None = None
+        self._fragments = list(buffer.layout.fragments(buffer.rank))
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._stats: StatsVector | None = None
+        self._max_norm = self._options.max_norm
+        self._loss_scale: float | None = None
+        self._flush_factor = 1.0
+        self._updated = False
+
+    # ---------------------------------------------------------------- backward
+
+    def begin_backward(self, engine_scaled: bool | None = None) -> None:
+        """Before the first gradient of a backward.
+
+        ``engine_scaled``: None inside a backward that the user called; otherwise ``engine.backward`` is about to call it, and has divided (or
+        not) the loss by the number of micro-batches.
+        """
+        if self._updated:
+            self.zero_grad()
+        if self._reducer.pass_open:
+            return
+        self._stats = None
+        self.window_scale()
+        self._reducer.begin_pass(end_with_backward=engine_scaled is None)
+        self._window.on_backward(scaled=bool(engine_scaled))
+
+    def end_backward(self, complete: bool) -> None:
+        """After a backward, or when one is found to have been cut short by an exception."""
+        self._reducer.end_pass(complete)
+
+    def window_scale(self) -> float:
+        """The loss scale of the window in hand; the same from its first backward to its step."""
+        if self._loss_scale is None:
+            self.settle()
+            self._loss_scale = self._scaler.scale if self._scaler else 1.0
+        return self._loss_scale
+
+    # ---------------------------------------------------------------- phases
+
+    def reduce(self) -> None:
+        """Afterwards the mean gradient over ranks is where its owner needs it."""
+        self._reducer.finish()
+
+    def stats(self) -> StatsVector:
+        if self._stats is None:
+            self.reduce()
+            parts = [self._reducer.owned_part(b.index) for b in self._buffer.layout.buckets]
+            self._stats = collect(
+                self._buffer.layout,
+                self._fragments,
+                parts,
+                self._reducer.used,
+                self._reducer.probes,
+                self._comm,
+                self._device,
+            )
+        return self._stats
+
+    def grad_norm(self) -> float | None:
+        """L2 norm of the window's gradient, unscaled, before clipping; of the last step if no gradient is pending."""
+        if self._window.empty or self._updated:
+            self.settle()
+            return self._last_norm
+        return self.stats().get().norm / self._divisor()
+
+    def clip(self, max_norm: float) -> float:
+        """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
+        if not max_norm > 0:
+            raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
+        self._max_norm = float(max_norm)
+        return self.stats().get().norm / self._divisor()
+
+    def flush(self) -> None:
+        """The window ends before it is full: what it holds becomes the mean of what it contains."""
+        self._flush_factor = self._window.flush_factor()
+
+    def update(self, publish: bool = False) -> None:
+        """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the loss scale."""
+        if self._updated:
+            raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
+        self.settle()
+        stats = self.stats()
+        divisor = self._divisor()
+        self._updated = True
+        self._optimizer.mark_called()
+        if self._may_skip_on_device():
+            self._update_without_reading(stats, divisor, publish)
+            stats.start_read()
+            self._unsettled = _Unsettled(stats, divisor)
+            return
+        outcome = stats.get()
+        if outcome.finite or not self._options.check_finite:
+            self._check_unused(outcome)
+            norm = outcome.norm / divisor
+            factor = (clip_coefficient(norm, self._max_norm) if self._max_norm else 1.0) / divisor
+            self._update_buckets(factor, outcome.used, None, publish)
+        self._settle(outcome, divisor)
+
+    def publish(self) -> None:
+        """Bring the updated masters to the compute parameters of all ranks."""
+        for bucket in range(len(self._buffer.layout.buckets)):
+            self._publisher.publish_bucket(bucket)
+        self._publisher.end_step()
+
+    def zero_grad(self) -> None:
+        """Drop the window: its gradients, clip and scale."""
+        self._reducer.clear()
+        self._window.reset()
+        self._begin_window()
+
+    def step(self) -> None:
+        """All phases. Gradients are consumed."""
+        self.update(publish=True)
+        self.zero_grad()
+
+    # ---------------------------------------------------------------- outcome
+
+    def settle(self) -> None:
+        """Read the outcome of the last step if that has not happened, and bring counters, scheduler and loss scale up to date."""
+        if self._unsettled is not None:
+            unsettled, self._unsettled = self._unsettled, None
+            outcome = unsettled.stats.get()
+            self._settle(outcome, unsettled.divisor)
+
+    @property
+    def global_steps(self) -> int:
+        self.settle()
+        return self._global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        self.settle()
+        return self._skipped_steps
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that the next window will use (this one's, if it has begun)."""
+        self.settle()
+        if self._loss_scale is not None:
+            return self._loss_scale
+        return self._scaler.scale if self._scaler else 1.0
+
+    # ---------------------------------------------------------------- inside
+
+    def _divisor(self) -> float:
+        """What the accumulated gradient must be divided by: the loss scale, less what a partial window lacks."""
+        return self.window_scale() / self._flush_factor
+
+    def _may_skip_on_device(self) -> bool:
+        """True on CUDA if the optimizer takes a skip flag there and no rank-dependent choice needs the host."""
+        if self._device.type != "cuda" or not self._optimizer.can_skip_on_device:
+            return False
+        return len(self._reducer.used) == len(self._buffer.layout.slots)
+
+    def _update_without_reading(self, stats: StatsVector, divisor: float, publish: bool) -> None:
+        total = stats.total_square()
+        found_inf = (~torch.isfinite(total)).float() if self._options.check_finite else None
+        factor: float | torch.Tensor = 1.0 / divisor
+        if self._max_norm:
+            factor = (clip_coefficient_on_device(total.sqrt() / divisor, self._max_norm) / divisor).float()
+        self._update_buckets(factor, None, found_inf, publish)
+
+    def _update_buckets(
+        self,
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+    ) -> None:
+        for bucket in range(len(self._buffer.layout.buckets)):
+            self._optimizer.update_bucket(bucket, self._reducer.reduced(bucket), factor, used, found_inf)
+            self._reducer.release(bucket)
+            if publish:
+                self._publisher.publish_bucket(bucket)
+        if publish:
+            self._publisher.end_step()
+
+    def _settle(self, outcome: GradStats, divisor: float) -> None:
+        self._global_steps += 1
+        self._last_norm = outcome.norm / divisor
+        skipped = self._options.check_finite and not outcome.finite
+        if skipped:
+            self._skipped_steps += 1
+            self._skipped_in_a_row += 1
+            if self._comm.rank == 0:
+                logger.warning("%s", self._describe_skip(outcome))
+        else:
+            self._skipped_in_a_row = 0
+            self.on_applied()
+        change = self._scaler.update(skipped) if self._scaler else None
+        self.on_settled()
+        if skipped:
+            self._raise_if_hopeless(outcome, at_minimum=change is not None and change.at_minimum)
+
+    def _describe_skip(self, outcome: GradStats) -> str:
+        names = [self._buffer.layout.slots[index].name for index in outcome.bad_parameters]
+        where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        ranks = ", ".join(map(str, outcome.bad_ranks))
+        source = f"from rank {ranks}" if ranks else "although every rank's own gradients are finite (their sum overflows)"
+        return (
+            f"step {self._global_steps} skipped on all ranks: non-finite gradient {where}{more}, {source}; "
+            f"{self._skipped_in_a_row} in a row, {self._skipped_steps} in all"
+        )
+
+    def _raise_if_hopeless(self, outcome: GradStats, at_minimum: bool) -> None:
+        limit = self._options.max_skipped_in_a_row
+        if at_minimum:
+            assert self._scaler is not None
+            raise FloatingPointError(
+                f"{self._describe_skip(outcome)}. The fp16 loss scale is at its minimum, {self._scaler.scale:g}, and cannot fall "
+                'further. Try bf16 ("bf16": {"enabled": true}), or look for the cause in that parameter and rank.'
+            )
+        if limit and self._skipped_in_a_row >= limit:
+            raise FloatingPointError(
+                f"{self._describe_skip(outcome)}. max_consecutive_skipped_steps is {limit}: training has stopped. Look at the data and "
+                "the loss of that rank, lower the learning rate, or clip the gradients."
+            )
+
+    def _check_unused(self, outcome: GradStats) -> None:
+        slots = self._buffer.layout.slots
+        if self._options.ignore_unused or len(outcome.used) == len(slots):
+            return
+        unused = [slot.name for slot in slots if slot.index not in outcome.used and slot.numel]
+        if unused:
+            raise RuntimeError(
+                f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no gradient on any rank: "
+                f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or set the key to true."
+            )

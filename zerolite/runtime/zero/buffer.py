@@ -1,0 +1,105 @@
+"""Flat storage by bucket: the compute parameters, and the master weights that the optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
+
+
+def strided_view(flat: torch.Tensor, slot: Slot, like: torch.Tensor) -> torch.Tensor:
+    """The slot's elements of ``flat`` (a full bucket) in the shape and memory format of ``like``."""
+    return flat.narrow(0, slot.start, slot.numel).as_strided(
+        like.shape, dense_strides(like), flat.storage_offset() + slot.start
+    )
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``tensor`` if it fills its memory without holes (channels_last too), contiguous ones otherwise."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of ``tensor`` in the order in which its memory holds them, shape [numel]; a view where possible."""
+    strides = dense_strides(tensor)
+    if strides != tensor.stride():
+        dense = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class ParameterBuffer:
+    """Compute parameters and master weights over one layout.
+
+    ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this rank updates: its part of the bucket
+    (``shard=True``) or the whole. Where masters need no other dtype than the compute parameters, ``master[b]`` is a view
+    of ``compute[b]`` and costs nothing.
+    """
+
+    def __init__(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], rank: int, shard: bool) -> None:
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.rank = rank
+        self.shard = shard
+        self.compute: list[torch.Tensor] = []
+        self.master: list[torch.Tensor] = []
+        fragments = layout.fragments(rank) if shard else layout.full_fragments()
+        self.fragments: list[list[Fragment]] = [[] for _ in layout.buckets]
+        for fragment in fragments:
+            self.fragments[fragment.slot.bucket].append(fragment)
+
+    @torch.no_grad()
+    def fill(
+        self,
+        device: torch.device,
+        compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
+        master_dtype: Callable[[torch.dtype], torch.dtype],
+        synchronize: Callable[[Bucket, torch.Tensor], None],
+    ) -> None:
+        """Move every parameter into its bucket, one bucket at a time, and take the masters from the values before any rounding.
+
+        ``synchronize(bucket, flat)`` makes the flat bucket, in the parameters' original dtype, equal on all ranks.
+        """
+        for bucket in self.layout.buckets:
+            members = [self.parameters[slot.index] for slot in bucket.slots]
+            dtype = compute_dtype(members[0])
+            exact = members[0].dtype
+            for member in members[1:]:
+                exact = torch.promote_types(exact, member.dtype)
+            flat = torch.zeros(bucket.numel, dtype=exact, device=device)
+            for slot, parameter in zip(bucket.slots, members, strict=True):
+                flat.narrow(0, slot.start, slot.numel).copy_(flattened(parameter.data))
+            synchronize(bucket, flat)
+            compute = flat.to(dtype)
+            self.compute.append(compute)
+            kept = master_dtype(dtype)
+            if kept == dtype:
+                self.master.append(self._owned(bucket, compute))
+            else:
+                self.master.append(self._owned(bucket, flat).to(kept, copy=True))
+            for slot, parameter in zip(bucket.slots, members, strict=True):
+                parameter.data = strided_view(compute, slot, parameter.data)
+
+    def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
+        if not self.shard:
+            return full
+        low, high = self.layout.shard_range(bucket, self.rank)
+        return full[low:high]
+
+    def owned_compute(self, bucket: int) -> torch.Tensor:
+        """The range of compute bucket ``bucket`` that ``master[bucket]`` stands for, a view."""
+        return self._owned(self.layout.buckets[bucket], self.compute[bucket])
+
+    def piece(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
+        """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape if it is whole at stage 0."""
+        if not self.shard:
+            return strided_view(flat, fragment.slot, self.parameters[fragment.slot.index].data)
+        return flat.narrow(0, fragment.shard_start, fragment.numel)
+
+    def publish(self, bucket: int) -> None:
+        """Round the masters of ``bucket`` into this rank's range of the compute parameters."""
+        target = self.owned_compute(bucket)
+        if self.master[bucket].data_ptr() != target.data_ptr():
+            target.copy_(self.master[bucket])

@@ -1,0 +1,307 @@
+"""Gradients into buckets, buckets to their owners, while backward still runs.
+
+Every trainable parameter has a hook that fires when its gradient has been accumulated. The hook moves the gradient into its bucket and marks
+it ready. A backward is one *pass* over the buckets; a reducing pass reduces every bucket exactly once, in index order, so that all ranks launch
+the same collectives whatever their graphs look like. What a bucket holds between passes:
+
+- ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
+- ``reduced``: the mean over ranks of all that has been reduced in this window; full at stage 0, this rank's part above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator, Pending
+from zerolite.runtime.zero.buffer import strided_view
+from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are summed. Dtypes are None where the gradient's own dtype is kept.
+
+    accumulate_dtype: of sums over several contributions; several_expected: whether there will be several (accumulation > 1);
+    communication_dtype(bucket): what travels. The division by world_size is split in three exact products: arrival_factor while a
+    gradient is moved into its bucket (free; only used where it is a power of two), predivide before the sum, the rest after it.
+    """
+
+    reduce_each_pass: bool
+    shard: bool
+    use_reduce_scatter: bool
+    accumulate_dtype: torch.dtype | None
+    several_expected: bool
+    communication_dtype: Callable[[Bucket], torch.dtype | None]
+    arrival_factor: float
+    predivide: float
+    copy_on_arrival: bool
+    eager: bool  # launch during backward
+    overlap: bool  # do not wait for a reduction before the next one is launched
+
+
+@dataclass
+class _BucketState:
+    bucket: Bucket
+    local: torch.Tensor | None = None
+    reduced: torch.Tensor | None = None
+    written: set[int] = field(default_factory=set)  # slots that `local` holds something of
+    held: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients not yet copied (copy_on_arrival off)
+    missing: int = 0  # contributions that this pass still waits for
+    launched: bool = False
+    pending: Pending | None = None
+
+
+class GradReducer:
+    """See the module. ``on_gradient`` runs inside backward; everything else is called by the step pipeline on all ranks in the same order."""
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        parameters: Sequence[torch.nn.Parameter],
+        comm: Communicator,
+        options: ReductionOptions,
+        pass_reduces: Callable[[], bool],
+    ) -> None:
+        self.layout = layout
+        self.used: set[int] = set()  # parameters that got a gradient in this window
+        self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
+        self._parameters = list(parameters)
+        self._comm = comm
+        self._options = options
+        self._pass_reduces = pass_reduces
+        self._states = [_BucketState(bucket) for bucket in layout.buckets]
+        self._fires = [0] * len(self._parameters)  # contributions of each parameter in this pass
+        # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a backward inside the
+        # backward. Known after the first complete pass, which therefore reduces at its end only.
+        self._expected = [1] * len(self._parameters)
+        self._learned = False
+        self._pass_open = False
+        self._reducing = False
+        self._next = 0  # the next bucket to launch in this pass
+        self._in_flight: list[_BucketState] = []
+        self._handles: list[Any] = []
+
+    # ---------------------------------------------------------------- hooks
+
+    def attach(self, on_gradient: Callable[[int], None]) -> None:
+        """Install one hook per parameter; ``on_gradient(index)`` is called before the gradient is moved."""
+        for slot in self.layout.slots:
+            parameter = self._parameters[slot.index]
+            hook = self._make_hook(slot, on_gradient)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _make_hook(self, slot: Slot, on_gradient: Callable[[int], None]) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            on_gradient(slot.index)
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is not None:
+                self._accept(slot, gradient.detach())
+
+        return hook
+
+    # ---------------------------------------------------------------- a pass
+
+    @property
+    def pass_open(self) -> bool:
+        return self._pass_open
+
+    def begin_pass(self, end_with_backward: bool = True) -> None:
+        """Before the first gradient of a backward. ``end_with_backward``: called inside backward, which is to call :meth:`end_pass` when it
+        ends; otherwise the caller does."""
+        if self._pass_open:
+            return
+        self._pass_open = True
+        self._reducing = self._options.reduce_each_pass or self._pass_reduces()
+        self._next = 0
+        self._fires = [0] * len(self._parameters)
+        for state in self._states:
+            state.launched = False
+            state.missing = sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel)
+        if end_with_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)  # type: ignore[attr-defined]
+
+    def end_pass(self, complete: bool = True) -> None:
+        """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay in step."""
+        if not self._pass_open:
+            return
+        self._pass_open = False
+        if complete:
+            self._learned = True
+            self._expected = [max(pair) for pair in zip(self._expected, self._fires, strict=True)]
+        if self._reducing:
+            self._launch_until(len(self._states))
+
+    @torch.no_grad()
+    def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
+                "sparse gradients are not supported: build the embedding with sparse=False"
+            )
+        state = self._states[slot.bucket]
+        if state.launched:
+            raise RuntimeError(
+                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the graph has "
+                "more contributions to it than ever before. Set zero_optimization.overlap_comm to false, so that "
+                "buckets are reduced when backward has ended."
+            )
+        if self._options.copy_on_arrival:
+            self._put(state, slot, gradient)
+        elif slot.index in state.held:
+            state.held[slot.index] = state.held[slot.index] + gradient
+        else:
+            state.held[slot.index] = gradient
+        self.used.add(slot.index)
+        self._fires[slot.index] += 1
+        state.missing -= 1
+        if state.missing == 0 and self._reducing and self._options.eager and self._learned:
+            self._launch_ready()
+
+    def _put(self, state: _BucketState, slot: Slot, gradient: torch.Tensor) -> None:
+        """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in accumulate_dtype."""
+        options = self._options
+        if state.local is None:
+            dtype = gradient.dtype
+            if options.several_expected and not options.reduce_each_pass and options.accumulate_dtype is not None:
+                dtype = options.accumulate_dtype
+            state.local = torch.empty(state.bucket.numel, dtype=dtype, device=gradient.device)
+            for low, high in state.bucket.gaps:
+                state.local[low:high].zero_()
+        first = slot.index not in state.written
+        if not first and options.accumulate_dtype is not None and state.local.dtype in _HALF:
+            state.local = state.local.to(options.accumulate_dtype)
+        view = strided_view(state.local, slot, self._parameters[slot.index])
+        factor = options.arrival_factor
+        if not first:
+            view.add_(gradient, alpha=factor)
+        elif factor != 1.0:
+            torch.mul(gradient, factor, out=view)
+        else:
+            view.copy_(gradient)
+        state.written.add(slot.index)
+
+    # ---------------------------------------------------------------- reduction
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._states) and self._states[self._next].missing <= 0:
+            self._launch_until(self._next + 1)
+
+    @torch.no_grad()
+    def _launch_until(self, end: int) -> None:
+        while self._next < end:
+            self._launch(self._states[self._next])
+            self._next += 1
+
+    def _launch(self, state: _BucketState) -> None:
+        """Start the reduction of one bucket. At most one other is then in flight, so that memory stays at two buckets."""
+        options = self._options
+        local = self._complete_local(state)
+        self.probes.append(local.sum(dtype=torch.float32))
+        wanted = options.communication_dtype(state.bucket)
+        if wanted is not None and local.dtype != wanted:
+            local = local.to(wanted)
+        if options.predivide != 1.0:
+            local.div_(options.predivide)
+        if options.shard and options.use_reduce_scatter:
+            state.pending = self._comm.reduce_scatter(local, tag="gradients")
+        else:
+            state.pending = self._comm.all_reduce(local, tag="gradients")
+        state.local = None
+        state.written.clear()
+        state.launched = True
+        self._in_flight.append(state)
+        self._wait_for_all_but(1 if options.overlap else 0)
+
+    def _complete_local(self, state: _BucketState) -> torch.Tensor:
+        """``local`` with zeros where no gradient came."""
+        for index in sorted(state.held):
+            self._put(state, self.layout.slots[index], state.held[index])
+        state.held.clear()
+        if state.local is None:
+            like = self._parameters[state.bucket.slots[0].index]
+            return torch.zeros(state.bucket.numel, dtype=like.dtype, device=like.device)
+        for slot in state.bucket.slots:
+            if slot.index not in state.written:
+                state.local.narrow(0, slot.start, slot.numel).zero_()
+        return state.local
+
+    def _wait_for_all_but(self, count: int) -> None:
+        while len(self._in_flight) > count:
+            self._complete(self._in_flight.pop(0))
+
+    def _complete(self, state: _BucketState) -> None:
+        """Wait for one reduction and add its mean to ``reduced``."""
+        options = self._options
+        assert state.pending is not None
+        total = state.pending.wait()
+        state.pending = None
+        if options.shard and not options.use_reduce_scatter:
+            total = self._comm.part(total).clone()
+        remaining = self._comm.world_size * options.arrival_factor / options.predivide
+        if remaining != 1.0:
+            total.div_(remaining)
+        dtype = self._reduced_dtype(state, total)
+        if state.reduced is None:
+            state.reduced = total.to(dtype)
+        else:
+            state.reduced = state.reduced.to(dtype).add_(total)
+
+    def _reduced_dtype(self, state: _BucketState, total: torch.Tensor) -> torch.dtype:
+        """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as there is one."""
+        options = self._options
+        parameter_dtype = self._parameters[state.bucket.slots[0].index].dtype
+        if options.accumulate_dtype is not None and (options.several_expected or state.reduced is not None):
+            return options.accumulate_dtype
+        return parameter_dtype
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce what no pass has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per window on all ranks."""
+        self.end_pass(complete=False)
+        self._wait_for_all_but(0)
+        self._next = 0
+        if any(state.local is not None or state.held or state.reduced is None for state in self._states):
+            for state in self._states:
+                state.launched = False
+            self._launch_until(len(self._states))
+        self._wait_for_all_but(0)
+
+    # ---------------------------------------------------------------- what the step reads
+
+    def reduced(self, bucket: int) -> torch.Tensor:
+        """The mean gradient of the window: the full bucket at stage 0, this rank's part above. Valid after :meth:`finish`."""
+        value = self._states[bucket].reduced
+        assert value is not None, "reduced() is read after finish()"
+        return value
+
+    def owned_part(self, bucket: int) -> torch.Tensor:
+        """This rank's part of the mean gradient, at every stage."""
+        value = self.reduced(bucket)
+        return value if self._options.shard else self._comm.part(value)
+
+    def release(self, bucket: int) -> None:
+        """Drop the gradient of a bucket that has been consumed."""
+        self._states[bucket].reduced = None
+
+    def clear(self) -> None:
+        """Drop everything: the window's gradients were consumed or are not wanted."""
+        self.end_pass(complete=False)
+        self._wait_for_all_but(0)
+        for state in self._states:
+            state.local = state.reduced = None
+            state.written.clear()
+            state.held.clear()
+        self.used.clear()
+        self.probes.clear()

@@ -1,0 +1,327 @@
+"""Any torch optimizer over what this rank owns, looking to the outside like an optimizer over the model's parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
+from zerolite.runtime.zero.layout import Fragment
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass
+class _Piece:
+    """The owned part of one parameter: the tensor that the inner optimizer knows, a view of its master bucket."""
+
+    fragment: Fragment
+    group: int
+    tensor: torch.Tensor
+
+
+class ShardedOptimizer(Optimizer):
+    """What ``engine.optimizer`` is.
+
+    The inner optimizer (the user's instance, or one made from the config) updates *pieces*: one per parameter and rank, the part of
+    the master weights that this rank owns; whole parameters at stage 0. Both optimizers share one list of param-group dicts: to the
+    outside ``group["params"]`` are the model's parameters; during the update of a bucket they are that bucket's pieces. So a learning rate changed by
+    anybody, a scheduler on either object included, is seen by the update.
+
+    ``step`` and ``zero_grad`` are the engine's: reduce, clip, update, publish.
+    """
+
+    def __init__(
+        self,
+        make_inner: Callable[[Groups], Optimizer] | Optimizer,
+        groups: Groups,
+        buffer: ParameterBuffer,
+        update_dtype: Callable[[torch.dtype], torch.dtype],
+    ) -> None:
+        self._buffer = buffer
+        self._update_dtypes = [update_dtype(master.dtype) for master in buffer.master]
+        self._pieces = self._cut(groups)
+        self._on_step: Callable[[], None] = lambda: None
+        self._on_zero_grad: Callable[[], None] = lambda: None
+        self._on_load: Callable[[], None] = lambda: None
+        if isinstance(make_inner, Optimizer):
+            self.inner = make_inner
+            self._adopt_state()
+        else:
+            tensors: list[list[torch.Tensor]] = [[] for _ in groups]
+            for piece in self._all_pieces():
+                tensors[piece.group].append(piece.tensor)
+            self.inner = make_inner(
+                [{**group, "params": tensors[index]} for index, group in enumerate(groups)]
+            )
+            for index, group in enumerate(self.inner.param_groups):
+                group["params"] = list(groups[index]["params"])
+        self._constructed = False
+        super().__init__(self.inner.param_groups, dict(self.inner.defaults))
+        self._constructed = True
+        self.param_groups = self.inner.param_groups
+        for bucket in range(len(buffer.master)):
+            self._unbind(bucket)
+
+    def connect(self, step: Callable[[], None], zero_grad: Callable[[], None], load: Callable[[], None]) -> None:
+        """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too, so that a loop that
+        goes on calling it trains."""
+        self._on_step, self._on_zero_grad, self._on_load = step, zero_grad, load
+        marker = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
+
+        def redirected_step(closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(closure)
+
+        if marker is not None:
+            redirected_step._wrapped_by_lr_sched = marker  # type: ignore[attr-defined]
+        self.inner.step = redirected_step  # type: ignore[method-assign,assignment]
+        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    # ---------------------------------------------------------------- torch's interface
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update from all gradients since the last: exactly what ``engine.step()`` does at a boundary. Called on all ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._on_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last step. Called on all ranks."""
+        self._on_zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_constructed", False):
+            raise NotImplementedError(
+                "engine.optimizer.add_param_group is not supported yet: give all parameters to zerolite.initialize, or call it again "
+                "with the larger set"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's states by parameter position, in torch's form, with the masters where they are separate.
+
+        Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
+        """
+        position = self._positions()
+        states, masters = {}, {}
+        for piece in self._all_pieces():
+            index = position[piece.fragment.slot.index]
+            state = self.inner.state.get(piece.tensor)
+            if state:
+                states[index] = dict(state)
+            if self._separate_master(piece):
+                masters[index] = self._master_view(piece)
+        groups, start = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            entry = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**entry, "params": list(range(start, start + count))})
+            start += count
+        return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`. Called on all ranks, each with its own state.
+
+        Raises ValueError, before anything is changed, if the state was saved under another partition or other param groups.
+        """
+        self._check_loadable(state_dict)
+        position = self._positions()
+        for piece in self._all_pieces():
+            index = position[piece.fragment.slot.index]
+            self.inner.state.pop(piece.tensor, None)
+            if index in state_dict["state"]:
+                self.inner.state[piece.tensor] = {
+                    key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in state_dict["state"][index].items()
+                }
+            if index in state_dict["masters"]:
+                self._master_view(piece).copy_(state_dict["masters"][index])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._on_load()
+
+    # ---------------------------------------------------------------- the update
+
+    @torch.no_grad()
+    def update_bucket(
+        self,
+        bucket: int,
+        gradient: torch.Tensor,
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """Update the pieces of one bucket from ``factor × gradient``.
+
+        ``gradient``: laid out like ``master[bucket]``, any floating dtype; scaled in place if it has the update's dtype already. ``used``:
+        indices of the parameters that got a gradient (None: all); the others are left alone, as torch leaves alone parameters whose
+        ``grad`` is None. ``found_inf``: 0-dim fp32 on the device, not zero to skip the update there.
+        """
+        pieces = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
+        if not pieces:
+            return
+        gradient = gradient.to(self._update_dtypes[bucket])
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            gradient.mul_(factor)
+        self._bind(bucket)
+        for piece in pieces:
+            piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
+        try:
+            with self._only(pieces), self._skipping(found_inf):
+                type(self.inner).step(self.inner)
+        finally:
+            for piece in pieces:
+                piece.tensor.grad = None
+            self._unbind(bucket)
+
+    def mark_called(self) -> None:
+        """What torch's schedulers look for before they warn that step() was never called."""
+        self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
+
+    @property
+    def can_skip_on_device(self) -> bool:
+        """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
+        if not getattr(self.inner, "_step_supports_amp_scaling", False):
+            return False
+        return all(group.get("fused") for group in self.param_groups)
+
+    @contextlib.contextmanager
+    def _only(self, pieces: Sequence[_Piece]) -> Iterator[None]:
+        """Show the inner optimizer these pieces and nothing else."""
+        everything = self.inner.param_groups
+        outside = [group["params"] for group in everything]
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for piece in pieces:
+            chosen.setdefault(piece.group, []).append(piece.tensor)
+        try:
+            for index, tensors in chosen.items():
+                everything[index]["params"] = tensors
+            self.inner.param_groups = [everything[index] for index in sorted(chosen)]
+            yield
+        finally:
+            self.inner.param_groups = everything
+            for group, parameters in zip(everything, outside, strict=True):
+                group["params"] = parameters
+
+    @contextlib.contextmanager
+    def _skipping(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+        if found_inf is None:
+            yield
+            return
+        self.inner.grad_scale, self.inner.found_inf = None, found_inf  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self.inner.grad_scale, self.inner.found_inf
+
+    # ---------------------------------------------------------------- pieces
+
+    def _cut(self, groups: Groups) -> list[list[_Piece]]:
+        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        pieces: list[list[_Piece]] = []
+        for bucket, fragments in enumerate(self._buffer.fragments):
+            source = self._buffer.master[bucket]
+            if self._temporary(bucket):
+                source = source.to(self._update_dtypes[bucket])
+            pieces.append(
+                [
+                    _Piece(f, group_of[id(self._buffer.parameters[f.slot.index])], self._buffer.piece(f, source))
+                    for f in fragments
+                ]
+            )
+        return pieces
+
+    def _temporary(self, bucket: int) -> bool:
+        """True if masters are kept in fewer bits than the update computes in: then the update works on a copy of the bucket in hand."""
+        return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
+
+    def _bind(self, bucket: int) -> None:
+        if self._temporary(bucket):
+            exact = self._buffer.master[bucket].to(self._update_dtypes[bucket])
+            for piece in self._pieces[bucket]:
+                piece.tensor.data = self._buffer.piece(piece.fragment, exact)
+
+    def _unbind(self, bucket: int) -> None:
+        if not self._temporary(bucket):
+            return
+        for piece in self._pieces[bucket]:
+            if piece.tensor.numel():
+                self._master_view(piece).copy_(piece.tensor)
+                piece.tensor.data = piece.tensor.new_empty(0)
+
+    def _all_pieces(self) -> Iterator[_Piece]:
+        for pieces in self._pieces:
+            yield from pieces
+
+    def _master_view(self, piece: _Piece) -> torch.Tensor:
+        return self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
+
+    def _separate_master(self, piece: _Piece) -> bool:
+        bucket = piece.fragment.slot.bucket
+        return self._buffer.master[bucket].data_ptr() != self._buffer.owned_compute(bucket).data_ptr()
+
+    def _adopt_state(self) -> None:
+        """States that the user's optimizer made before (Adagrad does in its constructor) move to the pieces."""
+        for piece in self._all_pieces():
+            parameter = self._buffer.parameters[piece.fragment.slot.index]
+            state = self.inner.state.get(parameter)
+            if state:
+                self.inner.state[piece.tensor] = {
+                    key: self._cut_state(value, parameter, piece) for key, value in state.items()
+                }
+        for parameter in self._buffer.parameters:
+            self.inner.state.pop(parameter, None)
+
+    @staticmethod
+    def _cut_state(value: Any, parameter: torch.Tensor, piece: _Piece) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.shape != parameter.shape or parameter.dim() == 0:
+            return value.clone()
+        fragment = piece.fragment
+        if piece.tensor.shape == parameter.shape:
+            return value.to(piece.tensor.dtype, copy=True)
+        part = flattened(value).narrow(0, fragment.param_start, fragment.numel)
+        return part.to(piece.tensor.dtype, copy=True)
+
+    # ---------------------------------------------------------------- saving
+
+    def _positions(self) -> dict[int, int]:
+        """Index in the layout -> position among all parameters of the param groups."""
+        order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        return {index: order[id(p)] for index, p in enumerate(self._buffer.parameters)}
+
+    def _partition(self) -> dict[str, Any]:
+        layout = self._buffer.layout
+        return {
+            "shard": self._buffer.shard,
+            "world_size": layout.world_size,
+            "rank": self._buffer.rank,
+            "buckets": [bucket.numel for bucket in layout.buckets],
+        }
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        missing = [key for key in ("state", "masters", "param_groups", "partition") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"engine.optimizer.load_state_dict: expected the result of engine.optimizer.state_dict(), got one without {missing}"
+            )
+        if state_dict["partition"] != self._partition():
+            raise ValueError(
+                f"engine.optimizer.load_state_dict: the state was saved under the partition {state_dict['partition']}, this rank has "
+                f"{self._partition()}; load it at the same stage, world size and bucket size"
+            )
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        here = [len(group["params"]) for group in self.param_groups]
+        if saved != here:
+            raise ValueError(
+                f"engine.optimizer.load_state_dict: expected param groups of {here} parameters, got groups of {saved}"
+            )
