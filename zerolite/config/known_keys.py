@@ -70,7 +70,7 @@ _ZERO: dict[str, Key | Block] = {
     "use_multi_rank_bucket_allreduce": Key((True,)),
     "compute_grad_norm": Key((True,)),
     "round_robin_gradients": OFF,
-    "parameter_alignment": OFF,
+    "parameter_alignment": Key((True, False)),
     "load_from_fp32_weights": Key((True,)),
     "elastic_checkpoint": OFF,
     "legacy_stage1": OFF,

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
-from .known_keys import ALIASES, RENAMED, Block, Key, unsupported_paths
+from .known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key
 from .load import block_model
 from .models import ZeroliteConfig
 
@@ -115,20 +115,29 @@ def _rule(info: FieldInfo) -> Any:
 
 
 def _unsupported_rows() -> Iterator[str]:
-    for path, entry in unsupported_paths():
-        if not _under_switch(path):
-            yield f"| `{path}` | {_accepted(entry)} | {_note(entry)} |"
+    for block, keys in UNSUPPORTED.items():
+        yield from _rows(block, keys)
 
 
-def _under_switch(path: str) -> bool:
-    """Whether the key only tunes a block that is listed with its switch."""
-    blocks = {block for block, entry in unsupported_paths() if isinstance(entry, Block) and _is_whole(entry)}
-    parts = path.split(".")
-    return any(".".join(parts[:depth]) in blocks for depth in range(1, len(parts)))
+def _rows(prefix: str, keys: dict[str, Key | Block]) -> Iterator[str]:
+    for name, entry in keys.items():
+        path = f"{prefix}.{name}" if prefix else name
+        yield f"| `{path}` | {_accepted(entry)} | {_note(entry)} |"
+        if isinstance(entry, Block) and not _is_whole(entry):
+            yield from _rows(path, entry.keys)
 
 
 def _is_whole(entry: Block) -> bool:
+    """Whether the block is accepted or refused as one, so that its keys need no rows of their own."""
     return bool(entry.switch) or entry.on_by_default
+
+
+def _inner_keys(entry: Block, prefix: str = "") -> Iterator[str]:
+    for name, inner in entry.keys.items():
+        if isinstance(inner, Block):
+            yield from _inner_keys(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _accepted(entry: Key | Block) -> str:
@@ -143,7 +152,7 @@ def _accepted(entry: Key | Block) -> str:
 def _note(entry: Key | Block) -> str:
     notes = [entry.note] if entry.note else []
     if isinstance(entry, Block) and _is_whole(entry):
-        others = [f"`{name}`" for name in entry.keys if name != entry.switch]
+        others = [f"`{name}`" for name in _inner_keys(entry) if name != entry.switch]
         notes.append("keys: " + ", ".join(others))
     return _cell("; ".join(notes))
 

@@ -26,8 +26,8 @@ def launch(target: Sequence[str], script_args: Sequence[str], nproc: int, master
     When a rank fails the others are ended, and the last line on stderr names the rank that failed first.
 
     Returns:
-        0 if every rank succeeded; else the exit status of the rank that failed first. 128 + n if signal n ended that rank,
-        or was sent to the launcher.
+        0 if every rank succeeded; else the exit status of the rank that failed first. 128 + n if signal n ended that
+        rank, or was sent to the launcher.
     """
     # The agent expands `$` macros in arguments; a doubled `$` is a plain one.
     arguments = [argument.replace("$", "$$") for argument in ["-u", *target, *script_args]]

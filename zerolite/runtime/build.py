@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.accelerator import default_device
 from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
@@ -30,6 +32,9 @@ from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 
 logger = logging.getLogger("zerolite")
+
+# Parameter -> the engine that trains it, neither kept alive.
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
 
@@ -150,8 +155,12 @@ def _assemble(
         dataloader=None,
         broadcast_buffers=broadcast_buffers,
     )
-    pipeline.on_applied = lambda: engine.lr_scheduler.step() if engine.lr_scheduler is not None else None
-    pipeline.on_settled = lambda: _print_progress(engine)
+    known = weakref.ref(engine)  # the pipeline does not keep its engine alive
+    pipeline.on_applied = lambda: _step_scheduler(known())
+    pipeline.on_settled = lambda: _print_progress(known())
+    weakref.finalize(engine, _remove_hooks, [*reducer.handles, *publisher.handles])
+    for parameter in trained:
+        _OWNERS[parameter] = known
     return engine
 
 
@@ -361,6 +370,11 @@ def _check_trained(trained: list[torch.nn.Parameter], names: dict[int, str]) -> 
             )
         if parameter.is_complex():
             raise ValueError(f"zerolite.initialize: parameter '{name}' is complex ({parameter.dtype}); use two real ones")
+        owner = _OWNERS.get(parameter)
+        if owner is not None and owner() is not None:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' belongs to another engine that is still alive; delete that one first (del engine)"
+            )
         if parameter.grad is not None:
             raise ValueError(
                 f"zerolite.initialize: parameter '{name}' already has a gradient, which the engine would not see; call "
@@ -444,10 +458,22 @@ def _scheduler(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) 
         raise ConfigError([("scheduler", str(error))]) from error
 
 
+def _step_scheduler(engine: Engine | None) -> None:
+    if engine is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()
+
+
+def _remove_hooks(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 # -------------------------------------------------------------------- lines for people
 
 
-def _print_progress(engine: Engine) -> None:
+def _print_progress(engine: Engine | None) -> None:
+    if engine is None:
+        return
     every = engine.config.steps_per_print
     steps = engine.global_steps
     if engine.rank == 0 and every and steps % every == 0:

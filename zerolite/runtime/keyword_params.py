@@ -93,10 +93,13 @@ def _convert(value: Any, parameter: inspect.Parameter) -> tuple[Any, str | None]
 def _convert_sequence(value: list[Any] | tuple[Any, ...], default: Any) -> tuple[Any, str | None]:
     if not isinstance(default, tuple):
         return list(value), None if all(map(is_number, value)) else "a list of numbers"
-    fits = len(value) == len(default) and all(
-        is_number(v) or (v is None and d is None) for v, d in zip(value, default, strict=True)
-    )
-    return tuple(value), None if fits else _wanted({"tuple"}, default)
+    if len(value) != len(default):
+        return value, _wanted({"tuple"}, default)
+    pairs = list(zip(value, default, strict=True))
+    if not all(is_number(v) or (v is None and d is None) for v, d in pairs):
+        return value, _wanted({"tuple"}, default)
+    # Many writers of JSON put 0 for 0.0, and torch's Adam takes two floats only.
+    return tuple(float(v) if isinstance(d, float) else v for v, d in pairs), None
 
 
 def _kinds(parameter: inspect.Parameter) -> set[str]:

@@ -140,7 +140,7 @@ class WarmupLR(_ClosedForm):
         return [low + (high - low) * gamma for low, high in zip(lows, highs, strict=True)]
 
     def _gamma(self, iteration: int) -> float:
-        if iteration < self.warmup_num_steps:
+        if _warming_up(iteration, self.warmup_num_steps):
             return _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
         return 1.0
 
@@ -168,7 +168,7 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _gamma(self, iteration: int) -> float:
-        if iteration < self.warmup_num_steps:
+        if _warming_up(iteration, self.warmup_num_steps):
             return super()._gamma(iteration)
         left = (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.warmup_num_steps)
         return min(1.0, max(0.0, left))
@@ -209,7 +209,7 @@ class WarmupCosineLR(_ClosedForm):
         return [float(lr) * ratio for lr in self.base_lrs]
 
     def _ratio(self, iteration: int) -> float:
-        if iteration < self.warmup_num_steps:
+        if _warming_up(iteration, self.warmup_num_steps):
             if iteration < 0:
                 return 0.0
             fraction = _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
@@ -401,6 +401,11 @@ def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) 
         if not is_number(one) or one < 0:
             raise ValueError(f"{name} must be a number of at least 0, but is {one!r}.")
     return [float(one) for one in values]
+
+
+def _warming_up(iteration: int, steps: int) -> bool:
+    """Iteration -1, the first update, belongs to the warm-up, but only where there is one."""
+    return steps > 0 and iteration < steps
 
 
 def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:

@@ -10,6 +10,7 @@ the same collectives whatever their graphs look like. What a bucket holds betwee
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,31 +86,27 @@ class GradReducer:
         self._reducing = False
         self._next = 0  # the next bucket to launch in this pass
         self._in_flight: list[_BucketState] = []
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []  # of the installed hooks
 
     # ---------------------------------------------------------------- hooks
 
     def attach(self, on_gradient: Callable[[int], None]) -> None:
-        """Install one hook per parameter; ``on_gradient(index)`` is called before the gradient is moved."""
+        """Install one hook per parameter; ``on_gradient(index)`` is called before the gradient is moved.
+
+        The hooks know the reducer weakly: Python's cycle collector does not see the hooks of a tensor, and a model may outlive its engine.
+        """
+        self._on_gradient = on_gradient
+        known = weakref.ref(self)
         for slot in self.layout.slots:
             parameter = self._parameters[slot.index]
-            hook = self._make_hook(slot, on_gradient)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self.handles.append(parameter.register_post_accumulate_grad_hook(_make_hook(known, slot)))
 
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _make_hook(self, slot: Slot, on_gradient: Callable[[int], None]) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            on_gradient(slot.index)
-            gradient = parameter.grad
-            parameter.grad = None
-            if gradient is not None:
-                self._accept(slot, gradient.detach())
-
-        return hook
+    def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
+        self._on_gradient(slot.index)
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            self._accept(slot, gradient.detach())
 
     # ---------------------------------------------------------------- a pass
 
@@ -214,10 +211,11 @@ class GradReducer:
             local = local.to(wanted)
         if options.predivide != 1.0:
             local.div_(options.predivide)
+        divisor = self._comm.world_size * options.arrival_factor / options.predivide
         if options.shard and options.use_reduce_scatter:
-            state.pending = self._comm.reduce_scatter(local, tag="gradients")
+            state.pending = self._comm.reduce_scatter(local, "gradients", divisor)
         else:
-            state.pending = self._comm.all_reduce(local, tag="gradients")
+            state.pending = self._comm.all_reduce(local, "gradients", divisor)
         state.local = None
         state.written.clear()
         state.launched = True
@@ -249,9 +247,6 @@ class GradReducer:
         state.pending = None
         if options.shard and not options.use_reduce_scatter:
             total = self._comm.part(total).clone()
-        remaining = self._comm.world_size * options.arrival_factor / options.predivide
-        if remaining != 1.0:
-            total.div_(remaining)
         dtype = self._reduced_dtype(state, total)
         if state.reduced is None:
             state.reduced = total.to(dtype)
@@ -305,3 +300,12 @@ class GradReducer:
             state.held.clear()
         self.used.clear()
         self.probes.clear()
+
+
+def _make_hook(known: weakref.ref[GradReducer], slot: Slot) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        reducer = known()
+        if reducer is not None:
+            reducer._take(slot, parameter)
+
+    return hook

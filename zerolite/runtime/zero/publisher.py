@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class Publisher:
         self._entered: set[int] = set()  # parameters whose owner's forward ran since the last publish
         self._early: set[int] = set()  # buckets that hold parameters used outside their owner's forward
         self._raced: set[int] = set()  # buckets that were in flight when the current forward began
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []  # of the installed hooks
 
     @property
     def in_flight(self) -> bool:
@@ -71,12 +72,7 @@ class Publisher:
             if module is root or owned:
                 buckets = sorted({layout.slots[index].bucket for index in owned})
                 hook = _ForwardHook(self, buckets, owned, is_root=module is root)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+                self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def before_forward(self, buckets: Sequence[int], owned: Sequence[int], is_root: bool) -> None:
         self._entered.update(owned)
@@ -105,13 +101,15 @@ class _ForwardHook:
     """A forward pre-hook; an object and not a closure, so that it shows its purpose in a module's hook list."""
 
     def __init__(self, publisher: Publisher, buckets: list[int], owned: list[int], is_root: bool) -> None:
-        self._publisher = publisher
+        self._publisher = weakref.ref(publisher)  # the model may outlive its engine
         self._buckets = buckets
         self._owned = owned
         self._is_root = is_root
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        self._publisher.before_forward(self._buckets, self._owned, self._is_root)
+        publisher = self._publisher()
+        if publisher is not None:
+            publisher.before_forward(self._buckets, self._owned, self._is_root)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_InertHook, ())  # a copied or pickled module belongs to no engine

@@ -1,0 +1,106 @@
+"""Memory that the processes of one host share, for collectives whose payload need not cross a network."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("zerolite")
+
+_DIRECTORY = Path("/dev/shm")
+
+
+def same_host(group: dist.ProcessGroup) -> bool:
+    """True if all ranks of ``group`` run on one host and can share memory there. Called on all ranks of the group."""
+    places: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(places, _place(), group=group)
+    return places[0] != "" and all(place == places[0] for place in places)
+
+
+def _place() -> str:
+    """Equal for two processes if they see the same host and the same /dev/shm; empty if there is none."""
+    if os.environ.get("ZEROLITE_SHARED_MEMORY", "1") == "0" or not os.access(_DIRECTORY, os.W_OK):
+        return ""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    directory = _DIRECTORY.stat()
+    return f"{socket.gethostname()}/{boot}/{directory.st_dev}"
+
+
+class HostMemory:
+    """Two regions per rank, mapped by all ranks of a group on one host; they grow to the largest tensor asked for.
+
+    The files behind them are unlinked as soon as everybody has mapped them, so that nothing outlives the processes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._world_size = world_size
+        self._bytes = 0
+        self._maps: list[torch.Tensor] = []  # one per rank, uint8 [2 * bytes]
+        self._turn = 0
+        self._exhausted = False
+
+    def next_regions(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        """The next region of every rank, by rank, as tensors [numel] of ``dtype``; None if there is no memory for them.
+
+        Called on all ranks in the same order with the same arguments; all get regions or none does.
+        """
+        needed = numel * dtype.itemsize
+        if needed > self._bytes and not self._grow(needed):
+            return None
+        self._turn ^= 1
+        start = self._turn * self._bytes
+        return [mapped.narrow(0, start, needed).view(dtype) for mapped in self._maps]
+
+    def _grow(self, needed: int) -> bool:
+        if self._exhausted:
+            return False
+        region = -(-needed // 4096) * 4096
+        path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            created = _create(path, 2 * region)
+            paths: list[str | None] = [None] * self._world_size
+            dist.all_gather_object(paths, str(path) if created else None, group=self._group)
+            if any(other is None for other in paths):
+                self._exhausted = True
+                if self._rank == 0:
+                    logger.warning(
+                        "%s has no room for %d MB per process; collectives between the processes of this host go through the loopback "
+                        "interface, which is slower. Make it larger (docker run --shm-size) or use smaller buckets.",
+                        _DIRECTORY,
+                        2 * region >> 20,
+                    )
+                return False
+            self._maps = [
+                torch.from_file(str(other), shared=True, size=2 * region, dtype=torch.uint8) for other in paths
+            ]
+            dist.barrier(group=self._group)  # everybody has mapped everything
+        finally:
+            path.unlink(missing_ok=True)
+        self._bytes = region
+        return True
+
+
+def _create(path: Path, size: int) -> bool:
+    """Make a file of ``size`` bytes whose pages are reserved, so that writing to it cannot fail later. False if there is no room."""
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError:
+        return False
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
