@@ -1,7 +1,7 @@
 """The device of this process, and the one door through which tensors are read on the host.
 
-Every ``.item()`` of the project is here, so that a step's synchronisations can be counted, and a dry run on fake tensors has a single
-place to answer from.
+Every ``.item()`` of the project is here, so that a step's synchronisations can be counted, and a dry run on fake
+tensors has a single place to answer from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def default_device(local_rank: int) -> torch.device:
 
 
 class HostRead:
-    """A tensor on its way to the host. On CUDA the copy runs behind the work queued so far; ``get()`` waits for it alone."""
+    """A tensor on its way to the host. On CUDA the copy runs behind the work queued so far; ``get()`` waits for it
+    alone."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()

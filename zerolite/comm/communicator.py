@@ -1,8 +1,9 @@
 """Collectives over flat buckets, each as a handle that is waited for later.
 
-A bucket of ``world_size`` equal parts goes in; the algorithm depends on the backend. NCCL has the collectives in hardware. Gloo's own
-reduce-scatter and all-gather are several times slower than its point-to-point messages, so there a reduce-scatter is an exchange of parts
-and a sum in rank order (which also lets 16-bit gradients be summed in fp32 at no extra traffic), and a gather is an exchange.
+A bucket of ``world_size`` equal parts goes in; the algorithm depends on the backend. NCCL has the collectives in
+hardware. Gloo's own reduce-scatter and all-gather are several times slower than its point-to-point messages, so
+there a reduce-scatter is an exchange of parts and a sum in rank order (which also lets 16-bit gradients be summed
+in fp32 at no extra traffic), and a gather is an exchange.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Communicator:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
 
     def reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float = 1.0) -> Pending:
-        """``wait()`` gives the sum over ranks of this rank's part of ``full``, divided by ``divisor``; shape [numel / world_size].
+        """``wait()`` gives the sum over ranks of this rank's part of ``full``, divided by ``divisor``; shape [numel
+        / world_size].
 
         In fp32 where 16-bit values were summed in fp32, in ``full``'s dtype otherwise. ``full`` is clobbered.
         """
@@ -129,15 +131,13 @@ class NativeCommunicator(Communicator):
 class GlooCommunicator(Communicator):
     """Exchanges over gloo's point-to-point messages.
 
-    Sums are taken in rank order on every rank, so that all stages give the same bits at any world size. Messages of different collectives
-    carry different tags; a pair of ranks may have several in flight.
+    Sums are taken in rank order on every rank, so that all stages give the same bits at any world size. Messages of
+    different collectives carry different tags; a pair of ranks may have several in flight.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         super().__init__(group, rank, world_size)
-        self._peers = [
-            (peer, dist.get_global_rank(group, peer)) for peer in range(world_size) if peer != rank
-        ]
+        self._peers = [(peer, dist.get_global_rank(group, peer)) for peer in range(world_size) if peer != rank]
         self._tag = 0
 
     def _next_tag(self) -> int:
@@ -145,8 +145,9 @@ class GlooCommunicator(Communicator):
         return self._tag
 
     def _all_reduce(self, tensor: torch.Tensor, divisor: float) -> Pending:
-        # Two terms have one sum, whatever their order, so at two ranks gloo's own algorithm gives the bits of the exchange (not in 16 bits, where
-        # the exchange divides before it rounds). Lengths that cannot be cut in equal parts take it as well: only small tensors have such.
+        # Two terms have one sum, whatever their order, so at two ranks gloo's own algorithm gives the bits of the
+        # exchange (not in 16 bits, where the exchange divides before it rounds). Lengths that cannot be cut in
+        # equal parts take it as well: only small tensors have such.
         cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
         if not cut or (self.world_size == 2 and tensor.dtype not in _HALF):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -201,7 +202,8 @@ def _divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
 
 
 def _sum_in_order(parts: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of ``parts`` from rank 0 upwards: in fp32 for 16-bit parts; in ``out`` otherwise, which may be one of the first two."""
+    """The sum of ``parts`` from rank 0 upwards: in fp32 for 16-bit parts; in ``out`` otherwise, which may be one of
+    the first two."""
     if parts[0].dtype in _HALF:
         total = parts[0].float()
         for part in parts[1:]:
@@ -214,10 +216,11 @@ def _sum_in_order(parts: list[torch.Tensor], out: torch.Tensor | None = None) ->
 
 
 class SharedMemoryCommunicator(GlooCommunicator):
-    """Gloo between processes of one host, with the payload in shared memory: a copy in, a fence, and a sum or copy out of the peers' memory.
+    """Gloo between processes of one host, with the payload in shared memory: a copy in, a fence, and a sum or copy
+    out of the peers' memory.
 
-    It costs a quarter of the processor time of messages over the loopback interface. Where shared memory runs short (a container's /dev/shm
-    is often 64 MB) every rank falls back to messages.
+    It costs a quarter of the processor time of messages over the loopback interface. Where shared memory runs short
+    (a container's /dev/shm is often 64 MB) every rank falls back to messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
@@ -226,12 +229,17 @@ class SharedMemoryCommunicator(GlooCommunicator):
         self._last: Pending | None = None
 
     def _exchange(
-        self, full: torch.Tensor, copy_in: Callable[[torch.Tensor], None], finish: Callable[[list[torch.Tensor]], torch.Tensor]
+        self,
+        full: torch.Tensor,
+        copy_in: Callable[[torch.Tensor], object],
+        finish: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> Pending | None:
-        """One collective: ``copy_in(own region)``, a fence, ``finish(all ranks' regions)``; None if shared memory ran out.
+        """One collective: ``copy_in(own region)``, a fence, ``finish(all ranks' regions)``; None if shared memory
+        ran out.
 
-        Two regions are used in turn. A region may be overwritten when all ranks have read it: who joins fence j has finished collective j - 1, so
-        who has seen fence j - 1 knows that everybody has finished collective j - 2, which used the same region.
+        Two regions are used in turn. A region may be overwritten when all ranks have read it: who joins fence j has
+        finished collective j - 1, so who has seen fence j - 1 knows that everybody has finished collective j - 2,
+        which used the same region.
         """
         if self._last is not None:
             self._last.wait()

@@ -75,7 +75,8 @@ class HostMemory:
                 self._exhausted = True
                 if self._rank == 0:
                     logger.warning(
-                        "%s has no room for %d MB per process; collectives between the processes of this host go through the loopback "
+                        "%s has no room for %d MB per process; collectives between the processes of this host go "
+                        "through the loopback "
                         "interface, which is slower. Make it larger (docker run --shm-size) or use smaller buckets.",
                         _DIRECTORY,
                         2 * region >> 20,
@@ -92,7 +93,8 @@ class HostMemory:
 
 
 def _create(path: Path, size: int) -> bool:
-    """Make a file of ``size`` bytes whose pages are reserved, so that writing to it cannot fail later. False if there is no room."""
+    """Make a file of ``size`` bytes whose pages are reserved, so that writing to it cannot fail later. False if
+    there is no room."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except OSError:

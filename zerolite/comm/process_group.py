@@ -44,7 +44,9 @@ def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
             )
         rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
         if not 0 <= rank < world_size:
-            raise ValueError(f"init_distributed: expected 0 <= RANK < WORLD_SIZE, got RANK={rank}, WORLD_SIZE={world_size}")
+            raise ValueError(
+                f"init_distributed: expected 0 <= RANK < WORLD_SIZE, got RANK={rank}, WORLD_SIZE={world_size}"
+            )
         return Rendezvous(
             rank,
             world_size,
@@ -52,7 +54,8 @@ def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
             env.get("MASTER_ADDR", "127.0.0.1"),
             _integer(env, "MASTER_PORT", default=29500),
         )
-    # An interactive SLURM shell also sets SLURM_NTASKS; only a step started by srun sets SLURM_STEP_ID with SLURM_PROCID.
+    # An interactive SLURM shell also sets SLURM_NTASKS; only a step started by srun sets SLURM_STEP_ID with
+    # SLURM_PROCID.
     if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
         job = _integer(env, "SLURM_JOB_ID", default=0)
@@ -86,10 +89,11 @@ def init_distributed(
 ) -> None:
     """Start torch.distributed; harmless if it runs already.
 
-    With ``init_method`` (``env://``, ``tcp://host:port``, ``file:///path``) and, for tcp and file, ``rank`` and ``world_size``: as
-    ``torch.distributed.init_process_group``. With nothing given: from torchrun's environment, or SLURM's, or else as one
-    process on its own, without any port. ``backend`` defaults to NCCL for CUDA tensors (gloo beside it for CPU tensors) where CUDA is usable,
-    and to gloo elsewhere. ``timeout`` is a timedelta or seconds, 30 minutes by default.
+    With ``init_method`` (``env://``, ``tcp://host:port``, ``file:///path``) and, for tcp and file, ``rank`` and
+    ``world_size``: as ``torch.distributed.init_process_group``. With nothing given: from torchrun's environment, or
+    SLURM's, or else as one process on its own, without any port. ``backend`` defaults to NCCL for CUDA tensors
+    (gloo beside it for CPU tensors) where CUDA is usable, and to gloo elsewhere. ``timeout`` is a timedelta or
+    seconds, 30 minutes by default.
 
     Raises ValueError for arguments or variables that are incomplete or contradict each other. Called on all ranks;
     ``zerolite.initialize`` calls it first.
@@ -105,7 +109,7 @@ def init_distributed(
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if init_method not in (None, "env://"):
-        _check_explicit(init_method, rank, world_size)
+        rank, world_size = _checked_place(init_method, rank, world_size)
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     else:
         _start_from_environment(backend, rank, world_size, timeout)
@@ -115,8 +119,8 @@ def init_distributed(
 
 
 def destroy() -> None:
-    """End what :func:`init_distributed` started: process groups, their threads, their sockets. Called on all ranks, after the last
-    step. A group that the caller started themselves is left alone."""
+    """End what :func:`init_distributed` started: process groups, their threads, their sockets. Called on all ranks,
+    after the last step. A group that the caller started themselves is left alone."""
     global _started_here
     if _started_here and dist.is_initialized():
         dist.destroy_process_group()
@@ -145,11 +149,13 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
         address_known = "MASTER_ADDR" in os.environ or world_size == 1
         if not address_known:
             raise ValueError(
-                "init_distributed: rank and world_size were given without an address; set MASTER_ADDR and MASTER_PORT, or pass "
+                "init_distributed: rank and world_size were given without an address; set MASTER_ADDR and "
+                "MASTER_PORT, or pass "
                 "init_method='tcp://host:port'"
             )
     if found is None or (found.world_size == 1 and "MASTER_ADDR" not in os.environ):
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
     os.environ.setdefault("MASTER_ADDR", found.master_addr)
     os.environ.setdefault("MASTER_PORT", str(found.master_port))
@@ -158,13 +164,15 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
     )
 
 
-def _check_explicit(init_method: str | None, rank: int | None, world_size: int | None) -> None:
+def _checked_place(init_method: str | None, rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         raise ValueError(
-            f"init_distributed: init_method={init_method!r} needs rank and world_size, got rank={rank}, world_size={world_size}"
+            f"init_distributed: init_method={init_method!r} needs rank and world_size, got rank={rank}, "
+            f"world_size={world_size}"
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"init_distributed: expected 0 <= rank < world_size, got rank={rank}, world_size={world_size}")
+    return rank, world_size
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -59,7 +59,7 @@ def _read_file(path: str | bytes) -> str:
     name = os.fsdecode(path)
     try:
         with open(path, "rb") as file:
-            return file.read().decode("utf-8-sig")
+            return file.read().decode("utf-8")
     except FileNotFoundError:
         problem = f'expected a configuration file, but there is none at "{name}"; check the path'
         if not os.path.isabs(name):

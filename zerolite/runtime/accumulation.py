@@ -1,7 +1,7 @@
 """Windows of micro-batches: which backward closes one, and how much of one has been filled.
 
-Pure: standard library only. A *window* is what one optimizer step consumes. All counters change by the same calls on every rank, so their
-answers may decide which collectives run.
+Pure: standard library only. A *window* is what one optimizer step consumes. All counters change by the same calls
+on every rank, so their answers may decide which collectives run.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 class AccumulationWindow:
     """Counts micro-batches of one window.
 
-    A micro-batch ends with ``engine.step()`` in DeepSpeed's loop; a plain loop has only backwards to count. Whichever is further
-    along predicts the boundary. The prediction only decides *when* gradients are reduced, never whether: what is left unreduced is
-    reduced by the step.
+    A micro-batch ends with ``engine.step()`` in DeepSpeed's loop; a plain loop has only backwards to count.
+    Whichever is further along predicts the boundary. The prediction only decides *when* gradients are reduced,
+    never whether: what is left unreduced is reduced by the step.
     """
 
     def __init__(self, micro_batches: int) -> None:

@@ -10,18 +10,23 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.accelerator import default_device
 from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.arguments import (
+    OWNERS,
+    OptimizerLike,
+    check_trained,
+    optimizer_maker,
+    param_groups_of,
+    scheduler_of,
+)
+from zerolite.runtime.dataloader import build_dataloader
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
 from zerolite.runtime.loss_scaler import LossScaler
-from zerolite.runtime.lr_schedules import build_scheduler
-from zerolite.runtime.optimizers import check_elementwise, resolve_optimizer
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer
@@ -32,11 +37,6 @@ from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 
 logger = logging.getLogger("zerolite")
-
-# Parameter -> the engine that trains it, neither kept alive.
-_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
 
 
 def initialize(
@@ -52,14 +52,16 @@ def initialize(
 ) -> Engine:
     """Make an :class:`~zerolite.runtime.engine.Engine` of ``model``.
 
-    model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and a place in flat
-    buffers (same ``Parameter`` objects). config: DeepSpeed's schema as a dict, a path, or JSON or hjson text. optimizer: an instance, a class, or a
-    function of parameters; otherwise ``config["optimizer"]``. model_parameters: parameters or param groups to train, by default all that
-    require a gradient. training_data: a dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the
-    optimizer; otherwise ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers before each training forward.
+    model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and
+    a place in flat buffers (same ``Parameter`` objects). config: DeepSpeed's schema as a dict, a path, or JSON or
+    hjson text. optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``.
+    model_parameters: parameters or param groups to train, by default all that require a gradient. training_data: a
+    dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the optimizer; otherwise
+    ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers
+    before each training forward.
 
-    Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError for the other
-    arguments, RuntimeError if ranks hold different models. Called on all ranks, with equal arguments.
+    Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError
+    for the other arguments, RuntimeError if ranks hold different models. Called on all ranks, with equal arguments.
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -70,14 +72,12 @@ def initialize(
     resolved = given.resolve(comm.world_size)
     policy = STAGES[resolved.zero_optimization.stage]
     model.to(device)
-    groups = _param_groups(model, optimizer, model_parameters)
-    make_inner = _optimizer_maker(optimizer, resolved, policy, groups)
+    groups = param_groups_of(model, optimizer, model_parameters)
+    make_inner = optimizer_maker(optimizer, resolved, policy, groups)
     precision = _precision(resolved)
     engine = _assemble(model, resolved, policy, precision, comm, device, make_inner, groups, broadcast_buffers)
-    engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
+    engine.lr_scheduler = scheduler_of(lr_scheduler, resolved, engine.optimizer)
     if training_data is not None:
-        from zerolite.runtime.dataloader import build_dataloader
-
         engine.dataloader = build_dataloader(
             training_data,
             resolved.train_micro_batch_size_per_gpu,
@@ -108,7 +108,7 @@ def _assemble(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     trained = [p for p in model.parameters() if id(p) in chosen]
-    _check_trained(trained, names)
+    check_trained(trained, names)
     communication = _communication_dtypes(model, config)
     layout = _layout(trained, names, config, precision, communication, comm)
     _synchronize_rest(model, trained, precision, comm, device)
@@ -160,7 +160,7 @@ def _assemble(
     pipeline.on_settled = lambda: _print_progress(known())
     weakref.finalize(engine, _remove_hooks, [*reducer.handles, *publisher.handles])
     for parameter in trained:
-        _OWNERS[parameter] = known
+        OWNERS[parameter] = known
     return engine
 
 
@@ -205,7 +205,8 @@ def _layout(
     comm: Communicator,
 ) -> PartitionLayout:
     specs = [
-        ParameterSpec(names[id(p)], p.numel(), f"{precision.compute_dtype(p)} sent as {communication(p)}") for p in trained
+        ParameterSpec(names[id(p)], p.numel(), f"{precision.compute_dtype(p)} sent as {communication(p)}")
+        for p in trained
     ]
     zero = config.zero_optimization
     # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
@@ -229,8 +230,8 @@ def _reduction_options(
     else:
         accumulate = torch.float32 if precision.separate_masters else None
     predivide = float(comm.world_size) if config.prescale_gradients else config.gradient_predivide_factor
-    # Multiplying by a power of two is exact, so where nothing else is asked for the mean is taken while gradients move into their buckets. Not in fp16, whose
-    # small numbers it would push below the smallest.
+    # Multiplying by a power of two is exact, so where nothing else is asked for the mean is taken while gradients
+    # move into their buckets. Not in fp16, whose small numbers it would push below the smallest.
     free = predivide == 1.0 and comm.world_size & (comm.world_size - 1) == 0 and precision.compute != torch.float16
     return ReductionOptions(
         reduce_each_pass=policy.shard_gradients,
@@ -306,7 +307,8 @@ def _communication_dtypes(
             [
                 (
                     "torch_autocast.lower_precision_safe_modules",
-                    f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none of its modules is; write "
+                    f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none "
+                    "of its modules is; write "
                     "the class as in torch.nn.Linear",
                 )
             ]
@@ -320,68 +322,6 @@ def _public_name(cls: type) -> str:
     return f"torch.nn.{cls.__qualname__}" if getattr(torch.nn, cls.__qualname__, None) is cls else ""
 
 
-# -------------------------------------------------------------------- parameters
-
-
-def _param_groups(model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any) -> Groups:
-    """Param groups over the model's own parameters: the given optimizer's, those of ``model_parameters``, or one of all."""
-    if isinstance(optimizer, Optimizer):
-        if model_parameters is not None:
-            raise ValueError(
-                "zerolite.initialize: got an optimizer instance and model_parameters; the instance has its parameters already, so leave "
-                "model_parameters out, or pass the optimizer's class"
-            )
-        groups = optimizer.param_groups
-    else:
-        source = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
-        if source and not isinstance(source[0], dict):
-            source = [{"params": source}]
-        groups = [{**group, "params": _plain_parameters(group["params"])} for group in source]
-    known = {id(p) for p in model.parameters()}
-    seen: set[int] = set()
-    for number, group in enumerate(groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"zerolite.initialize: param group {number} holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the "
-                    "model; build the optimizer from model.parameters() of the very model that is passed"
-                )
-            if id(parameter) in seen:
-                raise ValueError(f"zerolite.initialize: a parameter of shape {tuple(parameter.shape)} is in two param groups")
-            seen.add(id(parameter))
-    return groups
-
-
-def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
-    if isinstance(params, torch.Tensor):
-        return [params]  # type: ignore[list-item]
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-
-
-def _check_trained(trained: list[torch.nn.Parameter], names: dict[int, str]) -> None:
-    if not trained:
-        raise ValueError("zerolite.initialize: no parameter to train: none of the given parameters requires a gradient")
-    for parameter in trained:
-        name = names[id(parameter)]
-        if parameter.is_meta:
-            raise ValueError(
-                f"zerolite.initialize: parameter '{name}' is on the meta device and has no values; materialise the model first, e.g. "
-                "with model.to_empty(device='cpu') and its own initialisation"
-            )
-        if parameter.is_complex():
-            raise ValueError(f"zerolite.initialize: parameter '{name}' is complex ({parameter.dtype}); use two real ones")
-        owner = _OWNERS.get(parameter)
-        if owner is not None and owner() is not None:
-            raise ValueError(
-                f"zerolite.initialize: parameter '{name}' belongs to another engine that is still alive; delete that one first (del engine)"
-            )
-        if parameter.grad is not None:
-            raise ValueError(
-                f"zerolite.initialize: parameter '{name}' already has a gradient, which the engine would not see; call "
-                "model.zero_grad() first"
-            )
-
-
 def _synchronize_rest(
     model: torch.nn.Module,
     trained: list[torch.nn.Parameter],
@@ -389,7 +329,8 @@ def _synchronize_rest(
     comm: Communicator,
     device: torch.device,
 ) -> None:
-    """Check that ranks hold the same model; take rank 0's buffers and frozen parameters, the latter in the compute dtype."""
+    """Check that ranks hold the same model; take rank 0's buffers and frozen parameters, the latter in the compute
+    dtype."""
     if comm.world_size > 1:
         lines = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
         lines += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
@@ -401,61 +342,6 @@ def _synchronize_rest(
     synchronize_tensors(rest, comm, device, "initial_sync")
     for parameter in others:
         parameter.data = parameter.data.to(precision.compute_dtype(parameter))
-
-
-# -------------------------------------------------------------------- optimizer and scheduler
-
-
-def _optimizer_maker(
-    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups
-) -> Callable[[Groups], Optimizer] | Optimizer:
-    """The user's instance, or a function from param groups to an optimizer; refused where it cannot work."""
-    if optimizer is not None and config.optimizer is not None:
-        raise ConfigError(
-            [("optimizer", "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave one out")]
-        )
-    if optimizer is None and config.optimizer is None:
-        raise ConfigError(
-            [("optimizer", 'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or zerolite.initialize(optimizer=…), got neither')]
-        )
-    if optimizer is None:
-        assert config.optimizer is not None
-        try:
-            spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
-        except ValueError as error:
-            raise ConfigError([("optimizer", str(error))]) from error
-        reason = spec.reason
-        made: Callable[[Groups], Optimizer] | Optimizer = lambda pieces: spec.cls(pieces, **spec.defaults)  # noqa: E731
-    elif isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
-        reason = check_elementwise(optimizer)
-        made = optimizer
-    else:
-        instance = optimizer(groups)
-        if not isinstance(instance, Optimizer):
-            raise ValueError(
-                f"zerolite.initialize: expected optimizer(parameters) to give a torch.optim.Optimizer, got {type(instance).__name__}"
-            )
-        reason, made = check_elementwise(instance), instance
-    if policy.shard_optimizer and reason is not None:
-        raise ValueError(
-            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason} Use stage 0 for it."
-        )
-    return made
-
-
-def _scheduler(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:
-    if given is not None and config.scheduler is not None:
-        raise ConfigError(
-            [("scheduler", "expected a schedule in the config or in zerolite.initialize(lr_scheduler=…), got both; leave one out")]
-        )
-    if given is not None:
-        return given(optimizer) if not hasattr(given, "step") else given
-    if config.scheduler is None:
-        return None
-    try:
-        return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
-    except ValueError as error:
-        raise ConfigError([("scheduler", str(error))]) from error
 
 
 def _step_scheduler(engine: Engine | None) -> None:
@@ -480,7 +366,9 @@ def _print_progress(engine: Engine | None) -> None:
         lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
         norm = engine.get_global_grad_norm()
         print(
-            f"step {steps}: skipped {engine.skipped_steps}, lr {lr}, grad norm {norm:.4g}, loss scale {engine.loss_scale:g}", flush=True
+            f"step {steps}: skipped {engine.skipped_steps}, lr {lr}, grad norm {norm:.4g}, loss scale "
+            f"{engine.loss_scale:g}",
+            flush=True,
         )
 
 

@@ -32,8 +32,9 @@ class Engine:
         engine.step()                            engine.optimizer.step()
                                                  engine.optimizer.zero_grad()
 
-    ``engine.backward`` divides the loss by ``gradient_accumulation_steps`` and ``engine.step`` applies only at the boundary of a window; the plain
-    loop divides by itself and steps when it says so. Gradients are averaged over ranks either way, and consumed by the step.
+    ``engine.backward`` divides the loss by ``gradient_accumulation_steps`` and ``engine.step`` applies only at the
+    boundary of a window; the plain loop divides by itself and steps when it says so. Gradients are averaged over
+    ranks either way, and consumed by the step.
     """
 
     def __init__(
@@ -58,7 +59,6 @@ class Engine:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.dataloader = dataloader
-        self.micro_steps = 0
         self._module = module
         self._comm = comm
         self._precision = precision
@@ -72,7 +72,8 @@ class Engine:
     # ---------------------------------------------------------------- the loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16), floating outputs come back in fp32."""
+        """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16), floating outputs come
+        back in fp32."""
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
         if self._broadcast_buffers and self._module.training:
@@ -85,16 +86,21 @@ class Engine:
     forward = __call__
 
     def backward(self, loss: torch.Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False) -> torch.Tensor:
-        """Backward through ``loss``, a scalar, divided by ``gradient_accumulation_steps`` unless ``scale_wrt_gas`` is False.
+        """Backward through ``loss``, a scalar, divided by ``gradient_accumulation_steps`` unless ``scale_wrt_gas``
+        is False.
 
-        Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or needs no gradient. Called on all ranks.
+        Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
+        needs no gradient. Called on all ranks.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"engine.backward: expected a loss with one element, got {shape}; reduce it with .mean() or .sum()")
+            raise ValueError(
+                f"engine.backward: expected a loss with one element, got {shape}; reduce it with .mean() or .sum()"
+            )
         if not loss.requires_grad:
             raise ValueError(
-                "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no trainable parameter"
+                "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no "
+                "trainable parameter"
             )
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
@@ -110,9 +116,9 @@ class Engine:
     def step(self, flush: bool = False) -> bool:
         """End a micro-batch; at the boundary of a window, update. True if an update was due.
 
-        ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens if it is empty. Called on all ranks.
+        ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens
+        if it is empty. Called on all ranks.
         """
-        self.micro_steps += 1
         closes = self._window.on_engine_step()
         if flush and not closes:
             if self._window.empty:
@@ -127,7 +133,8 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate. At stage 2 they are reduced into the shards all the same: equal numbers, memory kept."""
+        """Backwards inside only accumulate. At stage 2 they are reduced into the shards all the same: equal
+        numbers, memory kept."""
         self._window.sync_disabled += 1
         try:
             yield
@@ -135,7 +142,8 @@ class Engine:
             self._window.sync_disabled -= 1
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the micro-batch in hand closes its window, until said otherwise; None returns to counting."""
+        """Say by hand whether the micro-batch in hand closes its window, until said otherwise; None returns to
+        counting."""
         self._window.forced_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -149,19 +157,22 @@ class Engine:
         self._pipeline.reduce()
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the mean gradient over all parameters, unscaled and before clipping, as ``torch.nn.utils.clip_grad_norm_`` returns it.
+        """L2 norm of the mean gradient over all parameters, unscaled and before clipping, as
+        ``torch.nn.utils.clip_grad_norm_`` returns it.
 
-        Of the gradients pending, or of the last step if none are; None before the first. Called on all ranks if gradients are pending.
+        Of the gradients pending, or of the last step if none are; None before the first. Called on all ranks if
+        gradients are pending.
         """
         return self._pipeline.grad_norm()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's; returns the norm before. Called on all ranks."""
+        """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's; returns the norm before.
+        Called on all ranks."""
         return self._pipeline.clip(max_norm)
 
     def update(self) -> None:
-        """Update the master weights that this rank owns, or skip if a gradient is not finite; counters, scheduler and loss scale follow.
-        Called on all ranks; :meth:`publish` and :meth:`zero_grad` must follow."""
+        """Update the master weights that this rank owns, or skip if a gradient is not finite; counters, scheduler
+        and loss scale follow. Called on all ranks; :meth:`publish` and :meth:`zero_grad` must follow."""
         self._pipeline.update()
 
     def publish(self) -> None:
@@ -189,6 +200,11 @@ class Engine:
     def skipped_steps(self) -> int:
         """Updates skipped because a gradient was not finite."""
         return self._pipeline.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Backwards so far: micro-batches, where each has one."""
+        return self._pipeline.micro_steps
 
     @property
     def loss_scale(self) -> float:

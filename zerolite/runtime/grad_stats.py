@@ -19,9 +19,9 @@ _CHUNK = 1 << 15  # elements converted to double at once on the CPU: 256 KB, whi
 class GradStats:
     """What the ranks know together about the gradients of a step.
 
-    norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of those whose mean gradient is not finite, in
-    registration order. bad_ranks: ranks whose own gradients or loss were not finite. used: indices of parameters that got a gradient on
-    any rank.
+    norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of
+    those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
+    were not finite. used: indices of parameters that got a gradient on any rank.
     """
 
     norm: float
@@ -35,7 +35,8 @@ class GradStats:
 
 
 class StatsVector:
-    """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad ranks [world]."""
+    """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad
+    ranks [world]."""
 
     def __init__(self, values: torch.Tensor, count: int) -> None:
         self._values = values
@@ -69,7 +70,8 @@ class StatsVector:
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     """Sum of the squares of a 1-dim floating tensor, taken in double, as a 0-dim float64 tensor on its device.
 
-    In double the order of summation does not show once the result is rounded to single, so neither does the stage, which decides what each rank sums.
+    In double the order of summation does not show once the result is rounded to single, so neither does the stage,
+    which decides what each rank sums.
     """
     if flat.is_cuda:
         (norm,) = torch._foreach_norm([flat], 2.0, dtype=torch.float64)
@@ -91,7 +93,8 @@ def collect(
     comm: Communicator,
     device: torch.device,
 ) -> StatsVector:
-    """Sum squares of this rank's fragments, add over ranks. ``parts[b]`` is this rank's part of bucket ``b``'s mean gradient.
+    """Sum squares of this rank's fragments, add over ranks. ``parts[b]`` is this rank's part of bucket ``b``'s mean
+    gradient.
 
     Called by the step pipeline once per step, on all ranks; one all-reduce.
     """
@@ -117,7 +120,8 @@ def _squares(flats: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that brings a gradient of L2 norm ``norm`` to at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` takes it."""
+    """The factor that brings a gradient of L2 norm ``norm`` to at most ``max_norm``, as
+    ``torch.nn.utils.clip_grad_norm_`` takes it."""
     return min(1.0, max_norm / (norm + 1e-6))
 
 

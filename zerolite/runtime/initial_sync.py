@@ -14,7 +14,8 @@ _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def content_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on its device. Equal tensors have equal hashes."""
+    """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on its device. Equal tensors have
+    equal hashes."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     flat = tensor.detach().contiguous().reshape(-1)
@@ -25,7 +26,8 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     start = 0
     for chunk in words.split(1 << 18):
         position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=tensor.device)
-        # An odd multiplier per position (splitmix64's first constant), so that neither order nor repetition cancels; overflow wraps.
+        # An odd multiplier per position (splitmix64's first constant), so that neither order nor repetition
+        # cancels; overflow wraps.
         value = (chunk.to(torch.int64) + position) * (position * 2 + -7046029254386353131)
         total += (value ^ (value >> 29)).sum()
         start += chunk.numel()
@@ -33,7 +35,8 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:
-    """For each tensor, whether its bytes differ between ranks: one small all-reduce. Called on all ranks with as many tensors."""
+    """For each tensor, whether its bytes differ between ranks: one small all-reduce. Called on all ranks with as
+    many tensors."""
     if comm.world_size == 1 or not tensors:
         return [False] * len(tensors)
     hashes = torch.stack([content_hash(tensor).to(device) for tensor in tensors])
@@ -44,15 +47,18 @@ def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch
 
 
 def check_same_model(description: Sequence[str], comm: Communicator, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks if ``description`` (a line per parameter and buffer) is not the same on all of them."""
+    """Raise RuntimeError on all ranks if ``description`` (a line per parameter and buffer) is not the same on all
+    of them."""
     digest = torch.tensor([len(description), zlib.crc32("\n".join(description).encode())], device=device)
     extremes = torch.cat([digest, -digest])
     comm.all_reduce_max(extremes, tag="initial_sync")
     values = [int(value) for value in HostRead(extremes).get().tolist()]
     if values[0] != -values[2] or values[1] != -values[3]:
         raise RuntimeError(
-            f"zerolite.initialize: the ranks hold different models. Rank {comm.rank} has {len(description)} parameters and buffers "
-            f"(over the ranks {-values[2]} to {values[0]}); names, shapes, dtypes and requires_grad must be equal on all ranks. Build "
+            f"zerolite.initialize: the ranks hold different models. Rank {comm.rank} has {len(description)} "
+            "parameters and buffers "
+            f"(over the ranks {-values[2]} to {values[0]}); names, shapes, dtypes and requires_grad must be equal "
+            "on all ranks. Build "
             "the model the same way everywhere."
         )
 

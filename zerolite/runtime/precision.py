@@ -16,9 +16,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """compute: dtype of the parameters that forward sees (None: each keeps its own). separate_masters: whether the update works on fp32 copies of 16-bit
-    parameters. update_in_fp32: whether the arithmetic and states of the update are fp32 where masters are 16-bit. cast_inputs:
-    whether floating inputs are cast to ``compute``. autocast: dtype of torch.autocast around forward, or None."""
+    """compute: dtype of the parameters that forward sees (None: each keeps its own). separate_masters: whether the
+    update works on fp32 copies of 16-bit parameters. update_in_fp32: whether the arithmetic and states of the
+    update are fp32 where masters are 16-bit. cast_inputs: whether floating inputs are cast to ``compute``.
+    autocast: dtype of torch.autocast around forward, or None."""
 
     compute: torch.dtype | None = None
     separate_masters: bool = False
@@ -51,8 +52,9 @@ class Precision:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it replaced by ``function(tensor)``: lists, tuples, named tuples, mappings and dataclasses of any
-    depth, of the same types. What contains no tensor to replace is returned as it is, the same object."""
+    """``value`` with every tensor in it replaced by ``function(tensor)``: lists, tuples, named tuples, mappings and
+    dataclasses of any depth, of the same types. What contains no tensor to replace is returned as it is, the same
+    object."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -95,8 +97,8 @@ def _rebuilt_dataclass(value: Any, changed: dict[str, Any]) -> Any:
 class GraphBoundary:
     """Watches the outputs of forward: tells when a backward begins and brings the loss scale into the graph.
 
-    The scale multiplies the gradients that enter the model, in fp32, whichever way backward was called; inside ``scaled_at_root`` the loss itself has been
-    multiplied, in fp32 too, and the outputs are left alone.
+    The scale multiplies the gradients that enter the model, in fp32, whichever way backward was called; inside
+    ``scaled_at_root`` the loss itself has been multiplied, in fp32 too, and the outputs are left alone.
     """
 
     def __init__(self, on_backward_begin: Callable[[], None], loss_scale: Callable[[], float] | None) -> None:
@@ -121,8 +123,10 @@ class GraphBoundary:
         """A gradient has arrived: raise RuntimeError if nothing has scaled it."""
         if self._loss_scale is not None and not (self.scaled or self._at_root):
             raise RuntimeError(
-                f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the engine, so the loss "
-                "scale is missing from it. Call engine(...) instead of the bare module, or engine.backward(loss) instead of "
+                f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the "
+                "engine, so the loss "
+                "scale is missing from it. Call engine(...) instead of the bare module, or engine.backward(loss) "
+                "instead of "
                 "loss.backward()."
             )
 

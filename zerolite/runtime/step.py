@@ -1,7 +1,7 @@
 """The step pipeline: the one place that knows in which order a step happens, for all stages and precisions.
 
-reduce → stats → clip → update (→ publish, bucket by bucket) → loss scale. The scale of a window is captured at its first backward, before anything
-can change it, and the loss scaler is told the outcome last.
+reduce → stats → clip → update (→ publish, bucket by bucket) → loss scale. The scale of a window is captured at its
+first backward, before anything can change it, and the loss scaler is told the outcome last.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ logger = logging.getLogger("zerolite")
 
 @dataclass(frozen=True)
 class StepOptions:
-    """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients. max_skipped_in_a_row: raise after so many, 0 for
-    never. ignore_unused: whether parameters without any gradient are fine."""
+    """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients.
+    max_skipped_in_a_row: raise after so many, 0 for never. ignore_unused: whether parameters without any gradient
+    are fine."""
 
     max_norm: float
     check_finite: bool
@@ -44,7 +45,8 @@ class _Unsettled:
 
 
 class StepPipeline:
-    """All phases are called on all ranks in the same order; each runs what it depends on if that has not run in this window."""
+    """All phases are called on all ranks in the same order; each runs what it depends on if that has not run in
+    this window."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class StepPipeline:
         self._scaler = scaler
         self._options = options
         self._device = device
+        self.micro_steps = 0  # backwards so far
         self._global_steps = 0
         self._skipped_steps = 0
         self._skipped_in_a_row = 0
@@ -89,8 +92,8 @@ class StepPipeline:
     def begin_backward(self, engine_scaled: bool | None = None) -> None:
         """Before the first gradient of a backward.
 
-        ``engine_scaled``: None inside a backward that the user called; otherwise ``engine.backward`` is about to call it, and has divided (or
-        not) the loss by the number of micro-batches.
+        ``engine_scaled``: None inside a backward that the user called; otherwise ``engine.backward`` is about to
+        call it, and has divided (or not) the loss by the number of micro-batches.
         """
         if self._updated:
             self.zero_grad()
@@ -100,6 +103,7 @@ class StepPipeline:
         self.window_scale()
         self._reducer.begin_pass(end_with_backward=engine_scaled is None)
         self._window.on_backward(scaled=bool(engine_scaled))
+        self.micro_steps += 1
 
     def end_backward(self, complete: bool) -> None:
         """After a backward, or when one is found to have been cut short by an exception."""
@@ -152,7 +156,8 @@ class StepPipeline:
         self._flush_factor = self._window.flush_factor()
 
     def update(self, publish: bool = False) -> None:
-        """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the loss scale."""
+        """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
+        loss scale."""
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         self.settle()
@@ -193,7 +198,8 @@ class StepPipeline:
     # ---------------------------------------------------------------- outcome
 
     def settle(self) -> None:
-        """Read the outcome of the last step if that has not happened, and bring counters, scheduler and loss scale up to date."""
+        """Read the outcome of the last step if that has not happened, and bring counters, scheduler and loss scale
+        up to date."""
         if self._unsettled is not None:
             unsettled, self._unsettled = self._unsettled, None
             outcome = unsettled.stats.get()
@@ -274,7 +280,9 @@ class StepPipeline:
         where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         ranks = ", ".join(map(str, outcome.bad_ranks))
-        source = f"from rank {ranks}" if ranks else "although every rank's own gradients are finite (their sum overflows)"
+        source = (
+            f"from rank {ranks}" if ranks else "although every rank's own gradients are finite (their sum overflows)"
+        )
         return (
             f"step {self._global_steps} skipped on all ranks: non-finite gradient {where}{more}, {source}; "
             f"{self._skipped_in_a_row} in a row, {self._skipped_steps} in all"
@@ -285,12 +293,14 @@ class StepPipeline:
         if at_minimum:
             assert self._scaler is not None
             raise FloatingPointError(
-                f"{self._describe_skip(outcome)}. The fp16 loss scale is at its minimum, {self._scaler.scale:g}, and cannot fall "
+                f"{self._describe_skip(outcome)}. The fp16 loss scale is at its minimum, {self._scaler.scale:g}, "
+                "and cannot fall "
                 'further. Try bf16 ("bf16": {"enabled": true}), or look for the cause in that parameter and rank.'
             )
         if limit and self._skipped_in_a_row >= limit:
             raise FloatingPointError(
-                f"{self._describe_skip(outcome)}. max_consecutive_skipped_steps is {limit}: training has stopped. Look at the data and "
+                f"{self._describe_skip(outcome)}. max_consecutive_skipped_steps is {limit}: training has stopped. "
+                "Look at the data and "
                 "the loss of that rank, lower the learning rate, or clip the gradients."
             )
 
@@ -301,6 +311,8 @@ class StepPipeline:
         unused = [slot.name for slot in slots if slot.index not in outcome.used and slot.numel]
         if unused:
             raise RuntimeError(
-                f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no gradient on any rank: "
-                f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or set the key to true."
+                f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no "
+                "gradient on any rank: "
+                f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
+                "set the key to true."
             )

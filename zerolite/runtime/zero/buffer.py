@@ -33,12 +33,14 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 class ParameterBuffer:
     """Compute parameters and master weights over one layout.
 
-    ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this rank updates: its part of the bucket
-    (``shard=True``) or the whole. Where masters need no other dtype than the compute parameters, ``master[b]`` is a view
-    of ``compute[b]`` and costs nothing.
+    ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this
+    rank updates: its part of the bucket (``shard=True``) or the whole. Where masters need no other dtype than the
+    compute parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing.
     """
 
-    def __init__(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], rank: int, shard: bool) -> None:
+    def __init__(
+        self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], rank: int, shard: bool
+    ) -> None:
         self.layout = layout
         self.parameters = list(parameters)
         self.rank = rank
@@ -58,7 +60,8 @@ class ParameterBuffer:
         master_dtype: Callable[[torch.dtype], torch.dtype],
         synchronize: Callable[[Bucket, torch.Tensor], None],
     ) -> None:
-        """Move every parameter into its bucket, one bucket at a time, and take the masters from the values before any rounding.
+        """Move every parameter into its bucket, one bucket at a time, and take the masters from the values before
+        any rounding.
 
         ``synchronize(bucket, flat)`` makes the flat bucket, in the parameters' original dtype, equal on all ranks.
         """
@@ -93,7 +96,8 @@ class ParameterBuffer:
         return self._owned(self.layout.buckets[bucket], self.compute[bucket])
 
     def piece(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
-        """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape if it is whole at stage 0."""
+        """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape if it is
+        whole at stage 0."""
         if not self.shard:
             return strided_view(flat, fragment.slot, self.parameters[fragment.slot.index].data)
         return flat.narrow(0, fragment.shard_start, fragment.numel)

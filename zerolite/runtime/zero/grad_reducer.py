@@ -1,11 +1,13 @@
 """Gradients into buckets, buckets to their owners, while backward still runs.
 
-Every trainable parameter has a hook that fires when its gradient has been accumulated. The hook moves the gradient into its bucket and marks
-it ready. A backward is one *pass* over the buckets; a reducing pass reduces every bucket exactly once, in index order, so that all ranks launch
-the same collectives whatever their graphs look like. What a bucket holds between passes:
+Every trainable parameter has a hook that fires when its gradient has been accumulated. The hook moves the gradient
+into its bucket and marks it ready. A backward is one *pass* over the buckets; a reducing pass reduces every bucket
+exactly once, in index order, so that all ranks launch the same collectives whatever their graphs look like. What a
+bucket holds between passes:
 
 - ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
-- ``reduced``: the mean over ranks of all that has been reduced in this window; full at stage 0, this rank's part above.
+- ``reduced``: the mean over ranks of all that has been reduced in this window; full at stage 0, this rank's part
+  above.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ _HALF = (torch.float16, torch.bfloat16)
 class ReductionOptions:
     """How gradients are summed. Dtypes are None where the gradient's own dtype is kept.
 
-    accumulate_dtype: of sums over several contributions; several_expected: whether there will be several (accumulation > 1);
-    communication_dtype(bucket): what travels. The division by world_size is split in three exact products: arrival_factor while a
-    gradient is moved into its bucket (free; only used where it is a power of two), predivide before the sum, the rest after it.
+    accumulate_dtype: of sums over several contributions; several_expected: whether there will be several
+    (accumulation > 1); communication_dtype(bucket): what travels. The division by world_size is split in three
+    exact products: arrival_factor while a gradient is moved into its bucket (free; only used where it is a power of
+    two), predivide before the sum, the rest after it.
     """
 
     reduce_each_pass: bool
@@ -59,7 +62,8 @@ class _BucketState:
 
 
 class GradReducer:
-    """See the module. ``on_gradient`` runs inside backward; everything else is called by the step pipeline on all ranks in the same order."""
+    """See the module. ``on_gradient`` runs inside backward; everything else is called by the step pipeline on all
+    ranks in the same order."""
 
     def __init__(
         self,
@@ -78,8 +82,9 @@ class GradReducer:
         self._pass_reduces = pass_reduces
         self._states = [_BucketState(bucket) for bucket in layout.buckets]
         self._fires = [0] * len(self._parameters)  # contributions of each parameter in this pass
-        # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a backward inside the
-        # backward. Known after the first complete pass, which therefore reduces at its end only.
+        # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
+        # backward inside the backward. Known after the first complete pass, which therefore reduces at its end
+        # only.
         self._expected = [1] * len(self._parameters)
         self._learned = False
         self._pass_open = False
@@ -93,7 +98,8 @@ class GradReducer:
     def attach(self, on_gradient: Callable[[int], None]) -> None:
         """Install one hook per parameter; ``on_gradient(index)`` is called before the gradient is moved.
 
-        The hooks know the reducer weakly: Python's cycle collector does not see the hooks of a tensor, and a model may outlive its engine.
+        The hooks know the reducer weakly: Python's cycle collector does not see the hooks of a tensor, and a model
+        may outlive its engine.
         """
         self._on_gradient = on_gradient
         known = weakref.ref(self)
@@ -115,8 +121,8 @@ class GradReducer:
         return self._pass_open
 
     def begin_pass(self, end_with_backward: bool = True) -> None:
-        """Before the first gradient of a backward. ``end_with_backward``: called inside backward, which is to call :meth:`end_pass` when it
-        ends; otherwise the caller does."""
+        """Before the first gradient of a backward. ``end_with_backward``: called inside backward, which is to call
+        :meth:`end_pass` when it ends; otherwise the caller does."""
         if self._pass_open:
             return
         self._pass_open = True
@@ -127,10 +133,11 @@ class GradReducer:
             state.launched = False
             state.missing = sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel)
         if end_with_backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def end_pass(self, complete: bool = True) -> None:
-        """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay in step."""
+        """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay
+        in step."""
         if not self._pass_open:
             return
         self._pass_open = False
@@ -150,7 +157,8 @@ class GradReducer:
         state = self._states[slot.bucket]
         if state.launched:
             raise RuntimeError(
-                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the graph has "
+                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: "
+                "the graph has "
                 "more contributions to it than ever before. Set zero_optimization.overlap_comm to false, so that "
                 "buckets are reduced when backward has ended."
             )
@@ -167,7 +175,8 @@ class GradReducer:
             self._launch_ready()
 
     def _put(self, state: _BucketState, slot: Slot, gradient: torch.Tensor) -> None:
-        """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in accumulate_dtype."""
+        """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
+        accumulate_dtype."""
         options = self._options
         if state.local is None:
             dtype = gradient.dtype
@@ -202,7 +211,8 @@ class GradReducer:
             self._next += 1
 
     def _launch(self, state: _BucketState) -> None:
-        """Start the reduction of one bucket. At most one other is then in flight, so that memory stays at two buckets."""
+        """Start the reduction of one bucket. At most one other is then in flight, so that memory stays at two
+        buckets."""
         options = self._options
         local = self._complete_local(state)
         self.probes.append(local.sum(dtype=torch.float32))
@@ -254,7 +264,8 @@ class GradReducer:
             state.reduced = state.reduced.to(dtype).add_(total)
 
     def _reduced_dtype(self, state: _BucketState, total: torch.Tensor) -> torch.dtype:
-        """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as there is one."""
+        """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as
+        there is one."""
         options = self._options
         parameter_dtype = self._parameters[state.bucket.slots[0].index].dtype
         if options.accumulate_dtype is not None and (options.several_expected or state.reduced is not None):
@@ -263,7 +274,8 @@ class GradReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what no pass has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per window on all ranks."""
+        """Reduce what no pass has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per
+        window on all ranks."""
         self.end_pass(complete=False)
         self._wait_for_all_but(0)
         self._next = 0
@@ -276,7 +288,8 @@ class GradReducer:
     # ---------------------------------------------------------------- what the step reads
 
     def reduced(self, bucket: int) -> torch.Tensor:
-        """The mean gradient of the window: the full bucket at stage 0, this rank's part above. Valid after :meth:`finish`."""
+        """The mean gradient of the window: the full bucket at stage 0, this rank's part above. Valid after
+        :meth:`finish`."""
         value = self._states[bucket].reduced
         assert value is not None, "reduced() is read after finish()"
         return value

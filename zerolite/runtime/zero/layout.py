@@ -1,7 +1,7 @@
 """The partition, in plain integers: which element of which parameter rests on which rank.
 
-Pure: standard library only. Everything that is flat is indexed by a :class:`PartitionLayout`: compute parameters, gradients, master
-weights and every optimizer state.
+Pure: standard library only. Everything that is flat is indexed by a :class:`PartitionLayout`: compute parameters,
+gradients, master weights and every optimizer state.
 
 ::
 
@@ -11,8 +11,8 @@ weights and every optimizer state.
     |-------|-------|-------|--------|------|------|------|-----|
       rank0   rank1   rank2   rank3    r0     r1     r2     r3        shards: part r of every bucket
 
-The design follows ZeRO (Rajbhandari et al., 2020, section 5); cutting every bucket in world_size equal parts, instead of cutting the
-whole flat model once, makes each bucket one uniform reduce-scatter and one all-gather.
+The design follows ZeRO (Rajbhandari et al., 2020, section 5); cutting every bucket in world_size equal parts,
+instead of cutting the whole flat model once, makes each bucket one uniform reduce-scatter and one all-gather.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ALIGNMENT = 32  # elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line
+ALIGNMENT = (
+    32  # elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line
+)
 MIN_AUTO_BUCKET = 1 << 20
 MAX_AUTO_BUCKET = 40_000_000
 
@@ -102,8 +104,9 @@ class PartitionLayout:
     ) -> PartitionLayout:
         """Fill buckets of at most ``bucket_numel`` elements with ``specs`` in reverse registration order.
 
-        A parameter larger than ``bucket_numel`` gets a bucket of its own. Buckets are numbered in the order in which their last slot
-        was filled, which is the order in which backward completes them. Raises ValueError for sizes that make no sense.
+        A parameter larger than ``bucket_numel`` gets a bucket of its own. Buckets are numbered in the order in
+        which their last slot was filled, which is the order in which backward completes them. Raises ValueError for
+        sizes that make no sense.
         """
         if world_size < 1 or alignment < 1 or bucket_numel < 1:
             raise ValueError(
@@ -160,7 +163,8 @@ class PartitionLayout:
 def auto_bucket_numel(total_numel: int) -> int:
     """Elements per bucket when the config names none: an eighth of the model, between 1 Mi and 40 M elements.
 
-    About eight buckets keep the first reduction early and the last one short; beyond 40 M elements a collective gains nothing.
+    About eight buckets keep the first reduction early and the last one short; beyond 40 M elements a collective
+    gains nothing.
     """
     return min(MAX_AUTO_BUCKET, max(MIN_AUTO_BUCKET, total_numel // 8))
 

@@ -1,4 +1,5 @@
-"""Master weights to compute parameters on every rank, overlapped with the rest of the step and, if asked, with the next forward."""
+"""Master weights to compute parameters on every rank, overlapped with the rest of the step and, if asked, with the
+next forward."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from zerolite.runtime.zero.buffer import ParameterBuffer
 class Publisher:
     """Launches one all-gather per bucket as soon as it is updated and knows which are still in flight.
 
-    With ``overlap_forward`` the gathers stay in flight after the step; a hook before each module's forward waits for the buckets of that module's
-    own parameters. A parameter that is used outside the forward of its owner (a tied head called as a function) has no such
-    hook: it is recognised when its gradient arrives, in the first step, before anything was in flight, and its bucket is
-    waited for by the root module from then on.
+    With ``overlap_forward`` the gathers stay in flight after the step; a hook before each module's forward waits
+    for the buckets of that module's own parameters. A parameter that is used outside the forward of its owner (a
+    tied head called as a function) has no such hook: it is recognised when its gradient arrives, in the first step,
+    before anything was in flight, and its bucket is waited for by the root module from then on.
     """
 
     def __init__(self, buffer: ParameterBuffer, comm: Communicator, gather: bool, overlap_forward: bool) -> None:
@@ -82,7 +83,8 @@ class Publisher:
             self.wait(buckets)
 
     def on_gradient(self, index: int) -> None:
-        """A gradient arrived: was its parameter used through its owner's forward? Raises RuntimeError if it may have been read too early."""
+        """A gradient arrived: was its parameter used through its owner's forward? Raises RuntimeError if it may
+        have been read too early."""
         if not self._overlap or index in self._entered:
             return
         slot = self._buffer.layout.slots[index]
@@ -91,8 +93,10 @@ class Publisher:
         self._early.add(slot.bucket)
         if slot.bucket in self._raced:
             raise RuntimeError(
-                f"overlap_comm: parameter '{slot.name}' was used outside the forward of the module that owns it, for the first time "
-                "after training began, while its new values may still have been on their way. This step's gradients are not "
+                f"overlap_comm: parameter '{slot.name}' was used outside the forward of the module that owns it, "
+                "for the first time "
+                "after training began, while its new values may still have been on their way. This step's "
+                "gradients are not "
                 "to be trusted. Set zero_optimization.overlap_comm to false (or leave it out) for models that do this."
             )
 

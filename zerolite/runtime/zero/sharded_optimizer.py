@@ -1,4 +1,5 @@
-"""Any torch optimizer over what this rank owns, looking to the outside like an optimizer over the model's parameters."""
+"""Any torch optimizer over what this rank owns, looking to the outside like an optimizer over the model's
+parameters."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ class _Piece:
 class ShardedOptimizer(Optimizer):
     """What ``engine.optimizer`` is.
 
-    The inner optimizer (the user's instance, or one made from the config) updates *pieces*: one per parameter and rank, the part of
-    the master weights that this rank owns; whole parameters at stage 0. Both optimizers share one list of param-group dicts: to the
-    outside ``group["params"]`` are the model's parameters; during the update of a bucket they are that bucket's pieces. So a learning rate changed by
-    anybody, a scheduler on either object included, is seen by the update.
+    The inner optimizer (the user's instance, or one made from the config) updates *pieces*: one per parameter and
+    rank, the part of the master weights that this rank owns; whole parameters at stage 0. Both optimizers share one
+    list of param-group dicts: to the outside ``group["params"]`` are the model's parameters; during the update of a
+    bucket they are that bucket's pieces. So a learning rate changed by anybody, a scheduler on either object
+    included, is seen by the update.
 
     ``step`` and ``zero_grad`` are the engine's: reduce, clip, update, publish.
     """
@@ -56,9 +58,7 @@ class ShardedOptimizer(Optimizer):
             tensors: list[list[torch.Tensor]] = [[] for _ in groups]
             for piece in self._all_pieces():
                 tensors[piece.group].append(piece.tensor)
-            self.inner = make_inner(
-                [{**group, "params": tensors[index]} for index, group in enumerate(groups)]
-            )
+            self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
         self._constructed = False
@@ -69,8 +69,8 @@ class ShardedOptimizer(Optimizer):
             self._unbind(bucket)
 
     def connect(self, step: Callable[[], None], zero_grad: Callable[[], None], load: Callable[[], None]) -> None:
-        """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too, so that a loop that
-        goes on calling it trains."""
+        """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too,
+        so that a loop that goes on calling it trains."""
         self._on_step, self._on_zero_grad, self._on_load = step, zero_grad, load
         marker = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
 
@@ -79,13 +79,14 @@ class ShardedOptimizer(Optimizer):
 
         if marker is not None:
             redirected_step._wrapped_by_lr_sched = marker  # type: ignore[attr-defined]
-        self.inner.step = redirected_step  # type: ignore[method-assign,assignment]
+        self.inner.step = redirected_step  # type: ignore[method-assign]
         self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     # ---------------------------------------------------------------- torch's interface
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update from all gradients since the last: exactly what ``engine.step()`` does at a boundary. Called on all ranks."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from all gradients since the last: exactly what ``engine.step()`` does at a boundary. Called
+        on all ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -100,12 +101,13 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_constructed", False):
             raise NotImplementedError(
-                "engine.optimizer.add_param_group is not supported yet: give all parameters to zerolite.initialize, or call it again "
+                "engine.optimizer.add_param_group is not supported yet: give all parameters to "
+                "zerolite.initialize, or call it again "
                 "with the larger set"
             )
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter position, in torch's form, with the masters where they are separate.
 
         Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
@@ -130,7 +132,8 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`. Called on all ranks, each with its own state.
 
-        Raises ValueError, before anything is changed, if the state was saved under another partition or other param groups.
+        Raises ValueError, before anything is changed, if the state was saved under another partition or other param
+        groups.
         """
         self._check_loadable(state_dict)
         position = self._positions()
@@ -161,9 +164,10 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         """Update the pieces of one bucket from ``factor × gradient``.
 
-        ``gradient``: laid out like ``master[bucket]``, any floating dtype; scaled in place if it has the update's dtype already. ``used``:
-        indices of the parameters that got a gradient (None: all); the others are left alone, as torch leaves alone parameters whose
-        ``grad`` is None. ``found_inf``: 0-dim fp32 on the device, not zero to skip the update there.
+        ``gradient``: laid out like ``master[bucket]``, any floating dtype; scaled in place if it has the update's
+        dtype already. ``used``: indices of the parameters that got a gradient (None: all); the others are left
+        alone, as torch leaves alone parameters whose ``grad`` is None. ``found_inf``: 0-dim fp32 on the device, not
+        zero to skip the update there.
         """
         pieces = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
         if not pieces:
@@ -216,11 +220,12 @@ class ShardedOptimizer(Optimizer):
         if found_inf is None:
             yield
             return
-        self.inner.grad_scale, self.inner.found_inf = None, found_inf  # type: ignore[attr-defined]
+        vars(self.inner).update(grad_scale=None, found_inf=found_inf)
         try:
             yield
         finally:
-            del self.inner.grad_scale, self.inner.found_inf
+            for name in ("grad_scale", "found_inf"):
+                del vars(self.inner)[name]
 
     # ---------------------------------------------------------------- pieces
 
@@ -240,7 +245,8 @@ class ShardedOptimizer(Optimizer):
         return pieces
 
     def _temporary(self, bucket: int) -> bool:
-        """True if masters are kept in fewer bits than the update computes in: then the update works on a copy of the bucket in hand."""
+        """True if masters are kept in fewer bits than the update computes in: then the update works on a copy of
+        the bucket in hand."""
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
     def _bind(self, bucket: int) -> None:
@@ -312,11 +318,13 @@ class ShardedOptimizer(Optimizer):
         missing = [key for key in ("state", "masters", "param_groups", "partition") if key not in state_dict]
         if missing:
             raise ValueError(
-                f"engine.optimizer.load_state_dict: expected the result of engine.optimizer.state_dict(), got one without {missing}"
+                "engine.optimizer.load_state_dict: expected the result of engine.optimizer.state_dict(), got one "
+                f"without {missing}"
             )
         if state_dict["partition"] != self._partition():
             raise ValueError(
-                f"engine.optimizer.load_state_dict: the state was saved under the partition {state_dict['partition']}, this rank has "
+                "engine.optimizer.load_state_dict: the state was saved under the partition "
+                f"{state_dict['partition']}, this rank has "
                 f"{self._partition()}; load it at the same stage, world size and bucket size"
             )
         saved = [len(group["params"]) for group in state_dict["param_groups"]]

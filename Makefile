@@ -1,0 +1,80 @@
+# make train      the main job: a small language model, two processes
+# make test       lint, types and the tests that are not marked slow
+# make test-all   lint, types and every test
+# make lint | types | docs | bench | clean
+#
+# All of them run in .venv, which is made and filled on the first call and again only when setup.py or constraints.txt
+# changed. To choose the interpreter or to pass arguments to pip:
+#   make test PYTHON=python3.12 PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+NPROC ?= 2
+CONFIG ?= examples/gpt/configs/zero2.json
+TRAIN_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCH_INSTALLED := $(VENV)/.installed-bench
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := setup.py pyproject.toml constraints.txt zerolite/version.py
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all lint types docs bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^# make /s/^# //p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "zerolite needs Python 3.10 or newer, and $(PYTHON) is %d.%d: say `make PYTHON=python3.12 ...`" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import ensurepip' || { echo "$(PYTHON) cannot make virtual environments: install its venv package (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by its exact version, so that pip takes the build that its index prefers.
+$(INSTALLED): $(INPUTS) | $(BIN)/python
+	$(PIP) install $(PIP_ARGS) $$(sed -n '/^torch==/p' constraints.txt)
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[test,plot]'
+	@touch $@
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[bench]'
+	@touch $@
+
+train: $(INSTALLED)
+	$(BIN)/zerolite --nproc $(NPROC) examples/gpt/train.py --config $(CONFIG) $(TRAIN_ARGS)
+
+define LINT
+$(BIN)/ruff check .
+$(BIN)/ruff format --check .
+endef
+
+lint: $(INSTALLED)
+	$(LINT)
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+# pytest runs last, so that its summary is the last line.
+test: $(INSTALLED)
+	$(LINT)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(INSTALLED)
+	$(LINT)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+docs: $(INSTALLED)
+	$(BIN)/python -m zerolite.config.reference
+
+bench: $(BENCH_INSTALLED)
+	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs examples/gpt/runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

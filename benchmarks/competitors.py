@@ -1,0 +1,177 @@
+"""Who is compared: each competitor turns the same model into a `step(tokens, targets) -> loss`.
+
+All of them train with AdamW at the same hyperparameters and clip the global norm of the averaged gradients to `CLIP`. In bf16 all of
+them keep fp32 master weights: DDP through autocast, FSDP2 through its mixed precision policy, DeepSpeed and zerolite through their config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all competitors. `micro_batch` counts sequences a rank."""
+
+    device: str = "cpu"
+    dtype: str = "fp32"
+    micro_batch: int = 2
+    world_size: int = 2
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """`build(model, setting, **options)` gives the step; `package` is what must be installed for it."""
+
+    name: str
+    build: Callable[..., Step]
+    package: str = "torch"
+    options: dict[str, Any] = field(default_factory=dict)
+    communicates: bool = True
+
+    def missing(self) -> str | None:
+        """Why this competitor cannot run here, or None."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"not installed: {self.package}"
+        return None
+
+    def make_step(self, model: nn.Module, setting: Setting) -> Step:
+        return self.build(model, setting, **self.options)
+
+
+def optimizer_for(model: nn.Module, **kind: bool) -> torch.optim.Optimizer:
+    """AdamW with the benchmark's hyperparameters; `kind` is `fused=True` or `foreach=True`."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, **kind
+    )
+
+
+def _autocast(setting: Setting) -> contextlib.AbstractContextManager[Any]:
+    if setting.dtype == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(setting.device, dtype=torch.bfloat16)
+
+
+def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, autocast: bool) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with _autocast(setting) if autocast else contextlib.nullcontext():
+            loss = model(tokens, targets)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def build_compute(model: nn.Module, setting: Setting) -> Step:
+    """No communication: what one rank's share of the work costs, the optimizer included."""
+    return _plain_loop(model, optimizer_for(model, fused=True), setting, autocast=True)
+
+
+def build_ddp(model: nn.Module, setting: Setting, foreach: bool = False) -> Step:
+    kind = {"foreach": True} if foreach else {"fused": True}
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _plain_loop(wrapped, optimizer_for(wrapped, **kind), setting, autocast=True)
+
+
+def build_fsdp2(model: nn.Module, setting: Setting) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(setting.device, (setting.world_size,))
+    policy = MixedPrecisionPolicy()
+    if setting.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return _plain_loop(model, optimizer_for(model, fused=True), setting, autocast=False)
+
+
+def _json_config(setting: Setting, stage: int) -> dict[str, Any]:
+    """The keys that DeepSpeed and zerolite share."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": setting.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+    }
+    if setting.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def build_deepspeed(model: nn.Module, setting: Setting, stage: int) -> Step:
+    import deepspeed
+
+    config = _json_config(setting, stage)
+    config["steps_per_print"] = 10**9
+    config["zero_allow_untested_optimizer"] = True
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer_for(model, fused=True))
+    return _engine_loop(engine)
+
+
+def make_zerolite_engine(model: nn.Module, setting: Setting, stage: int, zero: dict[str, Any] | None = None) -> Any:
+    """`zero`: further keys of `zero_optimization`."""
+    import zerolite
+
+    config = _json_config(setting, stage)
+    config["zero_optimization"].update(zero or {})
+    params = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
+    config["optimizer"] = {"type": "AdamW", "params": params}
+    return zerolite.initialize(model, config)
+
+
+def build_zerolite(model: nn.Module, setting: Setting, stage: int) -> Step:
+    return _engine_loop(make_zerolite_engine(model, setting, stage))
+
+
+def _engine_loop(engine: Any) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+def _all_competitors() -> dict[str, Competitor]:
+    found = [
+        Competitor("compute", build_compute, communicates=False),
+        Competitor("ddp", build_ddp),
+        Competitor("ddp-foreach", build_ddp, options={"foreach": True}),
+        Competitor("fsdp2", build_fsdp2),
+    ]
+    found += [Competitor(f"deepspeed-{s}", build_deepspeed, "deepspeed", {"stage": s}) for s in range(4)]
+    found += [Competitor(f"zerolite-{s}", build_zerolite, "zerolite", {"stage": s}) for s in range(4)]
+    return {competitor.name: competitor for competitor in found}
+
+
+COMPETITORS = _all_competitors()
+
+
+def mean_over_ranks(values: list[float], device: str) -> list[float]:
+    """Average each value over the ranks of the default group."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return (tensor / dist.get_world_size()).tolist()

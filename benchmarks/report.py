@@ -1,0 +1,135 @@
+"""From what was measured to the table. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+
+class Measured(Protocol):
+    """One round: seconds of each step, CPU seconds of the round."""
+
+    @property
+    def step_s(self) -> list[float]: ...
+    @property
+    def cpu_s(self) -> float: ...
+
+
+class Footprint(Protocol):
+    """What the warm-up told about the size of things."""
+
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int | None: ...
+    @property
+    def resident_bytes(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One competitor. Ratios are times: below 1 is faster. `tokens_per_s` is over all ranks; `cpu_ms` is a step's on rank 0."""
+
+    name: str
+    absent: str | None = None
+    step_ms: float | None = None
+    min_ms: float | None = None
+    max_ms: float | None = None
+    cpu_ms: float | None = None
+    tokens_per_s: float | None = None
+    parameters: int | None = None
+    peak_bytes: int | None = None
+    resident_bytes: int | None = None
+    to_ddp: float | None = None
+    to_compute: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(
+    started: dict[str, Any], rounds: dict[str, list[Any]], absent: dict[str, str], tokens_per_step: int
+) -> list[Row]:
+    """One row for each key of `rounds`, in that order; competitors in `absent` get the reason instead of figures."""
+    present: dict[str, list[Any]] = {name: results for name, results in rounds.items() if name not in absent}
+    return [
+        Row(name, absent=absent[name])
+        if name in absent
+        else _row(name, started[name], results, present, tokens_per_step)
+        for name, results in rounds.items()
+    ]
+
+
+def _row(
+    name: str, footprint: Footprint, results: list[Measured], present: dict[str, list[Any]], tokens_per_step: int
+) -> Row:
+    steps = [seconds for result in results for seconds in result.step_s]
+    median = statistics.median(steps)
+    return Row(
+        name=name,
+        step_ms=1e3 * median,
+        min_ms=1e3 * min(steps),
+        max_ms=1e3 * max(steps),
+        cpu_ms=1e3 * statistics.median(result.cpu_s / len(result.step_s) for result in results),
+        tokens_per_s=tokens_per_step / median,
+        parameters=footprint.parameters,
+        peak_bytes=footprint.peak_bytes,
+        resident_bytes=footprint.resident_bytes,
+        to_ddp=_ratio(results, present.get("ddp")),
+        to_compute=_ratio(results, present.get("compute")),
+    )
+
+
+def _ratio(ours: list[Measured], theirs: list[Measured] | None) -> float | None:
+    """The median over rounds of the ratio of the two medians in that round."""
+    if theirs is None:
+        return None
+    pairs = zip(ours, theirs, strict=True)
+    return statistics.median(statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in pairs)
+
+
+COLUMNS = (
+    ("competitor", "name", "{}"),
+    ("step ms", "step_ms", "{:.0f}"),
+    ("min", "min_ms", "{:.0f}"),
+    ("max", "max_ms", "{:.0f}"),
+    ("CPU ms", "cpu_ms", "{:.0f}"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    ("peak MB", "peak_bytes", "{:.0f}"),
+    ("resident MB", "resident_bytes", "{:.0f}"),
+    ("x DDP", "to_ddp", "{:.2f}"),
+    ("x compute", "to_compute", "{:.2f}"),
+)
+
+
+def render_table(rows: list[Row], markdown: bool = False) -> str:
+    """The table as aligned text or as Markdown. MB are 10^6 bytes. Absent competitors keep their line, with the reason."""
+    header = [title for title, _, _ in COLUMNS]
+    cells = [_cells(row) for row in rows]
+    if markdown:
+        ruler = ["---"] + ["---:"] * (len(header) - 1)
+        return "\n".join("| " + " | ".join(line) + " |" for line in [header, ruler, *cells])
+    measured = [line for line, row in zip(cells, rows, strict=True) if row.absent is None]
+    widths = [max(len(line[i]) for line in [header, *measured]) for i in range(len(header))]
+    widths[0] = max(len(line[0]) for line in [header, *cells])
+    lines = []
+    for line, row in [(header, None), *zip(cells, rows, strict=True)]:
+        if row is not None and row.absent is not None:
+            lines.append(f"{line[0]:<{widths[0]}}  {row.absent}")
+        else:
+            numbers = (f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+            lines.append(f"{line[0]:<{widths[0]}}  " + "  ".join(numbers))
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    if row.absent is not None:
+        return [row.name, f"absent ({row.absent})"] + [""] * (len(COLUMNS) - 2)
+    cells = []
+    for _, attribute, form in COLUMNS:
+        value = getattr(row, attribute)
+        if attribute.endswith("_bytes") and value is not None:
+            value /= 1e6
+        cells.append("-" if value is None else form.format(value))
+    return cells

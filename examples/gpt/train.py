@@ -1,0 +1,165 @@
+"""Train a byte-level GPT, data-parallel, with everything about the training in a JSON config.
+
+    zerolite --nproc 2 train.py --config configs/zero2.json
+    torchrun --nproc-per-node 2 train.py --config configs/zero2.json
+    srun --ntasks 2 python train.py --config configs/zero2.json
+    python train.py --config configs/zero2.json
+
+The corpus is the source of Python's standard library, unless --data gives another. The run writes metrics.jsonl and
+loss.png to --out and prints a generated sample at the end.
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import Corpus, DataError, check_length, crops_at, evenly_spaced, load_corpus, random_crops
+from model import GPT, GPTConfig
+from report import Report, mean_over_ranks
+
+import zerolite
+
+STARTED = time.perf_counter()
+HERE = Path(__file__).resolve().parent
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--config", default=str(HERE / "configs" / "zero2.json"), help="zerolite's JSON config (default: %(default)s)")
+    add("--data", nargs="+", default=[], metavar="FILE", help="files or directories (default: the standard library)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/gpt"),
+        help="directory of metrics.jsonl and loss.png (default: %(default)s)",
+    )
+    add("--steps", type=int, help="optimizer steps (default: total_num_steps of the schedule in the config)")
+    add(
+        "--max-minutes", type=float, default=2.5, help="stop training after so long; inf = never (default: %(default)s)"
+    )
+    add("--seed", type=int, default=0, help="of the weights and of the order of the data (default: %(default)s)")
+    add("--context", type=int, default=128, help="bytes that the model sees at once (default: %(default)s)")
+    add("--layers", type=int, default=4, help="(default: %(default)s)")
+    add("--heads", type=int, default=4, help="(default: %(default)s)")
+    add("--width", type=int, default=256, help="(default: %(default)s)")
+    add("--log-every", type=int, default=10, help="steps between two lines of metrics (default: %(default)s)")
+    add("--eval-every", type=int, default=200, help="steps between two validations (default: %(default)s)")
+    add(
+        "--eval-crops",
+        type=int,
+        default=512,
+        help="crops of validation text, all ranks together (default: %(default)s)",
+    )
+    add("--prompt", default="def ", help="what the generated sample starts with (default: %(default)r)")
+    add("--sample-bytes", type=int, default=300, help="length of the generated sample, 0 = none (default: %(default)s)")
+    args = parser.parse_args()
+    for name in ("context", "layers", "heads", "width", "log_every", "eval_every", "eval_crops"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} expects 1 or more, got {getattr(args, name)}")
+    if args.steps is not None and args.steps < 0:
+        parser.error(f"--steps expects 0 or more, got {args.steps}")
+    if not args.prompt:
+        parser.error("--prompt expects at least one character")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    try:
+        corpus = load_corpus(args.data)
+        check_length(corpus, args.context)
+    except DataError as error:
+        sys.exit(f"train.py: {error}")
+
+    torch.manual_seed(args.seed)
+    model = GPT(GPTConfig(context=args.context, layers=args.layers, heads=args.heads, width=args.width))
+    engine = zerolite.initialize(model, args.config)
+    steps = args.steps if args.steps is not None else steps_of_schedule(engine)
+    report = Report(engine, args.out, steps, STARTED, args.max_minutes)
+    report.say(describe(corpus, model, engine, steps))
+
+    train(engine, corpus, steps, args, report)
+    if args.sample_bytes > 0:
+        report.say(generate_sample(engine, args))
+    report.close()
+    zerolite.destroy()
+
+
+def train(engine: Any, corpus: Corpus, steps: int, args: argparse.Namespace, report: Report) -> None:
+    """An ordinary loop, in which the engine takes the place of the model and of the optimizer."""
+    micro_batch = micro_batch_size(engine)
+    validate(engine, corpus, 0, args, report)
+    for step in range(1, steps + 1):
+        lr = engine.get_lr()[0]  # this step's: engine.step() moves the schedule on
+        for _ in range(engine.gradient_accumulation_steps):
+            first = (engine.micro_steps * engine.world_size + engine.rank) * micro_batch
+            x, y = random_crops(corpus.train, args.context, first, micro_batch, args.seed)
+            loss = engine(x.to(engine.device), y.to(engine.device))
+            engine.backward(loss)
+            engine.step()  # updates the weights after the last micro-batch of the step
+            report.add(loss, tokens=x.numel())
+        if step % args.log_every == 0 or step == steps:
+            report.log(step, lr)
+        if step % args.eval_every == 0 or step == steps or report.out_of_time:
+            validate(engine, corpus, step, args, report)
+        if report.out_of_time:
+            report.say(f"stopped after {step} of {steps} steps, because --max-minutes {args.max_minutes:g} are over")
+            break
+
+
+@torch.no_grad()
+def validate(engine: Any, corpus: Corpus, step: int, args: argparse.Namespace, report: Report) -> None:
+    """The mean loss over crops spread evenly over the validation text. Each rank takes the same number of batches."""
+    report.pause()
+    micro_batch = micro_batch_size(engine)
+    batches = math.ceil(args.eval_crops / (micro_batch * engine.world_size))
+    starts = evenly_spaced(corpus.validation, args.context, batches * micro_batch * engine.world_size)
+    own_starts = starts[engine.rank :: engine.world_size]
+    loss_sum = torch.zeros((), device=engine.device)
+    engine.eval()
+    for first in range(0, len(own_starts), micro_batch):
+        x, y = crops_at(corpus.validation, args.context, own_starts[first : first + micro_batch])
+        loss_sum += engine(x.to(engine.device), y.to(engine.device))
+    engine.train()
+    (loss,) = mean_over_ranks(engine, loss_sum / batches)
+    report.log_validation(step, loss)
+
+
+def generate_sample(engine: Any, args: argparse.Namespace) -> str:
+    """Called on all ranks, even though one prints: a parameter may be spread over them."""
+    prompt = torch.tensor([list(args.prompt.encode())], device=engine.device)
+    engine.eval()
+    tokens = engine.module.generate(prompt, args.sample_bytes, seed=args.seed)
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return f"a sample of {args.sample_bytes} bytes after {args.prompt!r}:\n{'-' * 80}\n{text}\n{'-' * 80}"
+
+
+def steps_of_schedule(engine: Any) -> int:
+    scheduler = engine.config.scheduler
+    steps = scheduler.params.get("total_num_steps") if scheduler is not None else None
+    if steps is None:
+        sys.exit("train.py: expected --steps, because the config has no schedule with total_num_steps")
+    return int(steps)
+
+
+def micro_batch_size(engine: Any) -> int:
+    return engine.train_micro_batch_size_per_gpu or 8  # null in the config means that the loop decides
+
+
+def describe(corpus: Corpus, model: GPT, engine: Any, steps: int) -> str:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{parameters / 1e6:.2f} million parameters; {len(corpus.train) / 1e6:.1f} MB of training text in "
+        f"{corpus.train_files} files, {len(corpus.validation) / 1e6:.1f} MB of validation text in "
+        f"{corpus.validation_files}; processes: {engine.world_size}, ZeRO stage: "
+        f"{engine.config.zero_optimization.stage}, steps: {steps}"
+    )
+
+
+if __name__ == "__main__":
+    main()

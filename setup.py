@@ -1,0 +1,67 @@
+"""Packaging of zerolite. Nothing is compiled here: kernels are built at run time, on the machine that uses them.
+
+`csrc/` (sources of the kernels) and `op_builder/` (what builds them) live at the top level of the repository and travel
+inside the wheel as `zerolite/csrc` and `zerolite/op_builder`.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """Read `__version__` from zerolite/version.py without importing zerolite (which would need torch)."""
+    text = (ROOT / "zerolite" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('zerolite/version.py: expected a line `__version__ = "X.Y.Z"` and found none')
+    return match.group(1)
+
+
+PLOT = ["matplotlib>=3.7"]
+TEST = ["mypy>=1.8", "pytest>=8", "ruff>=0.6", "setuptools>=68", "wheel"]
+BENCH = ["deepspeed>=0.15", "numpy"]
+
+setup(
+    name="zerolite",
+    version=read_version(),
+    description="A small training runtime for PyTorch: data parallelism and ZeRO from a DeepSpeed JSON config",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[
+        *find_packages(include=["zerolite", "zerolite.*"]),
+        "zerolite.csrc",
+        *["zerolite." + name for name in find_packages(include=["op_builder", "op_builder.*"])],
+    ],
+    package_dir={"zerolite": "zerolite", "zerolite.csrc": "csrc", "zerolite.op_builder": "op_builder"},
+    package_data={"zerolite.csrc": ["*", "**/*"]},
+    include_package_data=False,
+    zip_safe=False,
+    install_requires=[
+        "torch>=2.6",
+        "pydantic>=2.7",
+        "hjson",
+        "psutil",
+        "py-cpuinfo",
+        "ninja",
+        "tqdm",
+    ],
+    extras_require={"test": TEST, "bench": BENCH, "plot": PLOT},
+    entry_points={"console_scripts": ["zerolite = zerolite.launcher.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

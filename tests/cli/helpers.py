@@ -1,0 +1,85 @@
+"""Runs the real `zerolite` command of this checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, str(ROOT / "bin" / "zerolite")]
+TIMEOUT_S = 240
+
+# Each rank writes what it was started with to report.RANK.json beside the script; `extra` runs after that.
+REPORT_SCRIPT = """\
+import json, os, sys
+from pathlib import Path
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+report = {"argv": sys.argv[1:], "cwd": os.getcwd(), "main": __name__, "pid": os.getpid()}
+report.update((name, os.environ.get(name)) for name in names)
+Path(__file__).with_name(f"report.{os.environ['RANK']}.json").write_text(json.dumps(report))
+"""
+
+
+def job_environment(**changes: str | None) -> dict[str, str]:
+    """The environment without what a surrounding launcher or job may have set; `None` removes a variable."""
+    dropped = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+    )
+    environ = {
+        k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(("TORCHELASTIC_", "SLURM_"))
+    }
+    for name, value in changes.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+    return environ
+
+
+def run_command(*arguments: str | Path, cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    """Run `zerolite ARGUMENTS` to its end."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=job_environment(**changes),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def start_command(*arguments: str | Path, cwd: Path, **changes: str | None) -> subprocess.Popen[str]:
+    """Start `zerolite ARGUMENTS`; its output comes through pipes."""
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=job_environment(**changes),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_reports(directory: Path, nproc: int) -> list[dict[str, object]]:
+    """Return what each rank wrote, in rank order; exactly `nproc` reports must be there."""
+    assert len(list(directory.glob("report.*.json"))) == nproc
+    return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

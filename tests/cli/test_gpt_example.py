@@ -1,0 +1,349 @@
+"""The main job, examples/gpt: started in every way a user may start it, and the numbers that it must reach."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.cli.helpers import COMMAND, ROOT, TIMEOUT_S, job_environment
+from zerolite.config import load_config
+
+GPT = ROOT / "examples" / "gpt"
+CONFIGS = sorted((GPT / "configs").glob("*.json"))
+STEPS = 24
+TINY = [
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--width",
+    "32",
+    "--context",
+    "32",
+    "--eval-crops",
+    "24",
+    "--sample-bytes",
+    "20",
+]
+METRIC_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "elapsed_s"}
+VALIDATION_KEYS = {"step", "val_loss", "elapsed_s"}
+
+Metrics = list[dict[str, Any]]
+
+
+def load_module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"gpt_example_{name}", GPT / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus that is easy to learn: forty files, some of which the split puts on the side of validation."""
+    directory = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (directory / f"part{i}.txt").write_text(f"Chapter {i}: the cat sat on the mat, and the rat ran.\n" * 20)
+    return directory
+
+
+def write_config(directory: Path, base: str = "zero2", **changes: Any) -> Path:
+    """A config of the example, fitted to a short run."""
+    config = json.loads((GPT / "configs" / f"{base}.json").read_text())
+    config["optimizer"]["params"]["lr"] = 1e-2
+    config["scheduler"]["params"].update(total_num_steps=STEPS, warmup_num_steps=2)
+    config.update(changes)
+    path = directory / f"{base}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def script(config: Path, text: Path, out: Path, *more: str) -> list[str]:
+    arguments = [
+        "--config",
+        str(config),
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+        "--log-every",
+        "4",
+        "--eval-every",
+        "12",
+    ]
+    return [str(GPT / "train.py"), *arguments, *TINY, *more]
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    environ = job_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
+    return subprocess.run(
+        command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def read_metrics(out: Path) -> Metrics:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def learning(metrics: Metrics) -> list[tuple[Any, ...]]:
+    """What must not depend on how the run was started, nor on the stage."""
+    keys = ("step", "loss", "val_loss", "lr", "grad_norm")
+    return [tuple(line.get(key) for key in keys) for line in metrics]
+
+
+def check_run(result: subprocess.CompletedProcess[str], out: Path) -> Metrics:
+    """What every complete run must have left behind."""
+    assert result.returncode == 0, result.stderr
+    metrics = read_metrics(out)
+    training = [line for line in metrics if "loss" in line]
+    validation = [line for line in metrics if "val_loss" in line]
+    assert [line["step"] for line in training] == list(range(4, STEPS + 1, 4))
+    assert [line["step"] for line in validation] == [0, 12, STEPS]
+    assert all(line.keys() == METRIC_KEYS for line in training)
+    assert all(line.keys() == VALIDATION_KEYS for line in validation)
+    assert all(line["tokens_per_s"] > 0 and line["grad_norm"] > 0 for line in training)
+    assert validation[0]["val_loss"] == pytest.approx(math.log(256), abs=0.2)
+    assert training[-1]["loss"] < 3.5 and validation[-1]["val_loss"] < 3.5
+    assert result.stdout.count("a sample of 20 bytes after 'def ':") == 1  # from rank 0 only
+    assert "\ndef " in result.stdout
+    for shown in (f"{STEPS}/{STEPS}", "loss ", "lr ", "grad norm ", "tokens/s"):
+        assert shown in result.stderr, f"{shown!r} is missing in the progress bar"
+    if importlib.util.find_spec("matplotlib"):
+        assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def zerolite_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Metrics]:
+    """Metrics of a run with a config of the example under `zerolite` with two processes; each config runs once."""
+    done: dict[str, Metrics] = {}
+
+    def metrics_of(base: str) -> Metrics:
+        if base not in done:
+            directory = tmp_path_factory.mktemp(base)
+            config, out = write_config(directory, base), directory / "out"
+            done[base] = check_run(run([*COMMAND, "--nproc", "2", *script(config, text, out)]), out)
+        return done[base]
+
+    return metrics_of
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> None:
+    """fp32 on two ranks: the same numbers at every stage, to the last digit in the file."""
+    assert learning(zerolite_run(f"zero{stage}")) == learning(zerolite_run("zero2"))
+
+
+def test_torchrun(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
+    out = tmp_path / "out"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    metrics = check_run(run([*torchrun, *script(write_config(tmp_path), text, out)]), out)
+    assert learning(metrics) == learning(zerolite_run("zero2"))
+
+
+def test_slurm(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
+    """Two tasks with the variables that srun sets."""
+    out = tmp_path / "out"
+    command = [sys.executable, *script(write_config(tmp_path), text, out)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    step = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    tasks = []
+    for rank in ("0", "1"):
+        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port}
+        environ = job_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **step, **own)
+        tasks.append(subprocess.Popen(command, env=environ, text=True, **pipes))
+    try:
+        outputs = [task.communicate(timeout=TIMEOUT_S) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert tasks[1].returncode == 0, outputs[1][1]
+    assert outputs[1][0] == "", "rank 1 printed something"
+    metrics = check_run(subprocess.CompletedProcess(command, tasks[0].returncode, *outputs[0]), out)
+    assert learning(metrics) == learning(zerolite_run("zero2"))
+
+
+def test_alone(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
+    """One process with two micro-batches a step sees the crops that two processes see: the losses are the same."""
+    out = tmp_path / "out"
+    config = write_config(tmp_path, gradient_accumulation_steps=2)
+    metrics = check_run(run([sys.executable, *script(config, text, out)]), out)
+    for line, expected in zip(metrics, zerolite_run("zero2"), strict=True):
+        for key in ("loss", "val_loss", "grad_norm"):
+            assert line.get(key) == pytest.approx(expected.get(key), rel=1e-3)
+
+
+def test_max_minutes(text: Path, tmp_path: Path) -> None:
+    """Out of time: all ranks stop after the same step, and the run still ends as it should."""
+    out = tmp_path / "out"
+    result = run(
+        [*COMMAND, "--nproc", "2", *script(write_config(tmp_path), text, out, "--max-minutes", "0", "--steps", "1000")]
+    )
+    assert result.returncode == 0, result.stderr
+    assert "stopped after 4 of 1000 steps, because --max-minutes 0 are over" in result.stdout
+    assert [(line["step"], "val_loss" in line) for line in read_metrics(out)] == [(0, True), (4, False), (4, True)]
+    assert "a sample of 20 bytes" in result.stdout
+
+
+def test_unknown_key(text: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, gradient_cliping=1.0)
+    result = run([sys.executable, *script(config, text, tmp_path / "out")])
+    assert result.returncode != 0
+    assert "ConfigError" in result.stderr
+    assert "gradient_cliping" in result.stderr and "gradient_clipping" in result.stderr.replace("cliping", "")
+
+
+def test_missing_data(tmp_path: Path) -> None:
+    """A sentence, and no traceback."""
+    missing = tmp_path / "nothing-here"
+    result = run([sys.executable, *script(write_config(tmp_path), missing, tmp_path / "out")])
+    assert result.returncode == 1
+    assert re.fullmatch(
+        r"train\.py: expected a file or a directory of text, .*nothing-here; check --data\n", result.stderr
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs(path: Path) -> None:
+    """Each config is valid, at the stage that its name says; they differ in stage and precision only."""
+    config = load_config(str(path))
+    assert config.zero_optimization.stage == (int(path.stem[-1]) if path.stem.startswith("zero") else 2)
+    assert (config.fp16.enabled, config.bf16.enabled) == (path.stem == "fp16", path.stem == "bf16")
+    varying = ("zero_optimization", "fp16", "bf16")
+    common, expected = (json.loads(file.read_text()) for file in (path, GPT / "configs" / "zero0.json"))
+    assert {k: v for k, v in common.items() if k not in varying} == {
+        k: v for k, v in expected.items() if k not in varying
+    }
+
+
+class TestData:
+    @pytest.fixture(scope="class")
+    def data(self) -> ModuleType:
+        return load_module("data")
+
+    def test_standard_library(self, data: ModuleType) -> None:
+        """Several MB, about a tenth of the files for validation, the same each time."""
+        corpus, again = data.load_corpus(), data.load_corpus()
+        assert len(corpus.train) > 3e6 and len(corpus.validation) > 2e5
+        assert 0.05 < corpus.validation_files / (corpus.train_files + corpus.validation_files) < 0.15
+        assert corpus.train.equal(again.train) and corpus.validation.equal(again.validation)
+
+    def test_split_follows_from_the_relative_path(self, data: ModuleType, text: Path, tmp_path: Path) -> None:
+        copy = tmp_path / "elsewhere"
+        copy.mkdir()
+        for file in sorted(text.iterdir(), reverse=True):
+            (copy / file.name).write_bytes(file.read_bytes())
+        corpus, moved = data.load_corpus([text]), data.load_corpus([copy])
+        assert corpus.train.equal(moved.train) and corpus.validation.equal(moved.validation)
+        assert corpus.train_files + corpus.validation_files == 40
+        assert len(corpus.train) + len(corpus.validation) == sum(file.stat().st_size for file in text.iterdir())
+
+    def test_one_file_is_cut(self, data: ModuleType, tmp_path: Path) -> None:
+        (tmp_path / "a").write_bytes(bytes(range(100)))
+        (tmp_path / "empty").write_bytes(b"")
+        corpus = data.load_corpus([tmp_path])
+        assert corpus.train.tolist() == list(range(90)) and corpus.validation.tolist() == list(range(90, 100))
+
+    def test_sentences(self, data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "empty").write_bytes(b"")
+        with pytest.raises(data.DataError, match="every file in .* is empty or there is none"):
+            data.load_corpus([tmp_path])
+        (tmp_path / "short").write_bytes(b"0123456789")
+        with pytest.raises(data.DataError, match="at least 10 bytes of training text.* there are 9"):
+            data.check_length(data.load_corpus([tmp_path]), context=9)
+
+        def refuse(path: Path) -> bytes:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything, so a mode would not do
+        with pytest.raises(data.DataError, match="short cannot be read: Permission denied|empty cannot be read"):
+            data.load_corpus([tmp_path])
+
+    def test_crops(self, data: ModuleType) -> None:
+        """Targets are the next bytes; a crop depends on seed and number alone; every start is possible."""
+        import torch
+
+        text = torch.arange(12, dtype=torch.uint8)
+        x, y = data.random_crops(text, 8, first=0, count=200, seed=1)
+        assert x.shape == y.shape == (200, 8) and x.dtype == y.dtype == torch.int64
+        assert y.equal(x + 1)
+        assert set(x[:, 0].tolist()) == {0, 1, 2, 3}
+        assert data.random_crops(text, 8, first=150, count=50, seed=1)[0].equal(x[150:])
+        assert not data.random_crops(text, 8, first=0, count=200, seed=2)[0].equal(x)
+        assert data.evenly_spaced(text, 8, 4) == [0, 1, 2, 3]
+        assert data.evenly_spaced(text, 8, 1) == [0]
+
+
+def test_model_sees_only_the_past() -> None:
+    import torch
+
+    model = load_module("model")
+    gpt = model.GPT(model.GPTConfig(context=8, layers=2, heads=2, width=16)).eval()
+    tokens = torch.randint(256, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 256
+    before, after = gpt(tokens), gpt(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+    assert gpt.generate(tokens, 10).shape == (2, 18)  # longer than the context
+    assert gpt.generate(tokens, 10, seed=3).equal(gpt.generate(tokens, 10, seed=3))
+
+
+def test_model_size() -> None:
+    model = load_module("model")
+    assert 2e6 < sum(p.numel() for p in model.GPT(model.GPTConfig()).parameters()) < 4e6
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = load_module("report")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "no loss.png, for want of matplotlib: pip install" in report.draw_loss_curve(tmp_path)
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["bf16", "fp16"])
+def test_sixteen_bits(base: str, zerolite_run: Callable[[str], Metrics]) -> None:
+    """Close to fp32 all the way; fp16 may skip its first steps while the loss scale is too large."""
+    full, half = zerolite_run("zero2"), zerolite_run(base)
+    assert half[-1]["val_loss"] == pytest.approx(full[-1]["val_loss"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_main_job(tmp_path: Path) -> None:
+    """`make train` as it stands: two processes, below 2.0 nats on validation within three minutes."""
+    began = time.monotonic()
+    result = subprocess.run(
+        [*COMMAND, "--nproc", "2", str(GPT / "train.py"), "--config", str(GPT / "configs" / "zero2.json")],
+        cwd=tmp_path,
+        env=job_environment(CUDA_VISIBLE_DEVICES=""),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    seconds = time.monotonic() - began
+    assert result.returncode == 0, result.stderr
+    validation = [line["val_loss"] for line in read_metrics(tmp_path / "runs" / "gpt") if "val_loss" in line]
+    assert validation[0] == pytest.approx(math.log(256), abs=0.2)
+    assert validation[-1] < 2.0
+    assert seconds < 180, f"took {seconds:.0f} s with {os.cpu_count()} cores and load {os.getloadavg()}"

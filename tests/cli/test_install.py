@@ -1,0 +1,176 @@
+"""What installing zerolite puts where: wheel, source distribution, editable install, an empty environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import REPORT_SCRIPT, ROOT, TIMEOUT_S, job_environment, read_reports
+from zerolite.version import __version__
+
+LEFT_BEHIND = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "runs")
+WHERE = "import zerolite, zerolite.op_builder as b; print(zerolite.__file__); print(b.csrc_path())"
+SAMPLE_SOURCE = Path("csrc") / "sample" / "sample.cpp"
+
+
+def run(*command: str | Path, cwd: Path, timeout: float = TIMEOUT_S, **changes: str | None) -> str:
+    """Run a command that must succeed, and return its standard output."""
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=job_environment(**{"PYTHONPATH": None, **changes}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, with a kernel source in a subdirectory of csrc/ beside what is there."""
+    copy = tmp_path_factory.mktemp("source") / "zerolite"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+    (copy / SAMPLE_SOURCE).parent.mkdir()
+    (copy / SAMPLE_SOURCE).write_text("// not a kernel\n")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built with the tools of this environment and without the network."""
+    directory = tmp_path_factory.mktemp("wheel")
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", directory]
+    run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=directory)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory into which the wheel was installed, without its dependencies."""
+    target = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    return target
+
+
+def expected_files(source: Path) -> set[str]:
+    """Every file that must travel, named as in the wheel."""
+    files = {path.relative_to(source).as_posix() for path in source.glob("zerolite/**/*.py")}
+    for name, pattern in (("csrc", "**/*"), ("op_builder", "**/*.py")):
+        files |= {f"zerolite/{p.relative_to(source).as_posix()}" for p in (source / name).glob(pattern) if p.is_file()}
+    return files
+
+
+def test_wheel_holds_every_module_and_kernel_source_and_nothing_else(source: Path, wheel: Path) -> None:
+    assert wheel.name == f"zerolite-{__version__}-py3-none-any.whl"  # pure Python: nothing was compiled
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        entry_points = archive.read(f"zerolite-{__version__}.dist-info/entry_points.txt").decode()
+        metadata = archive.read(f"zerolite-{__version__}.dist-info/METADATA").decode()
+        assert any(name.endswith("/LICENSE") for name in archive.namelist())
+    assert names == expected_files(source)
+    assert {"zerolite/csrc/README.md", "zerolite/csrc/sample/sample.cpp", "zerolite/op_builder/__init__.py"} <= names
+    assert "zerolite = zerolite.launcher.cli:main" in entry_points
+    assert "Requires-Python: >=3.10" in metadata and "Requires-Dist: torch>=2.6" in metadata
+    assert not any(line.startswith("Requires-Dist: numpy") and "extra" not in line for line in metadata.splitlines())
+
+
+def test_installed_wheel_imports_from_elsewhere(installed: Path, tmp_path: Path) -> None:
+    lines = run(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(installed)).splitlines()
+    assert lines == [str(installed / "zerolite" / "__init__.py"), str(installed / "zerolite" / "csrc")]
+    assert (installed / "zerolite" / SAMPLE_SOURCE).is_file()
+    names = "import zerolite; [getattr(zerolite, name) for name in zerolite.__all__]; print(zerolite.__version__)"
+    assert run(sys.executable, "-c", names, cwd=tmp_path, PYTHONPATH=str(installed)) == f"{__version__}\n"
+
+
+def test_console_script_of_the_wheel_launches(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REPORT_SCRIPT)
+    command = installed / "bin" / "zerolite"
+    run(command, "--nproc", "2", "train.py", "--lr", "1", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert [report["argv"] for report in read_reports(tmp_path, 2)] == [["--lr", "1"]] * 2
+
+
+def test_checkout_without_installing(tmp_path: Path) -> None:
+    """`bin/zerolite` in a checkout: what it starts finds zerolite although nothing is installed."""
+    checks = "import zerolite, pathlib\npathlib.Path('where').write_text(zerolite.__file__)\n"
+    (tmp_path / "train.py").write_text(checks)
+    run(sys.executable, ROOT / "bin" / "zerolite", "--nproc", "1", "train.py", cwd=tmp_path)
+    assert (tmp_path / "where").read_text() == str(ROOT / "zerolite" / "__init__.py")
+    found = run(sys.executable, "-S", "-c", "import op_builder; print(op_builder.csrc_path())", cwd=ROOT)
+    assert found == f"{ROOT / 'csrc'}\n"
+
+
+def test_incomplete_installation_is_said(installed: Path, tmp_path: Path) -> None:
+    shutil.copytree(installed / "zerolite" / "op_builder", tmp_path / "op_builder")
+    code = "import op_builder\ntry: op_builder.csrc_path()\nexcept FileNotFoundError as error: print(error)"
+    message = run(sys.executable, "-S", "-c", code, cwd=tmp_path)
+    assert str(tmp_path / "csrc") in message and "install it again" in message
+
+
+def test_source_distribution_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path, cwd=source)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert {"Makefile", "LICENSE", "constraints.txt", "bin/zerolite", ".ci/run", SAMPLE_SOURCE.as_posix()} <= names
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", tmp_path]
+    run(sys.executable, "-m", "pip", "wheel", *options, archive, cwd=tmp_path)
+    (rebuilt,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as direct, zipfile.ZipFile(rebuilt) as through_sdist:
+        assert sorted(direct.namelist()) == sorted(through_sdist.namelist())
+
+
+def make_environment(directory: Path) -> Path:
+    """Make an empty virtual environment and return its bin/ directory."""
+    run(sys.executable, "-m", "venv", directory, cwd=directory.parent)
+    return directory / "bin"
+
+
+def test_editable_install(source: Path, tmp_path: Path) -> None:
+    """Both top-level directories are found as subpackages of zerolite. Build tools are borrowed."""
+    bin_directory = make_environment(tmp_path / "venv")
+    tools = run(
+        sys.executable, "-c", "import setuptools, os; print(os.path.dirname(setuptools.__path__[0]))", cwd=tmp_path
+    )
+    options = ["--no-build-isolation", "--no-deps", "--no-index"]
+    run(bin_directory / "pip", "install", *options, "-e", source, cwd=tmp_path, PYTHONPATH=tools.strip())
+    lines = run(bin_directory / "python", "-c", WHERE, cwd=tmp_path).splitlines()
+    assert lines == [str(source / "zerolite" / "__init__.py"), str(source / "csrc")]
+    assert run(bin_directory / "zerolite", "--version", cwd=tmp_path) == f"zerolite {__version__}\n"
+
+
+@pytest.mark.slow
+def test_empty_environment(source: Path, tmp_path: Path) -> None:
+    """`pip install PATH` from outside the checkout, with every dependency from the index; then the main job."""
+    bin_directory = make_environment(tmp_path / "venv")
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    run(bin_directory / "python", "-m", "pip", "install", *pins, cwd=outside, timeout=1800)
+    # A compiler that always fails: installing never compiles.
+    no_compiler = {"CC": "false", "CXX": "false"}
+    run(bin_directory / "python", "-m", "pip", "install", source, cwd=outside, timeout=1800, **no_compiler)
+    lines = run(bin_directory / "python", "-c", WHERE, cwd=outside).splitlines()
+    assert all(Path(line).is_relative_to(tmp_path / "venv") for line in lines), lines
+    example = source / "examples" / "gpt"
+    arguments = ["--config", example / "configs" / "zero2.json", "--steps", "3", "--out", outside / "run"]
+    run(bin_directory / "zerolite", "--nproc", "2", example / "train.py", *arguments, cwd=outside, timeout=600)
+    assert (outside / "run" / "metrics.jsonl").stat().st_size > 0
+
+
+def test_tools_are_there() -> None:
+    """The tests above build without isolation, so `[test]` must bring the tools; say it plainly when it did not."""
+    assert shutil.which("make"), "make is not installed"
+    for name in ("setuptools", "wheel"):
+        __import__(name)
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,0 +1,103 @@
+"""Training runs on every rank: what the other tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests import models
+
+LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "OddModel": models.token_loss,
+    "Mlp": models.square_loss,
+    "SharedCheckpointed": models.square_loss,
+    "Buffered": models.square_loss,
+}
+BATCHES: dict[str, Callable[..., Any]] = {
+    "OddModel": models.token_batch,
+    "Mlp": models.float_batch,
+    "SharedCheckpointed": models.float_batch,
+    "Buffered": models.float_batch,
+}
+
+
+def make_engine(config: dict[str, Any], model: str = "OddModel", sizes: dict[str, Any] | None = None, **more: Any) -> Any:
+    """An engine over a fresh model with the weights of seed 7."""
+    return zerolite.initialize(models.build(getattr(models, model), **(sizes or {})), config, **more)
+
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    """The compute parameters by name, copied, in their own dtype."""
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def counters(engine: Any) -> dict[str, Any]:
+    return {
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "micro_steps": engine.micro_steps,
+        "loss_scale": engine.loss_scale,
+        "lr": engine.get_lr(),
+    }
+
+
+def engine_window(engine: Any, model: str, step: int, accumulation: int) -> list[float]:
+    """One window in DeepSpeed's loop; returns this rank's losses."""
+    losses = []
+    for micro in range(accumulation):
+        loss = LOSSES[model](engine, BATCHES[model](step, micro, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_window(engine: Any, model: str, step: int, accumulation: int) -> list[float]:
+    """One window in the ordinary PyTorch loop."""
+    losses = []
+    for micro in range(accumulation):
+        loss = LOSSES[model](engine, BATCHES[model](step, micro, dist.get_rank()))
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return losses
+
+
+WINDOWS = {"engine": engine_window, "plain": plain_window}
+
+
+def train(
+    config: dict[str, Any],
+    model: str = "OddModel",
+    sizes: dict[str, Any] | None = None,
+    steps: int = 10,
+    loop: str = "engine",
+) -> dict[str, Any]:
+    """Train and tell everything that a comparison may need."""
+    engine = make_engine(config, model, sizes)
+    losses, norms = [], []
+    for step in range(steps):
+        losses += WINDOWS[loop](engine, model, step, config["gradient_accumulation_steps"])
+        norms.append(engine.get_global_grad_norm())
+    return {"losses": losses, "norms": norms, "parameters": snapshot(engine), **counters(engine)}
+
+
+def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Several runs of :func:`train` in one call, by name."""
+    return {name: train(**run) for name, run in runs.items()}
+
+
+def first_gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def set_everywhere(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)

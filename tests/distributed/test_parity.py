@@ -1,0 +1,165 @@
+"""Every stage against plain PyTorch on the joint batch, 10 steps; and stages against each other, bit by bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import models, reference
+from tests.distributed.configs import ADAMW, SGD, STATIC_SCALE, config
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.training"
+STEPS = 10
+CLIP = 0.4  # below the norm of most steps, above that of some
+OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
+# Odd widths, and one that fills a bucket's alignment exactly.
+SIZES = {1: {"width": 5, "hidden": 9}, 2: {"width": 7, "hidden": 33}, 3: {"width": 13, "hidden": 5}, 4: {"width": 8, "hidden": 32}}
+
+# fp32: regrouping a batch changes sums by a few units in the last place (6e-8). Adam divides by |g|: an element whose contributions nearly
+# cancel moves by a share of lr; regrouping alone moves it by up to 0.008 lr.
+FP32_RELATIVE = 1e-6
+FP32_SGD = 1e-6
+FP32_ADAM_LR = 0.02
+
+# 16 bits, same rounding points on both sides, so only the order of fp32 sums differs. Where that flips the rounding of one value, it moves by one
+# unit in the last place: 2^-8 relative in bf16, 2^-11 in fp16. The flip enters the next forward. HALF_RELATIVE bounds the sum of a
+# few such flips in a loss or norm; parameters may be one such unit apart, two for an element at a power of two (EPSILON is the distance
+# from 1 to the next number, the largest relative unit).
+EPSILON = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+HALF_RELATIVE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+HALF_FLIPPED = 0.02  # share of elements that may differ at all
+
+
+@functools.cache
+def expected(
+    world: int, precision: str, accumulation: int, clip: float, optimizer: str, steps: int = STEPS
+) -> reference.Trajectory:
+    """The reference is the same for all stages: computed once."""
+    batches = [
+        [[models.token_batch(step, micro, rank) for rank in range(world)] for micro in range(accumulation)]
+        for step in range(steps)
+    ]
+    model = models.build(models.OddModel, **SIZES[world])
+    scale = STATIC_SCALE if precision == "fp16" else 1.0
+    return reference.train(model, models.token_loss, batches, precision, OPTIMIZERS[optimizer], clip, scale)
+
+
+def mean_losses(results: list[dict[str, Any]], accumulation: int) -> list[float]:
+    """Per step, over ranks and micro-batches."""
+    per_micro = torch.tensor([result["losses"] for result in results], dtype=torch.float64).mean(0)
+    return per_micro.reshape(-1, accumulation).mean(1).tolist()
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert list(one) == list(other)
+    assert not different, f"{what}: {different} differ"
+
+
+def assert_matches(results: list[dict[str, Any]], wanted: reference.Trajectory, precision: str, accumulation: int, optimizer: str) -> None:
+    for result in results[1:]:
+        assert_same_bits(results[0]["parameters"], result["parameters"], "parameters of two ranks")
+        assert result["norms"] == results[0]["norms"]
+    relative = FP32_RELATIVE if precision == "fp32" else HALF_RELATIVE[precision]
+    assert mean_losses(results, accumulation) == pytest.approx(wanted.losses, rel=relative)
+    assert results[0]["norms"] == pytest.approx(wanted.norms, rel=relative)
+    assert (results[0]["global_steps"], results[0]["skipped_steps"]) == (len(wanted.losses), 0)
+    parameters = {name: value.float() for name, value in results[0]["parameters"].items()}
+    assert list(parameters) == list(wanted.parameters)
+    for name, value in wanted.parameters.items():
+        difference = (parameters[name] - value).abs()
+        if precision == "fp32":
+            bound = FP32_SGD if optimizer == "SGD" else FP32_ADAM_LR * OPTIMIZERS[optimizer][1]["lr"]
+            assert difference.numel() == 0 or difference.max() <= bound, f"{name}: {difference.max()} > {bound}"
+        else:
+            assert torch.all(difference <= EPSILON[precision] * value.abs() + 1e-6), f"{name}: {difference.max()}"
+    if precision != "fp32":
+        pairs = [(parameters[name] != value) for name, value in wanted.parameters.items()]
+        flipped = torch.cat([pair.flatten() for pair in pairs]).float().mean()
+        assert flipped <= HALF_FLIPPED, f"{flipped:.1%} of the weights differ"
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["noclip", "clip"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_stages_match_plain_pytorch(pools: Pools, world: int, precision: str, accumulation: int, clip: float) -> None:
+    runs = {
+        f"{optimizer} {stage}": {
+            "config": config(stage, precision, accumulation, clip, OPTIMIZERS[optimizer]),
+            "sizes": SIZES[world],
+            "steps": STEPS,
+        }
+        for optimizer in OPTIMIZERS
+        for stage in (0, 1, 2)
+    }
+    ranks = pools(world).run(f"{CASES}:train_many", {"runs": runs}, timeout=120)
+    for name in runs:
+        optimizer = name.split()[0]
+        wanted = expected(world, precision, accumulation, clip, optimizer)
+        try:
+            assert_matches([results[name] for results in ranks], wanted, precision, accumulation, optimizer)
+        except AssertionError as error:
+            raise AssertionError(f"{optimizer}, stage {name.split()[1]}: {error}") from error
+
+
+def test_the_clipping_threshold_is_hit_in_some_steps_and_not_in_all() -> None:
+    norms = expected(2, "fp32", 1, CLIP, "SGD", 10).norms
+    assert min(norms) < CLIP < max(norms) or min(norms) > CLIP
+    assert any(norm > CLIP for norm in norms)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: str) -> None:
+    def runs(accumulation: int) -> dict[str, dict[str, Any]]:
+        return {
+            str(stage): {"config": config(stage, "fp32", accumulation, CLIP, OPTIMIZERS[optimizer]), "sizes": SIZES[world]}
+            for stage in (0, 1, 2)
+        }
+
+    single = pools(world).run(f"{CASES}:train_many", {"runs": runs(1)})[0]
+    for stage in "12":
+        assert_same_bits(single["0"]["parameters"], single[stage]["parameters"], f"stages 0 and {stage}")
+        assert single["0"]["norms"] == single[stage]["norms"]
+        assert single["0"]["losses"] == single[stage]["losses"]
+    several = pools(world).run(f"{CASES}:train_many", {"runs": runs(4)})[0]
+    # Stages 0 and 1 sum a window's gradients and then reduce; stage 2 reduces and then sums.
+    assert_same_bits(several["0"]["parameters"], several["1"]["parameters"], "stages 0 and 1 with accumulation")
+    bound = 1e-6 if optimizer == "SGD" else FP32_ADAM_LR * ADAMW[1]["lr"]
+    for name, value in several["0"]["parameters"].items():
+        torch.testing.assert_close(several["2"]["parameters"][name], value, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+    assert several["2"]["norms"] == pytest.approx(several["0"]["norms"], rel=1e-6)
+
+
+def test_a_second_run_gives_the_same_bits(pools: Pools) -> None:
+    run = {"config": config(2, "bf16", 4, CLIP, ADAMW), "steps": 4}
+    ranks = pools(2).run(f"{CASES}:train_many", {"runs": {"first": run, "second": run}})
+    assert_same_bits(ranks[0]["first"]["parameters"], ranks[0]["second"]["parameters"], "two runs")
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_plain_loop_equals_the_engines_loop(pools: Pools, stage: int, accumulation: int) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
+    runs = {
+        f"{loop} {precision}": {
+            "config": config(stage, precision, accumulation, CLIP, SGD, scheduler=scheduler),
+            "steps": 6,
+            "loop": loop,
+        }
+        for loop in ("engine", "plain")
+        for precision in ("fp32", "bf16", "fp16")
+    }
+    for results in pools(2).run(f"{CASES}:train_many", {"runs": runs}):
+        for precision in ("fp32", "bf16", "fp16"):
+            engine, plain = results[f"engine {precision}"], results[f"plain {precision}"]
+            assert_same_bits(engine.pop("parameters"), plain.pop("parameters"), f"{precision}: the two loops")
+            assert engine == plain
+            assert engine["global_steps"] == 6
+            assert engine["lr"] == [0.05]

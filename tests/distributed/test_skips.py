@@ -1,0 +1,111 @@
+"""A gradient that is not finite, on whatever rank: no rank takes the step, and everybody is told once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.configs import ADAMW, config, dynamic_fp16
+from tests.distributed.test_parity import CLIP, assert_same_bits
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.skips"
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
+
+
+def setting(stage: int, precision: str, accumulation: int) -> dict[str, Any]:
+    if precision == "fp16":
+        return config(stage, accumulation=accumulation, clip=CLIP, optimizer=ADAMW, fp16=dynamic_fp16(), scheduler=SCHEDULER)
+    return config(stage, precision, accumulation, CLIP, ADAMW, scheduler=SCHEDULER)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage: int, precision: str) -> None:
+    accumulation, bad_rank, value, loop = {
+        "fp32": (1, 1, math.nan, "engine"),
+        "bf16": (4, 2, math.inf, "engine"),
+        "fp16": (1, 0, math.nan, "plain"),
+    }[precision]
+    kwargs = {
+        "config": setting(stage, precision, accumulation),
+        "bad_rank": bad_rank,
+        "parameter": "down.weight",
+        "value": value,
+        "loop": loop,
+    }
+    ranks = pools(3).run(f"{CASES}:bad_step", kwargs)
+    for result in ranks:
+        for step in range(6):
+            assert_same_bits(result["snapshots"][step], ranks[0]["snapshots"][step], f"step {step}, two ranks")
+        assert_same_bits(result["snapshots"][3], result["snapshots"][2], "before and after the skipped step")
+        assert any(not torch.equal(result["snapshots"][4][name], value) for name, value in result["snapshots"][3].items())
+        assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, True, False, True, True]
+        rates = result["learning_rates"]
+        assert rates[3] == rates[2]
+        assert rates[2] != rates[1]
+        assert rates[4] > rates[3]
+        assert (result["skipped_steps"], result["global_steps"]) == (1, 6)
+        for snapshot in result["snapshots"]:
+            assert all(torch.isfinite(parameter).all() for parameter in snapshot.values())
+    told = [message for result in ranks for message in result["warnings"]]
+    assert len(told) == 1, told
+    assert f"rank {bad_rank}" in told[0]
+    assert "'down.weight'" in told[0]
+    assert "step 4" in told[0]  # as global_steps counts it
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_too_many_skips_in_a_row_raise_on_all_ranks(pools: Pools, stage: int) -> None:
+    for precision in ("fp32", "bf16"):
+        limited = config(stage, precision, max_consecutive_skipped_steps=3)
+        for result in pools(2).run(f"{CASES}:bad_for_ever", {"config": limited, "attempts": 6}):
+            assert result["attempt"] == 2
+            assert result["unchanged"]
+            for word in ("max_consecutive_skipped_steps", "3", "up.weight", "rank 0"):
+                assert word in result["error"], result["error"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_fp16_at_its_minimum_scale_says_so(pools: Pools, stage: int) -> None:
+    low = config(stage, fp16=dynamic_fp16(initial_scale_power=3, min_loss_scale=1))
+    for result in pools(2).run(f"{CASES}:bad_for_ever", {"config": low, "attempts": 10}):
+        assert result["scales"] == [8, 4, 2, 1]
+        assert result["attempt"] == 3
+        assert result["unchanged"]
+        for word in ("up.weight", "minimum", "bf16", "4 in"):
+            assert word in result["error"], result["error"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient(pools: Pools, stage: int) -> None:
+    """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals, bit by bit, one
+    whose scale is 4 for ever."""
+    growing = config(stage, clip=CLIP, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=2))
+    static = config(stage, clip=CLIP, fp16={"enabled": True, "loss_scale": 4})
+    for world in (1, 2):
+        grown = pools(world).run(f"{CASES}:scale_growth", {"config": growing, "steps": 6})[0]
+        fixed = pools(world).run(f"{CASES}:scale_growth", {"config": static, "steps": 6})[0]
+        assert grown["scales"] == [4, 4, 8, 8, 16, 16]
+        assert fixed["scales"] == [4] * 6
+        # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a weight.
+        for step in range(6):
+            assert grown["norms"][step] == pytest.approx(fixed["norms"][step], rel=1e-5)
+            for name, value in fixed["snapshots"][step].items():
+                torch.testing.assert_close(grown["snapshots"][step][name], value, rtol=2.0**-10, atol=2.0**-20)
+
+
+def test_a_growing_scale_and_sgd_without_clipping(pools: Pools) -> None:
+    """On the growth step an update half or twice as large would show at once: plain SGD moves by lr × gradient."""
+    plain = ("SGD", {"lr": 0.5, "foreach": True})
+    growing = config(1, optimizer=plain, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=1))
+    static = config(1, optimizer=plain, fp16={"enabled": True, "loss_scale": 4})
+    grown = pools(2).run(f"{CASES}:scale_growth", {"config": growing, "steps": 3})[0]
+    fixed = pools(2).run(f"{CASES}:scale_growth", {"config": static, "steps": 3})[0]
+    assert grown["scales"] == [4, 8, 16]
+    for step in range(3):
+        for name, value in fixed["snapshots"][step].items():
+            torch.testing.assert_close(grown["snapshots"][step][name], value, rtol=2.0**-10, atol=2.0**-14)

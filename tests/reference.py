@@ -1,0 +1,127 @@
+"""What every stage must compute: one process, plain PyTorch, the joint batch of all ranks.
+
+fp32: one forward and backward over the concatenation of all micro-batches of the window.
+
+16 bits: weights, activations and the gradients of one micro-batch on one rank are 16-bit; the masters are the fp32 weights from before the
+cast; gradients are averaged over ranks in fp32 and rounded to 16 bits once (one micro-batch), or accumulated in fp32 (several); the update
+happens in fp32; the masters are rounded to the compute weights. fp16: the fp32 loss is multiplied by the loss scale.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, ...]
+LossFunction = Callable[[nn.Module, Any], Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Trajectory:
+    """Per step: the mean loss over ranks and micro-batches, the gradient norm before clipping. At the end: weights by name, fp32."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # compute weights
+    masters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def make_optimizer(kind: str, parameters: Sequence[nn.Parameter], params: dict[str, Any]) -> torch.optim.Optimizer:
+    """The torch optimizer that a config's ``optimizer`` section means."""
+    return {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[kind](parameters, **params)
+
+
+def train(
+    model: nn.Module,
+    loss_of: LossFunction,
+    batches: Sequence[Sequence[Sequence[Any]]],
+    precision: str,
+    optimizer: tuple[str, dict[str, Any]],
+    clip: float = 0.0,
+    loss_scale: float = 1.0,
+) -> Trajectory:
+    """Train ``model`` (fp32, changed in place only for fp32). ``batches[step][micro][rank]`` is one rank's micro-batch."""
+    run = _Fp32(model) if precision == "fp32" else _MixedPrecision(model, DTYPES[precision], loss_scale)
+    trained = [p for p in run.masters.values() if p.requires_grad]
+    torch_optimizer = make_optimizer(optimizer[0], trained, optimizer[1])
+    trajectory = Trajectory()
+    for window in batches:
+        torch_optimizer.zero_grad()
+        trajectory.losses.append(run.gradients(loss_of, window))
+        norm = global_norm([p.grad for p in trained if p.grad is not None])
+        trajectory.norms.append(norm)
+        if clip and norm > clip:
+            for parameter in trained:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(clip / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
+        torch_optimizer.step()
+        run.publish()
+    trajectory.parameters = {name: p.detach().float().clone() for name, p in run.compute.named_parameters()}
+    trajectory.masters = {name: p.detach().clone() for name, p in run.masters.items()}
+    return trajectory
+
+
+def global_norm(gradients: Sequence[Tensor]) -> float:
+    """The 2-norm of all gradients together, squares summed in double."""
+    return float(sum(float(g.double().square().sum()) for g in gradients) ** 0.5)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Concatenate micro-batches along the batch dimension."""
+    return tuple(torch.cat([batch[i] for batch in batches]) for i in range(len(batches[0])))
+
+
+class _Fp32:
+    def __init__(self, model: nn.Module) -> None:
+        self.compute = model
+        self.masters = dict(model.named_parameters())
+
+    def gradients(self, loss_of: LossFunction, window: Sequence[Sequence[Any]]) -> float:
+        loss = loss_of(self.compute, join([batch for ranks in window for batch in ranks]))
+        loss.backward()
+        return loss.item()
+
+    def publish(self) -> None:
+        pass
+
+
+class _MixedPrecision:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, loss_scale: float) -> None:
+        self.compute = copy.deepcopy(model).to(dtype)
+        self.masters = dict(model.named_parameters())
+        self.loss_scale = loss_scale
+        self.dtype = dtype
+
+    def gradients(self, loss_of: LossFunction, window: Sequence[Sequence[Any]]) -> float:
+        sums: dict[str, Tensor] = {}
+        total = 0.0
+        for ranks in window:
+            mean: dict[str, Tensor] = {}
+            for batch in ranks:
+                self.compute.zero_grad()
+                loss = loss_of(self.compute, batch)
+                (loss * self.loss_scale / len(window)).backward()
+                total += loss.item()
+                for name, parameter in self.compute.named_parameters():
+                    if parameter.grad is not None:
+                        gradient = parameter.grad.float()
+                        mean[name] = mean[name] + gradient if name in mean else gradient
+            for name, gradient in mean.items():
+                gradient = gradient / len(ranks)
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        for name, gradient in sums.items():
+            if len(window) == 1:
+                gradient = gradient.to(self.dtype).float()
+            self.masters[name].grad = gradient / self.loss_scale
+        return total / sum(len(ranks) for ranks in window)
+
+    def publish(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.compute.named_parameters():
+                parameter.copy_(self.masters[name])

@@ -1,0 +1,107 @@
+import pytest
+
+from zerolite.runtime.accumulation import AccumulationWindow
+
+
+def run_engine_loop(window, micro_batches):
+    """DeepSpeed's loop; gives for each micro-batch (backward reduces, step closes)."""
+    answers = []
+    for _ in range(micro_batches):
+        reduces = window.next_backward_closes()
+        window.on_backward(scaled=True)
+        closes = window.on_engine_step()
+        answers.append((reduces, closes))
+        if closes:
+            window.reset()
+    return answers
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_engine_loop_closes_every_size_micro_batches(size):
+    expected = [(i % size == size - 1,) * 2 for i in range(3 * size)]
+    assert run_engine_loop(AccumulationWindow(size), 3 * size) == expected
+
+
+def test_plain_loop_predicts_the_boundary_from_backwards():
+    window = AccumulationWindow(3)
+    answers = []
+    for _ in range(3):
+        answers.append(window.next_backward_closes())
+        window.on_backward(scaled=False)
+    assert answers == [False, False, True]
+
+
+def test_is_boundary_before_and_after_the_backward_of_a_micro_batch():
+    window = AccumulationWindow(2)
+    assert not window.is_boundary()
+    window.on_backward(True)
+    assert not window.is_boundary()
+    assert window.on_engine_step() is False
+    assert window.is_boundary()
+    window.on_backward(True)
+    assert window.is_boundary()
+    assert window.on_engine_step() is True
+
+
+def test_several_backwards_of_one_micro_batch_count_once():
+    window = AccumulationWindow(2)
+    for _ in range(3):
+        window.on_backward(True)
+    assert window.on_engine_step() is False
+    window.on_backward(True)
+    assert window.on_engine_step() is True
+
+
+def test_no_sync_defers_reduction_but_not_the_step():
+    window = AccumulationWindow(1)
+    window.sync_disabled += 1
+    assert not window.next_backward_closes()
+    window.on_backward(True)
+    window.sync_disabled -= 1
+    assert window.next_backward_closes() and window.on_engine_step()
+
+
+def test_forced_boundary_rules_until_taken_back():
+    window = AccumulationWindow(4)
+    window.forced_boundary = True
+    window.on_backward(True)
+    assert window.is_boundary() and window.next_backward_closes() and window.on_engine_step()
+    window.reset()
+    window.forced_boundary = False
+    for _ in range(9):
+        window.on_backward(True)
+        assert not window.on_engine_step()
+    window.forced_boundary = None
+    assert window.is_boundary()
+
+
+@pytest.mark.parametrize("contained", [1, 2, 3])
+def test_flush_factor_restores_the_mean(contained):
+    window = AccumulationWindow(4)
+    for _ in range(contained):
+        window.on_backward(True)
+        window.on_engine_step()
+    assert window.flush_factor() == 4 / contained
+
+
+def test_flush_factor_counts_a_micro_batch_whose_step_has_not_come():
+    window = AccumulationWindow(4)
+    window.on_backward(True)
+    window.on_engine_step()
+    window.on_backward(True)
+    assert window.flush_factor() == 2.0
+
+
+def test_flush_leaves_alone_what_the_user_scaled():
+    window = AccumulationWindow(4)
+    window.on_backward(scaled=False)
+    assert window.flush_factor() == 1.0
+
+
+def test_empty_window():
+    window = AccumulationWindow(2)
+    assert window.empty and window.flush_factor() == 1.0
+    window.on_backward(True)
+    assert not window.empty
+    window.reset()
+    assert window.empty

@@ -1,0 +1,444 @@
+"""load_config: unknown, unsupported, deprecated, duplicated and contradictory keys, and all of them at once."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from zerolite.config import ConfigError, load_config
+from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key, unsupported_paths
+from zerolite.config.load import supported_paths
+from zerolite.config.nearest import nearest_keys
+
+
+def errors_of(source: Any) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    return dict(caught.value.errors)
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    source: dict[str, Any] = value
+    if "optimizer" in source:
+        source["optimizer"]["type"] = "Adam"
+    return source
+
+
+# ------------------------------------------------------------------ unknown keys
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("zero_optimization.reduce_bucket_sizes", "zero_optimization.reduce_bucket_size"),
+        ("zero_optimisation", "zero_optimization"),
+        ("stage", "zero_optimization.stage"),
+        ("reduce_bucket_size", "zero_optimization.reduce_bucket_size"),
+        ("zero_optimization.gradient_clipping", "gradient_clipping"),
+        ("gradient_cliping", "gradient_clipping"),
+        ("Gradient_Clipping", "gradient_clipping"),
+        ("loss_scale", "fp16.loss_scale"),
+        ("fp16.loss_scaling_window", "fp16.loss_scale_window"),
+        ("bf16.enable", "bf16.enabled"),
+        ("grad_accum_dtype", "data_types.grad_accum_dtype"),
+        ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
+        ("max_consecutive_skiped_steps", "max_consecutive_skipped_steps"),
+        ("zero_optimization.stage3_max_live_params", "zero_optimization.stage3_max_live_parameters"),
+        ("offload_optimizer", "zero_optimization.offload_optimizer"),
+        ("tensorboard.output_pth", "tensorboard.output_path"),
+        ("zero_optimization.offload_optimizer.devise", "zero_optimization.offload_optimizer.device"),
+        ("checkpoint.parallel_write.pipeline_stages", "checkpoint.parallel_write.pipeline_stage"),
+        ("data_efficiency.data_sampling.num_epoch", "data_efficiency.data_sampling.num_epochs"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(path: str, meant: str) -> None:
+    errors = errors_of(nested(path, 1))
+    assert list(errors) == [path]
+    assert f"did you mean {meant}?" in errors[path]
+
+
+def test_unknown_key_that_resembles_nothing() -> None:
+    errors = errors_of({"qqqqqq": 1, "fp16": {"xyz": None}})
+    assert set(errors) == {"qqqqqq", "fp16.xyz"}
+    assert all("did you mean" not in sentence for sentence in errors.values())
+
+
+def test_unknown_keys_in_optimizer_belong_into_params() -> None:
+    errors = errors_of({"optimizer": {"type": "Adam", "lr": 1e-3}, "scheduler": {"type": "X", "warmup_num_steps": 1}})
+    assert "optimizer.params" in errors["optimizer.lr"]
+    assert "scheduler.params" in errors["scheduler.warmup_num_steps"]
+
+
+def test_params_are_free() -> None:
+    params = {"anything": {"at": [{"any": "depth"}]}, "type": 1, "enabled": None, "stage": "x"}
+    config = load_config({"optimizer": {"type": "Mine", "params": params}})
+    assert config.optimizer is not None and config.optimizer.params == params
+
+
+def test_dotted_keys_must_be_nested() -> None:
+    assert '"zero_optimization": {"stage": ...}' in errors_of({"zero_optimization.stage": 1})["zero_optimization.stage"]
+
+
+def test_keys_that_are_not_strings() -> None:
+    errors = errors_of({1: 2, "fp16": {None: 1}, "optimizer": {"type": "x", "params": {3: 4}}})
+    assert set(errors) == {"1", "fp16.None", "optimizer.params.3"}
+    assert all("string as the key" in sentence for sentence in errors.values())
+
+
+def test_equally_near_keys_are_all_offered() -> None:
+    assert nearest_keys("", "enabled", ["a.enabled", "b.enabled", "c"], []) == ["a.enabled", "b.enabled"]
+    assert nearest_keys("", "size", ["a.size"], ["size"]) == ["size"]
+    assert nearest_keys("", "size", ["size"], ["sizes"]) == ["size"]
+
+
+@pytest.mark.parametrize("path", ["fp16", "bf16", "bfloat16", "optimizer", "zero_optimization", "data_types"])
+@pytest.mark.parametrize("value", [1, "x", [], [{}], 1.5])
+def test_a_block_must_be_an_object(path: str, value: Any) -> None:
+    errors = errors_of({path: value})
+    assert list(errors) == [path]
+    assert "expected an object" in errors[path]
+
+
+def test_null_for_a_block() -> None:
+    assert load_config({"optimizer": None, "scheduler": None}) == load_config({})
+    assert list(errors_of({"fp16": None})) == ["fp16"]
+
+
+def test_old_boolean_zero_optimization() -> None:
+    assert '"stage": 1' in errors_of({"zero_optimization": True})["zero_optimization"]
+    assert '"stage": 0' in errors_of({"zero_optimization": False})["zero_optimization"]
+
+
+def test_optimizer_without_a_type() -> None:
+    errors = errors_of({"optimizer": {"params": {"lr": 1}}, "scheduler": {}})
+    assert set(errors) == {"optimizer.type", "scheduler.type"}
+    assert list(errors_of({"optimizer": {"type": 3}})) == ["optimizer.type"]
+    assert list(errors_of({"optimizer": {"type": " "}})) == ["optimizer.type"]
+    assert list(errors_of({"optimizer": {"type": "Adam", "params": [1]}})) == ["optimizer.params"]
+
+
+# ------------------------------------------------------------------ duplicates
+
+
+def test_duplicates_at_every_depth() -> None:
+    text = (
+        '{"fp16": {"enabled": true, "hysteresis": 2, "enabled": false}, "train_batch_size": 4, '
+        '"optimizer": {"type": "A", "params": {"a": [{"b": 1, "b": 1}]}}, "train_batch_size": 4, "train_batch_size": 8}'
+    )
+    errors = errors_of(text)
+    assert set(errors) == {"fp16.enabled", "train_batch_size", "optimizer.params.a[0].b"}
+    assert "2 times" in errors["fp16.enabled"] and "3 times" in errors["train_batch_size"]
+
+
+def test_duplicates_inside_a_duplicate_are_found() -> None:
+    errors = errors_of('{"fp16": {"enabled": true, "enabled": true}, "fp16": {}}')
+    assert set(errors) == {"fp16", "fp16.enabled"}
+
+
+def test_duplicates_in_hjson() -> None:
+    errors = errors_of("zero_optimization: {\n stage: 1\n stage: 2\n}\ndump_state: true\ndump_state: true\n")
+    assert set(errors) == {"zero_optimization.stage", "dump_state"}
+
+
+def test_both_spellings_of_a_block() -> None:
+    assert load_config({"bfloat16": {"enabled": True}}).bf16.enabled
+    errors = errors_of({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert list(errors) == ["bfloat16"]
+
+
+def test_errors_use_the_spelling_of_the_user() -> None:
+    errors = errors_of({"bfloat16": {"enabled": 1, "enbled": True, "check_overflow": True}})
+    assert set(errors) == {"bfloat16.enabled", "bfloat16.enbled", "bfloat16.check_overflow"}
+    assert list(errors_of({"bfloat16": {"bf16_optimizer_states": True}})) == ["bfloat16.bf16_optimizer_states"]
+
+
+# ------------------------------------------------------------------ contradictions
+
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("fp16.enabled", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
+    ("fp16.enabled", {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+    ("bf16.enabled", {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+    ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "master_weights"),
+    ("gradient_predivide_factor", {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "prescale_gradients"),
+    ("fp16.min_loss_scale", {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 9}}, "power"),
+    (
+        "fp16.min_loss_scale",
+        {
+            "torch_autocast": {"enabled": True, "dtype": "fp16"},
+            "fp16": {"initial_scale_power": 3, "min_loss_scale": 9},
+        },
+        "power",
+    ),
+    ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "bf16"}}, "fp32"),
+    ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp16"}}, "fp32"),
+    ("data_types.grad_accum_dtype", {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, "bf16"),
+    ("data_types.grad_accum_dtype", {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "fp16"),
+    (
+        "data_types.grad_accum_dtype",
+        {"torch_autocast": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        "fp32",
+    ),
+    (
+        "data_types.grad_accum_dtype",
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "bf16.bf16_master_weights_and_grads",
+    ),
+    (
+        "data_types.grad_accum_dtype",
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "fp16.fp16_master_weights_and_grads",
+    ),
+    (
+        "communication_data_type",
+        {"communication_data_type": "fp32", "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}},
+        "lower_precision_safe_modules",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "source", "names"), CONTRADICTIONS)
+def test_contradictions(path: str, source: dict[str, Any], names: str) -> None:
+    errors = errors_of(source)
+    assert list(errors) == [path]
+    assert names in errors[path]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"fp16": {"enabled": True}, "bf16": {"enabled": False}, "torch_autocast": {"enabled": False}},
+        {"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
+        {"prescale_gradients": True},
+        {"gradient_predivide_factor": 4},
+        {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 8}},
+        {"fp16": {"enabled": True, "loss_scale": 128, "initial_scale_power": 3, "min_loss_scale": 9}},
+        {"fp16": {"enabled": False, "initial_scale_power": 3, "min_loss_scale": 9}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        {"bf16": {"enabled": False, "bf16_master_weights_and_grads": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
+        {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    ],
+)
+def test_what_does_not_contradict(source: dict[str, Any]) -> None:
+    load_config(source)
+
+
+def test_immediate_grad_update_cannot_be_off() -> None:
+    errors = errors_of({"bf16": {"immediate_grad_update": False}})
+    assert "gradients always accumulate as they arrive" in errors["bf16.immediate_grad_update"]
+
+
+def test_a_wrong_value_causes_no_second_error() -> None:
+    """The default that stands in for a wrong value must not be reported as contradicting the rest."""
+    source = {"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": "yes"}}
+    assert list(errors_of(source)) == ["bf16.bf16_master_weights_and_grads"]
+    source = {"bf16": {"enabled": "yes"}, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert list(errors_of(source)) == ["bf16.enabled"]
+
+
+# ------------------------------------------------------------------ known, not supported yet
+
+UNSUPPORTED_PATHS = list(unsupported_paths())
+
+
+def test_no_key_is_both_supported_and_not() -> None:
+    supported = set(supported_paths())
+    assert not supported & {path for path, _ in UNSUPPORTED_PATHS}
+    assert not supported & set(RENAMED)
+    assert not {path for path, _ in UNSUPPORTED_PATHS} & set(RENAMED)
+    assert set(ALIASES.values()) <= supported
+    assert set(UNSUPPORTED) - {""} <= supported
+
+
+@pytest.mark.parametrize(("path", "entry"), [(p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Key)])
+def test_unsupported_keys_are_known_by_name(path: str, entry: Key) -> None:
+    """A value no feature has: the error is at the key or at the block it belongs to, and never says unknown."""
+    try:
+        load_config(nested(path, 12345))
+    except ConfigError as error:
+        for where, sentence in error.errors:
+            assert path == where or path.startswith(where + ".")
+            assert "known to zerolite but not supported yet" in sentence
+    else:
+        assert _under_a_switch_that_is_off(path)
+
+
+def _under_a_switch_that_is_off(path: str) -> bool:
+    parents = {path.rsplit(".", depth)[0] for depth in range(1, path.count(".") + 1)}
+    entries = [entry for where, entry in UNSUPPORTED_PATHS if where in parents]
+    return any(isinstance(entry, Block) and entry.switch and not entry.on_by_default for entry in entries)
+
+
+@pytest.mark.parametrize(("path", "entry"), [(p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Key) and e.inert])
+def test_inert_values_are_accepted(path: str, entry: Key) -> None:
+    without = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
+    for value in (*entry.inert, "auto"):
+        try:
+            assert load_config(nested(path, value)) == load_config(without)
+        except ConfigError as error:
+            # Only where an outer block is on by being there.
+            assert all(path.startswith(where + ".") for where, _ in error.errors)
+
+
+SWITCHED = [
+    (p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Block) and e.switch and not p.startswith("data_efficiency.")
+]
+
+
+@pytest.mark.parametrize(("path", "entry"), SWITCHED)
+def test_blocks_with_a_switch(path: str, entry: Block) -> None:
+    others = dict.fromkeys((name for name in entry.keys if name != entry.switch), "anything")
+    for off in entry.off:
+        load_config(nested(path, {entry.switch: off, **others}))
+    errors = errors_of(nested(path, {entry.switch: "on", **others}))
+    assert list(errors) == [path]
+    assert "not supported yet" in errors[path] and entry.switch in errors[path]
+    if entry.on_by_default:
+        assert list(errors_of(nested(path, others))) == [path]
+    else:
+        load_config(nested(path, others))
+    misspelled = errors_of(nested(path, {entry.switch: entry.off[0], "zzzzzz": 1}))
+    assert list(misspelled) == [f"{path}.zzzzzz"]
+
+
+@pytest.mark.parametrize(("path", "entry"), [(p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Block)])
+def test_null_and_auto_blocks_are_absent(path: str, entry: Block) -> None:
+    for value in (None, "auto"):
+        try:
+            load_config(nested(path, value))
+        except ConfigError as error:
+            # Only where an outer block is on by being there.
+            assert all(path.startswith(where + ".") for where, _ in error.errors)
+
+
+@pytest.mark.parametrize("path", ["zero_optimization.zenflow", "checkpoint.writer", "sparse_attention"])
+def test_blocks_that_are_on_by_being_there(path: str) -> None:
+    assert list(errors_of(nested(path, {}))) == [path]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("wall_clock_breakdown", True), ("wall_clock_breakdown", 0), ("zero_optimization.allgather_partitions", False),
+     ("zero_optimization.offload_optimizer", {"device": "cpu"}), ("zero_optimization.zero_hpz_partition_size", True),
+     ("zero_optimization.stage3_max_live_parameters", 1e9), ("activation_checkpointing.profile", True),
+     ("gradient_allreduce_op", "sum"), ("tensorboard", False), ("tensorboard", {"enabled": True}),
+     ("zero_optimization.sub_group_size", 1e9), ("amp", {"enabled": True, "opt_level": "O1"})],
+)  # fmt: skip
+def test_values_that_ask_for_more(path: str, value: Any) -> None:
+    errors = errors_of(nested(path, value))
+    assert list(errors) == [path]
+    assert "known to zerolite but not supported yet" in errors[path]
+
+
+def test_stage_3_is_known() -> None:
+    for value in (3, 3.0, "3"):
+        errors = errors_of({"zero_optimization": {"stage": value}})
+        assert "known to zerolite but not supported yet" in errors["zero_optimization.stage"]
+    assert "not supported yet" not in errors_of({"zero_optimization": {"stage": 4}})["zero_optimization.stage"]
+
+
+def test_a_common_deepspeed_configuration_is_accepted() -> None:
+    config = load_config(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_allow_untested_optimizer": True,
+            "wall_clock_breakdown": False,
+            "steps_per_print": 2000,
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "none", "nvme_path": None},
+                "offload_param": {"device": "none", "nvme_path": None},
+                "allgather_partitions": True,
+                "allgather_bucket_size": 2e8,
+                "overlap_comm": True,
+                "reduce_scatter": True,
+                "reduce_bucket_size": "auto",
+                "contiguous_gradients": True,
+                "stage3_gather_16bit_weights_on_model_save": False,
+            },
+        }
+    ).resolve(2)
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (8, 1)
+    assert config.zero_optimization.reduce_bucket_size is None
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_deprecated_spellings_name_todays_key(old: str, new: str) -> None:
+    errors = errors_of(nested(old, True))
+    assert list(errors) == [old]
+    assert f"use {new}" in errors[old]
+    known = {*supported_paths(), *(path for path, _ in UNSUPPORTED_PATHS)}
+    assert new.split(" ")[0] in known
+
+
+# ------------------------------------------------------------------ all at once
+
+
+def test_all_errors_in_one_message() -> None:
+    text = json.dumps(
+        {
+            "stage": 2,
+            "zero_optimization": {"stage": 3, "reduce_bucket_sizes": 1, "reduce_bucket_size": 1.5},
+            "fp16": {"enabled": True, "loss_scale": -1},
+            "bf16": {"enabled": True, "bf16_optimizer_states": True, "immediate_grad_update": False},
+            "optimizer": {"params": {}},
+            "tensorboard": {"enabled": True, "otput_path": ""},
+            "allgather_size": 1,
+            "gradient_clipping": "high",
+            "dump_state": 1,
+        }
+    )
+    text = text.replace('"dump_state": 1', '"dump_state": 1, "steps_per_print": 1, "steps_per_print": 2')
+    with pytest.raises(ConfigError) as caught:
+        load_config(text)
+    expected = {
+        "steps_per_print", "stage", "zero_optimization.stage", "zero_optimization.reduce_bucket_sizes",
+        "zero_optimization.reduce_bucket_size", "fp16.loss_scale", "fp16.enabled", "bf16.bf16_optimizer_states",
+        "bf16.immediate_grad_update", "optimizer.type", "tensorboard", "tensorboard.otput_path", "allgather_size",
+        "gradient_clipping", "dump_state",
+    }  # fmt: skip
+    assert {path for path, _ in caught.value.errors} == expected
+    assert len(caught.value.errors) == len(expected)
+    message = str(caught.value)
+    assert message.startswith(f"{len(expected)} errors in the configuration:")
+    for path, sentence in caught.value.errors:
+        assert f"\n  {path}: {sentence}" in message
+    assert isinstance(caught.value, ValueError)
+
+
+def test_every_sentence_says_expected_got_and_what_to_do() -> None:
+    sources = [
+        {"fp16": {"enabled": 1}}, {"gradient_clipping": -1}, {"steps_per_print": 0.5}, {"steps_per_print": "x"},
+        {"communication_data_type": "x"}, {"fp16": 3}, {"optimizer": {}}, {"optimizer": {"type": 1}},
+        {"torch_autocast": {"lower_precision_safe_modules": 1}}, {"zero_optimization": {"stage": 9}},
+        {"bf16": {"immediate_grad_update": False}}, *(source for _, source, _ in CONTRADICTIONS),
+    ]  # fmt: skip
+    for source in sources:
+        for sentence in errors_of(source).values():
+            assert sentence.startswith("expected ") and ", got " in sentence and "; " in sentence, sentence
+
+
+def test_long_values_are_cut() -> None:
+    (sentence,) = errors_of({"gradient_clipping": "x" * 10_000}).values()
+    assert len(sentence) < 300
+
+
+def test_the_error_survives_pickling() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"a": 1, "b": 2})
+    revived = pickle.loads(pickle.dumps(caught.value))
+    assert revived.errors == caught.value.errors and str(revived) == str(caught.value)

@@ -1,0 +1,529 @@
+"""load_config: sources, types, "auto", frozenness. Errors of the keys themselves are in test_config_errors.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.config.load import block_model
+
+FULL: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+    "fp16": {
+        "enabled": True,
+        "auto_cast": True,
+        "loss_scale": 0,
+        "initial_scale_power": 12,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "consecutive_hysteresis": True,
+        "min_loss_scale": 2,
+        "fp16_master_weights_and_grads": False,
+    },
+    "bf16": {
+        "enabled": False,
+        "immediate_grad_update": True,
+        "check_grad_overflow": False,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    },
+    "torch_autocast": {"enabled": False, "dtype": "float16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
+    "gradient_clipping": 1,
+    "zero_optimization": {
+        "stage": 2,
+        "reduce_bucket_size": 5e8,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "contiguous_gradients": False,
+        "reduce_scatter": False,
+        "ignore_unused_parameters": False,
+    },
+    "communication_data_type": "fp32",
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 2,
+    "data_types": {"grad_accum_dtype": "fp16"},
+    "steps_per_print": 10,
+    "dump_state": True,
+    "max_consecutive_skipped_steps": 7,
+}
+
+
+def errors_of(source: Any) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    return dict(caught.value.errors)
+
+
+def get(config: BaseModel, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def plain_paths(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> list[str]:
+    paths = []
+    for name, info in model.model_fields.items():
+        inner = block_model(info.annotation)
+        paths += plain_paths(inner, f"{prefix}{name}.") if inner else [prefix + name]
+    return paths
+
+
+# ------------------------------------------------------------------ every key
+
+
+def test_every_key_is_kept() -> None:
+    config = load_config(FULL)
+    for path in plain_paths():
+        expected: Any = FULL
+        for name in path.split("."):
+            expected = expected[name]
+        if path == "torch_autocast.dtype":
+            expected = "fp16"
+        if path == "torch_autocast.lower_precision_safe_modules":
+            expected = ("torch.nn.Linear",)
+        assert get(config, path) == expected, path
+
+
+def test_defaults() -> None:
+    config = load_config({})
+    expected = {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": None,
+        "gradient_accumulation_steps": None,
+        "optimizer": None,
+        "scheduler": None,
+        "fp16.enabled": False,
+        "fp16.auto_cast": False,
+        "fp16.loss_scale": 0.0,
+        "fp16.initial_scale_power": 16,
+        "fp16.loss_scale_window": 1000,
+        "fp16.hysteresis": 2,
+        "fp16.consecutive_hysteresis": False,
+        "fp16.min_loss_scale": 1,
+        "fp16.fp16_master_weights_and_grads": False,
+        "bf16.enabled": False,
+        "bf16.immediate_grad_update": True,
+        "bf16.check_grad_overflow": True,
+        "bf16.bf16_master_weights_and_grads": False,
+        "bf16.bf16_optimizer_states": False,
+        "torch_autocast.enabled": False,
+        "torch_autocast.dtype": "bf16",
+        "torch_autocast.lower_precision_safe_modules": None,
+        "gradient_clipping": 0.0,
+        "zero_optimization.stage": 0,
+        "zero_optimization.reduce_bucket_size": None,
+        "zero_optimization.allgather_bucket_size": None,
+        "zero_optimization.overlap_comm": None,
+        "zero_optimization.contiguous_gradients": True,
+        "zero_optimization.reduce_scatter": True,
+        "zero_optimization.ignore_unused_parameters": True,
+        "communication_data_type": None,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "data_types.grad_accum_dtype": None,
+        "steps_per_print": None,
+        "dump_state": False,
+        "max_consecutive_skipped_steps": 50,
+    }
+    assert {path: get(config, path) for path in expected} == expected
+    covered = set(expected) | {path for path in plain_paths() if path.startswith(("optimizer.", "scheduler."))}
+    assert set(plain_paths()) <= covered
+
+
+def test_defaults_pass_their_own_rules() -> None:
+    assert load_config(load_config({}).model_dump()) == load_config({})
+
+
+# ------------------------------------------------------------------ sources
+
+
+def test_json_text() -> None:
+    assert load_config(json.dumps(FULL)) == load_config(FULL)
+    assert load_config("  \n" + json.dumps(FULL, indent=2)) == load_config(FULL)
+    assert load_config("\ufeff{}") == load_config({})
+
+
+HJSON = """
+  # a comment
+  train_batch_size: 8   // another
+  zero_optimization: {
+    stage: 2
+    reduce_bucket_size: 1e9
+  }
+  /* and
+     another */
+  optimizer: {
+    type: AdamW
+    params: { lr: 0.001, betas: [0.9, 0.95] }
+  }
+"""
+
+
+@pytest.mark.parametrize("text", [HJSON, "{" + HJSON + "}", '{"train_batch_size": 8,}', "train_batch_size: 8"])
+def test_hjson_text(text: str) -> None:
+    config = load_config(text)
+    assert config.train_batch_size == 8
+    if "AdamW" in text:
+        assert config.zero_optimization.stage == 2
+        assert config.zero_optimization.reduce_bucket_size == 10**9
+        assert config.optimizer is not None
+        assert config.optimizer.type == "AdamW"
+        assert config.optimizer.params == {"lr": 0.001, "betas": [0.9, 0.95]}
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.hjson", "config", "a: b"])
+@pytest.mark.parametrize("text", [json.dumps(FULL), HJSON])
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    expected = load_config(text)
+    assert load_config(file) == expected
+    assert load_config(str(file)) == expected
+    monkeypatch.chdir(tmp_path)
+    assert load_config(name) == expected
+
+
+def test_file_with_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps({"train_batch_size": 3}).encode())
+    assert load_config(file).train_batch_size == 3
+
+
+def test_loaded_configuration_is_returned_as_it_is() -> None:
+    config = load_config(FULL)
+    assert load_config(config) is config
+
+
+@pytest.mark.parametrize("name", ["missing.json", "missing", "some/where/zero2.hjson", "C:\\conf.json"])
+def test_missing_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = errors_of(name)[""]
+    assert f'there is none at "{name}"' in message
+    assert str(tmp_path) in message
+    assert f'"{tmp_path / "x.json"}"' in errors_of(tmp_path / "x.json")[""]
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "is a directory" in errors_of(tmp_path)[""]
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"{\xff}")
+    assert "UTF-8" in errors_of(binary)[""]
+    assert "failed" in errors_of("a" * 5000)[""]
+    empty = tmp_path / "empty.json"
+    empty.write_text(" \n")
+    assert "empty" in errors_of(empty)[""]
+
+
+def test_the_message_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"stage": 1}')
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(file) in str(caught.value)
+    assert caught.value.origin == str(file)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "[1, 2]", "{", '{"a": }', '{"a": 1', "{]}", '{"a": [1, 2}', "[" * 100_000])
+def test_text_that_is_no_configuration(text: str) -> None:
+    assert list(errors_of(text)) == [""]
+
+
+def test_syntax_errors_say_where() -> None:
+    message = errors_of('{\n  "train_batch_size": 8\n  "fp16": {\n')[""]
+    assert "as JSON" in message and "as hjson" in message and "line 3" in message
+
+
+@pytest.mark.parametrize("depth", [200, 2_000, 50_000])
+def test_deep_nesting_is_an_error_not_a_crash(depth: int) -> None:
+    errors_of('{"optimizer": ' * depth + "1" + "}" * depth)
+    errors_of('{"optimizer": {"type": "a", "params": {"a": ' + "[" * depth + "}}}")
+
+
+@pytest.mark.parametrize("source", [None, 3, [], b"{}", object()])
+def test_wrong_type_of_source(source: Any) -> None:
+    assert type(source).__name__ in errors_of(source)[""]
+
+
+def test_the_source_is_neither_changed_nor_kept() -> None:
+    source = copy.deepcopy(FULL)
+    config = load_config(source)
+    assert source == FULL
+    source["optimizer"]["params"]["betas"].append(1)
+    source["optimizer"]["params"]["lr"] = 9
+    assert config == load_config(FULL)
+
+
+# ------------------------------------------------------------------ numbers, booleans, dtypes
+
+INTEGERS = [
+    path
+    for path in plain_paths()
+    if path.rpartition(".")[2]
+    in {
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "initial_scale_power",
+        "loss_scale_window", "hysteresis", "min_loss_scale", "stage", "reduce_bucket_size", "allgather_bucket_size",
+        "steps_per_print", "max_consecutive_skipped_steps",
+    }
+]  # fmt: skip
+NUMBERS = ["fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor"]
+DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"]
+BOOLEANS = [
+    path
+    for path in plain_paths()
+    if path not in {*INTEGERS, *NUMBERS, *DTYPES, "torch_autocast.lower_precision_safe_modules"}
+    and not path.startswith(("optimizer.", "scheduler."))
+]
+
+
+def test_the_lists_of_keys_above_are_complete() -> None:
+    assert len(INTEGERS) == 12 and len(BOOLEANS) == 16
+    for path in BOOLEANS:
+        assert get(load_config({}), path) in (True, False, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [(1e9, 10**9), ("1e9", 10**9), ("2", 2), (" 1.5e3 ", 1500), (4.0, 4), ("5e8", 5 * 10**8), ("0.2e1", 2),
+     (2**63 - 1, 2**63 - 1), (str(2**62 + 1), 2**62 + 1)],
+)  # fmt: skip
+def test_integers_in_other_spellings(written: Any, meant: int) -> None:
+    config = load_config({"zero_optimization": {"reduce_bucket_size": written}})
+    got = config.zero_optimization.reduce_bucket_size
+    assert got == meant and type(got) is int
+
+
+def test_1e9_in_text() -> None:
+    config = load_config('{"zero_optimization": {"reduce_bucket_size": 1e9, "allgather_bucket_size": "2E8"}}')
+    assert config.zero_optimization.reduce_bucket_size == 10**9
+    assert config.zero_optimization.allgather_bucket_size == 2 * 10**8
+
+
+WRONG_NUMBERS = [
+    True, False, "", "abc", "1e", "0x10", "1_000", "nan", "inf", "Infinity", "1 000", float("nan"), float("inf"),
+    -float("inf"), [], [1], {}, {"a": 1}, -1, -1.0, "-1", 10**400, "1e400", "1e999999999",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [*WRONG_NUMBERS, 1.5, "1.5", 2**63, 1e300], ids=lambda v: repr(v)[:20])
+@pytest.mark.parametrize("path", INTEGERS)
+def test_wrong_integers(path: str, value: Any) -> None:
+    errors = errors_of(nested(path, value))
+    assert list(errors) == [path]
+    assert "expected an integer" in errors[path] and "got" in errors[path]
+
+
+@pytest.mark.parametrize("value", WRONG_NUMBERS, ids=lambda v: repr(v)[:20])
+@pytest.mark.parametrize("path", NUMBERS)
+def test_wrong_numbers(path: str, value: Any) -> None:
+    errors = errors_of(nested(path, value))
+    assert list(errors) == [path]
+    assert "expected a finite number" in errors[path] and "got" in errors[path]
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("path", ["gradient_clipping", "steps_per_print", "optimizer.params.lr"])
+def test_not_finite_in_json_text(path: str, text: str) -> None:
+    value = json.dumps(nested(path, 12345)).replace("12345", text).replace('"params"', '"type": "SGD", "params"')
+    assert list(errors_of(value)) == [path]
+
+
+def test_not_finite_deep_in_params() -> None:
+    params = {"betas": [0.9, float("nan")], "more": {"x": [[float("inf")]]}}
+    errors = errors_of({"optimizer": {"type": "Adam", "params": params}})
+    assert list(errors) == ["optimizer.params.betas[1]", "optimizer.params.more.x[0][0]"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("train_batch_size", 0), ("steps_per_print", 0), ("zero_optimization.reduce_bucket_size", 0),
+     ("fp16.loss_scale_window", 0), ("fp16.hysteresis", 0), ("fp16.min_loss_scale", 0),
+     ("fp16.initial_scale_power", 128), ("gradient_predivide_factor", 0), ("train_batch_size", 2**31),
+     ("zero_optimization.stage", 4), ("gradient_accumulation_steps", 0), ("train_micro_batch_size_per_gpu", 0)],
+)  # fmt: skip
+def test_out_of_range(path: str, value: int) -> None:
+    assert list(errors_of(nested(path, value))) == [path]
+
+
+def test_the_remedy_for_a_fraction() -> None:
+    assert "write 1 or 2" in errors_of({"steps_per_print": 1.5})["steps_per_print"]
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, "true", "false", "True", "yes", [], {}], ids=repr)
+@pytest.mark.parametrize("path", BOOLEANS)
+def test_only_booleans_are_booleans(path: str, value: Any) -> None:
+    errors = errors_of(nested(path, value))
+    assert list(errors) == [path]
+    assert "expected true" in errors[path]
+
+
+@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES])
+def test_null_only_where_it_means_something(path: str) -> None:
+    if get(load_config({}), path) is None:
+        assert get(load_config(nested(path, None)), path) is None
+    else:
+        assert list(errors_of(nested(path, None))) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "spellings"),
+    [
+        ("fp32", ["fp32", "float32", "float", "torch.float32", "torch.float", "FP32"]),
+        ("fp16", ["fp16", "float16", "half", "torch.float16", "torch.half"]),
+        ("bf16", ["bf16", "bfloat16", "torch.bfloat16", "BF16"]),
+    ],
+)
+def test_dtype_spellings(name: str, spellings: list[str]) -> None:
+    for spelling in spellings:
+        assert load_config({"communication_data_type": spelling}).communication_data_type == name
+        if name != "fp32":
+            assert load_config({"torch_autocast": {"dtype": spelling}}).torch_autocast.dtype == name
+
+
+def test_torch_dtypes_themselves() -> None:
+    torch = pytest.importorskip("torch")
+    assert load_config({"communication_data_type": torch.bfloat16}).communication_data_type == "bf16"
+    assert load_config({"torch_autocast": {"dtype": torch.half}}).torch_autocast.dtype == "fp16"
+    assert list(errors_of({"communication_data_type": torch.int8})) == ["communication_data_type"]
+
+
+@pytest.mark.parametrize("value", ["fp8", "int8", "none", "", 16, True, ["fp16"], {}])
+@pytest.mark.parametrize("path", DTYPES)
+def test_wrong_dtypes(path: str, value: Any) -> None:
+    errors = errors_of(nested(path, value))
+    assert list(errors) == [path]
+    assert '"bf16"' in errors[path]
+
+
+def test_autocast_has_no_fp32() -> None:
+    assert list(errors_of({"torch_autocast": {"dtype": "fp32"}})) == ["torch_autocast.dtype"]
+
+
+@pytest.mark.parametrize("value", ["torch.nn.Linear", [1], [""], {"a": 1}, True, [None]])
+def test_wrong_module_names(value: Any) -> None:
+    path = "torch_autocast.lower_precision_safe_modules"
+    assert list(errors_of(nested(path, value))) == [path]
+
+
+# ------------------------------------------------------------------ "auto"
+
+
+@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES])
+def test_auto_is_the_default(path: str) -> None:
+    assert get(load_config(nested(path, "auto")), path) == get(load_config({}), path)
+
+
+@pytest.mark.parametrize("block", [name for name in FULL if isinstance(FULL[name], dict)])
+def test_auto_for_a_whole_block(block: str) -> None:
+    assert load_config({block: "auto"}) == load_config({})
+
+
+def test_auto_in_params_is_left_to_the_constructor() -> None:
+    params = {"lr": "auto", "betas": "auto", "eps": 1e-6, "mode": "automatic"}
+    config = load_config({"optimizer": {"type": "AdamW", "params": params}})
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"eps": 1e-6, "mode": "automatic"}
+
+
+@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
+def test_auto_type_is_an_error_at_resolve(block: str) -> None:
+    config = load_config({block: {"type": "auto"}})
+    with pytest.raises(ConfigError) as caught:
+        config.resolve(1)
+    assert [path for path, _ in caught.value.errors] == [f"{block}.type"]
+
+
+# ------------------------------------------------------------------ frozen models
+
+
+def test_frozen_at_every_depth() -> None:
+    config = load_config(FULL)
+    assert config.optimizer is not None
+    with pytest.raises(ValidationError, match="frozen"):
+        config.dump_state = False  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.zero_optimization.stage = 0  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optimizer.params = {}  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        del config.fp16.enabled
+    for change in (
+        lambda params: params.__setitem__("lr", 1),
+        lambda params: params.__delitem__("lr"),
+        lambda params: params.update(lr=1),
+        lambda params: params.pop("lr"),
+        lambda params: params.popitem(),
+        lambda params: params.clear(),
+        lambda params: params.setdefault("x", 1),
+        lambda params: params.__ior__({"lr": 1}),
+    ):
+        with pytest.raises(TypeError, match="frozen"):
+            change(config.optimizer.params)
+    assert config == load_config(FULL)
+
+
+def test_nested_params_are_frozen_and_copies_are_not() -> None:
+    config = load_config({"optimizer": {"type": "X", "params": {"inner": {"a": 1}}}})
+    assert config.optimizer is not None
+    with pytest.raises(TypeError, match="frozen"):
+        config.optimizer.params["inner"]["a"] = 2
+    free = dict(config.optimizer.params)
+    free["lr"] = 1
+    assert "lr" not in config.optimizer.params
+
+
+def test_extra_keys_are_forbidden_in_the_models_themselves() -> None:
+    with pytest.raises(ValidationError):
+        ZeroliteConfig.model_validate({"unknown": 1})
+    with pytest.raises(ValidationError):
+        ZeroliteConfig.model_validate({"fp16": {"unknown": 1}})
+    with pytest.raises(ValidationError, match=r"fp16.enabled = true and bf16.enabled = true"):
+        ZeroliteConfig.model_validate({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+
+
+@pytest.mark.filterwarnings("error")
+def test_copies_pickles_and_dumps_are_equal() -> None:
+    config = load_config(FULL)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+    assert load_config(config.model_dump()) == config
+    assert load_config(config.model_dump(mode="json")) == config
+    assert load_config(config.model_dump_json()) == config
+    revived = pickle.loads(pickle.dumps(config))
+    with pytest.raises(TypeError, match="frozen"):
+        revived.optimizer.params["lr"] = 1
+
+
+# ------------------------------------------------------------------ the package
+
+
+def test_the_launcher_may_import_it() -> None:
+    """Neither torch nor hjson is imported for a JSON configuration."""
+    code = (
+        "import sys, zerolite.config as c; c.load_config('{\"train_batch_size\": 2}').resolve(2); "
+        "print(sorted({'torch', 'hjson', 'numpy'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == "[]"

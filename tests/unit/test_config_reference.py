@@ -1,0 +1,60 @@
+"""docs/configuration.md is what the models say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zerolite.config import reference
+from zerolite.config.known_keys import RENAMED, Block, unsupported_paths
+from zerolite.config.load import supported_paths
+from zerolite.config.models import ZeroliteConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_file_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == reference.render(), "run `make docs` (python -m zerolite.config.reference)"
+
+
+def test_every_key_is_in_it() -> None:
+    text = reference.render()
+    for path in supported_paths():
+        assert f"\n| `{path}` | " in text, path
+    for path, entry in unsupported_paths():
+        tails = [path.split(".", depth)[-1] for depth in range(path.count(".") + 1)]
+        if isinstance(entry, Block):
+            assert any(f"| `{tail}` |" in text or f"`{tail}." in text for tail in tails), path
+        else:
+            assert any(f"`{tail}`" in text for tail in tails), path
+    for old in RENAMED:
+        assert f"| `{old}` |" in text
+
+
+def test_every_row_is_complete() -> None:
+    for name in supported_paths():
+        model: type = ZeroliteConfig
+        *blocks, last = name.split(".")
+        for block in blocks:
+            inner = reference.block_model(model.model_fields[block].annotation)
+            assert inner is not None
+            model = inner
+        info = model.model_fields[last]
+        assert info.description and info.description.rstrip().endswith((".", ")"))
+    rows = [line for line in reference.render().splitlines() if line.startswith("| `")]
+    assert len({line.replace("\\|", "").count("|") for line in rows if line.count(" | ") == 3}) == 1
+    assert not any("||" in line.replace(" ", "") and line.count(" | ") == 3 and "[object]" not in line for line in rows)
+
+
+def test_the_command_writes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "reference.md"
+    assert reference.main([str(target)]) == 0
+    assert target.read_text(encoding="utf-8") == reference.render()
+    monkeypatch.chdir(tmp_path)
+    assert reference.main([]) == 1
+    assert "repository root" in capsys.readouterr().err
+    assert reference.main(["--help"]) == 2

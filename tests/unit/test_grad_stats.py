@@ -1,0 +1,72 @@
+import math
+
+import pytest
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.runtime.grad_stats import (
+    _CHUNK,
+    clip_coefficient,
+    clip_coefficient_on_device,
+    collect,
+    sum_of_squares,
+)
+from zerolite.runtime.zero.layout import ParameterSpec, PartitionLayout
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sum_of_squares_is_exact_to_double(numel, dtype):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = math.fsum(v * v for v in values.double().tolist())
+    assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-13, abs=0)
+
+
+def test_sum_of_squares_neither_overflows_nor_hides():
+    assert sum_of_squares(torch.full((4,), 3e38)).item() == pytest.approx(4 * float(torch.tensor(3e38)) ** 2, rel=1e-12)
+    assert sum_of_squares(torch.tensor([1e-30])).item() == pytest.approx(float(torch.tensor(1e-30)) ** 2, rel=1e-12)
+    for bad in (math.inf, -math.inf, math.nan):
+        values = torch.zeros(_CHUNK + 3)
+        values[-1] = bad
+        assert not math.isfinite(sum_of_squares(values).item())
+
+
+def test_the_cut_does_not_show_after_rounding():
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(2))
+    whole = sum_of_squares(values).sqrt().float()
+    for parts in (2, 3, 7, 64):
+        total = sum(sum_of_squares(part) for part in values.chunk(parts))
+        assert torch.equal(total.sqrt().float(), whole)
+
+
+def stats_of(parts, used, probes=()):
+    layout = PartitionLayout.build([ParameterSpec(f"p{i}", 5) for i in range(3)], 1, 64, alignment=8)
+    fragments = list(layout.fragments(0))
+    flat = torch.full((layout.buckets[0].numel,), math.nan)  # padding must not count
+    for slot, part in zip(layout.slots, parts, strict=True):
+        flat[slot.start : slot.end] = part
+    vector = collect(layout, fragments, [flat], set(used), list(probes), Communicator(), torch.device("cpu"))
+    return vector, vector.get()
+
+
+def test_collect_gives_norm_and_use():
+    vector, stats = stats_of([torch.full((5,), v) for v in (1.0, 2.0, 0.0)], used=[0, 1])
+    assert stats.norm == pytest.approx(5.0) and stats.finite and stats.used == {0, 1}
+    assert stats.bad_parameters == () and stats.bad_ranks == ()
+    assert vector.total_square().item() == pytest.approx(25.0)
+
+
+def test_collect_names_what_is_not_finite():
+    bad = torch.tensor([0.0, math.inf, 0, 0, 0])
+    _, stats = stats_of([torch.ones(5), bad, bad], used=[0, 1, 2], probes=[torch.tensor(1.0), torch.tensor(math.nan)])
+    assert not stats.finite and stats.bad_parameters == (1, 2) and stats.bad_ranks == (0,)
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 1.0000001, 3.7, 1e10])
+def test_clip_coefficient_is_torchs(norm):
+    p = torch.zeros(1, requires_grad=True)
+    p.grad = torch.tensor([norm])
+    torch.nn.utils.clip_grad_norm_([p], 1.0)
+    assert norm * clip_coefficient(norm, 1.0) == pytest.approx(p.grad.item(), rel=1e-6)
+    on_device = clip_coefficient_on_device(torch.tensor(norm, dtype=torch.float64), 1.0)
+    assert on_device.item() == clip_coefficient(norm, 1.0)

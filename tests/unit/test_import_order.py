@@ -1,0 +1,297 @@
+"""Imports go downwards only. The rule is docs/architecture.md; this file reads every import statement and holds it.
+
+The layers, lowest first. A module may import modules of its own layer and of those below, with the exceptions stated.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Longest prefix wins.
+LAYERS = {
+    "zerolite.version": 0,
+    "zerolite.accelerator": 0,
+    "zerolite.config": 1,
+    "zerolite.comm": 1,
+    "zerolite.ops": 1,
+    "zerolite.launcher": 2,
+    "zerolite.runtime.keyword_params": 2,
+    "zerolite.runtime.accumulation": 2,
+    "zerolite.runtime.loss_scaler": 2,
+    "zerolite.runtime.precision": 2,
+    "zerolite.runtime.zero": 2,
+    "zerolite.runtime.grad_stats": 3,
+    "zerolite.runtime.initial_sync": 3,
+    "zerolite.runtime.optimizers": 3,
+    "zerolite.runtime.lr_schedules": 3,
+    "zerolite.runtime.dataloader": 3,
+    "zerolite.runtime.arguments": 4,
+    "zerolite.runtime.step": 4,
+    "zerolite.runtime.engine": 5,
+    "zerolite.runtime.build": 6,
+    "zerolite.runtime": 7,
+    "zerolite": 7,
+}
+
+ZERO_LAYERS = {  # within zerolite/runtime/zero
+    "zerolite.runtime.zero.layout": 0,
+    "zerolite.runtime.zero.stages": 0,
+    "zerolite.runtime.zero.buffer": 1,
+    "zerolite.runtime.zero.grad_reducer": 2,
+    "zerolite.runtime.zero.publisher": 2,
+    "zerolite.runtime.zero.sharded_optimizer": 2,
+}
+
+# Nothing but the standard library (and each other where they are neighbours).
+PURE = (
+    "zerolite.version",
+    "zerolite.runtime.accumulation",
+    "zerolite.runtime.keyword_params",
+    "zerolite.runtime.loss_scaler",
+    "zerolite.runtime.zero.layout",
+    "zerolite.runtime.zero.stages",
+    "op_builder",
+)
+
+# Beside the standard library, torch and zerolite itself. Everything else is forbidden, numpy above all.
+THIRD_PARTY = {"zerolite.config": {"pydantic", "hjson"}, "zerolite.launcher": {"psutil"}}
+
+WITHOUT_TORCH = ("zerolite.version", "zerolite.config", "zerolite.launcher", "op_builder")
+
+# The launcher runs torchrun's own agent: one module, which the command line imports only when it launches.
+AGENT = "zerolite.launcher.agent"
+AGENT_NAMES = {
+    "torch.distributed.elastic.multiprocessing.SignalException",
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
+    "torch.distributed.elastic.multiprocessing.errors.ProcessFailure",
+    "torch.distributed.launcher.api.LaunchConfig",
+    "torch.distributed.launcher.api.elastic_launch",
+}
+
+
+class Import(NamedTuple):
+    """One imported name: `from a.b import c` is `a.b.c`, by a module, at a line."""
+
+    importer: str
+    imported: str
+    line: int
+    at_import_time: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}, line {self.line}: imports {self.imported}"
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def read_imports(path: Path, root: Path = ROOT) -> list[Import]:
+    """Every import of a file, also those within functions; those under TYPE_CHECKING never run and are left out."""
+    importer = module_name(path, root)
+    package = importer if path.name == "__init__.py" else importer.rpartition(".")[0]
+
+    def visit(node: ast.AST, at_import_time: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(importer, alias.name, node.lineno, at_import_time)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            for alias in node.names:
+                yield Import(importer, f"{base}.{alias.name}", node.lineno, at_import_time)
+        elif is_type_checking(node):
+            assert isinstance(node, ast.If)
+            for child in node.orelse:
+                yield from visit(child, at_import_time)
+        else:
+            later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, at_import_time and not later)
+
+    return list(visit(ast.parse(path.read_text(encoding="utf-8")), True))
+
+
+def source_files() -> list[Path]:
+    return sorted([*ROOT.glob("zerolite/**/*.py"), *ROOT.glob("op_builder/**/*.py")])
+
+
+ALL_IMPORTS = [entry for path in source_files() for entry in read_imports(path)]
+MODULES = {module_name(path, ROOT) for path in source_files()}
+
+
+def layer_of(name: str, layers: dict[str, int]) -> int | None:
+    """The layer of a module or of a name in it; None where the table does not know it."""
+    while name:
+        if name in layers:
+            return layers[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def module_of(imported: str) -> str:
+    """The module behind an imported name: `zerolite.comm.Pending` is in `zerolite.comm`."""
+    return imported if imported in MODULES else imported.rpartition(".")[0]
+
+
+def uses_of_torch_distributed(path: Path) -> Iterator[str]:
+    """Attribute chains such as `torch.distributed.all_reduce`, which need no import of their own."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield f"{module_name(path, ROOT)}, line {node.lineno}: uses torch.distributed"
+
+
+def check_layers(imports: list[Import]) -> list[str]:
+    """Imports that go upwards."""
+    bad = []
+    for entry in imports:
+        if not is_within(entry.imported, "zerolite") or entry.importer == "zerolite":
+            continue
+        importer, imported = layer_of(entry.importer, LAYERS), layer_of(entry.imported, LAYERS)
+        assert importer is not None and imported is not None
+        # The package itself may be imported for a submodule (`from zerolite import comm`), never for its public names.
+        if imported > importer:
+            bad.append(f"{entry} (layer {importer} imports layer {imported})")
+    return bad
+
+
+def test_imports_go_downwards_only() -> None:
+    assert check_layers(ALL_IMPORTS) == []
+
+
+def test_every_runtime_module_has_a_layer() -> None:
+    """A new module must be put somewhere on purpose; falling through to the top layer would allow it everything."""
+    new = {name for name in MODULES if is_within(name, "zerolite.runtime")} - {
+        "zerolite.runtime",
+        "zerolite.runtime.zero",
+    }
+    assert {name for name in new if layer_of(name, LAYERS) == LAYERS["zerolite.runtime"]} == set()
+    assert {name for name in new if is_within(name, "zerolite.runtime.zero")} <= set(ZERO_LAYERS)
+
+
+def test_only_the_package_itself_imports_the_engine_beside_build() -> None:
+    allowed = {"zerolite", "zerolite.runtime.build"}
+    assert [
+        e for e in ALL_IMPORTS if is_within(e.imported, "zerolite.runtime.engine") and e.importer not in allowed
+    ] == []
+
+
+def test_no_import_cycle() -> None:
+    """Follow what is imported at import time; a module must not reach itself."""
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for entry in ALL_IMPORTS:
+        target = module_of(entry.imported)
+        if entry.at_import_time and target in MODULES and entry.importer in MODULES:
+            # A package that gathers its own modules is not a cycle: `from zerolite.comm import recorder` inside comm.
+            if not is_within(entry.importer, target):
+                graph[entry.importer].add(target)
+    for start in graph:
+        seen: set[str] = set()
+        todo = list(graph[start])
+        while todo:
+            name = todo.pop()
+            if name not in seen:
+                seen.add(name)
+                todo.extend(graph[name])
+        assert start not in seen, f"{start} imports itself through {sorted(seen)}"
+
+
+def test_zero_is_layered_and_knows_neither_ops_nor_the_schema() -> None:
+    bad = []
+    for entry in ALL_IMPORTS:
+        if not is_within(entry.importer, "zerolite.runtime.zero"):
+            continue
+        if is_within(entry.imported, "zerolite.ops") or is_within(entry.imported, "zerolite.config"):
+            bad.append(str(entry))
+        importer, imported = layer_of(entry.importer, ZERO_LAYERS), layer_of(entry.imported, ZERO_LAYERS)
+        if importer is not None and imported is not None and imported >= importer:
+            bad.append(str(entry))
+    assert bad == []
+
+
+@pytest.mark.parametrize("pure", PURE)
+def test_pure_modules_import_the_standard_library_only(pure: str) -> None:
+    entries = [e for e in ALL_IMPORTS if is_within(e.importer, pure)]
+    assert any(is_within(name, pure) for name in MODULES), f"{pure} is gone: take it off the list"
+    assert [str(e) for e in entries if e.imported.partition(".")[0] not in sys.stdlib_module_names] == []
+
+
+def test_config_and_launcher_never_import_torch() -> None:
+    bad = [
+        str(e)
+        for e in ALL_IMPORTS
+        if any(is_within(e.importer, name) for name in WITHOUT_TORCH)
+        and is_within(e.imported, "torch")
+        and e.importer != AGENT
+    ]
+    assert bad == []
+    agent = [e for e in ALL_IMPORTS if is_within(e.imported, AGENT)]
+    assert agent and not any(e.at_import_time for e in agent), "the agent imports torch: import it where it is launched"
+
+
+def test_only_comm_touches_torch_distributed() -> None:
+    bad = []
+    for entry in ALL_IMPORTS:
+        if not is_within(entry.imported, "torch.distributed") or is_within(entry.importer, "zerolite.comm"):
+            continue
+        if not (entry.importer == AGENT and entry.imported in AGENT_NAMES):
+            bad.append(str(entry))
+    for path in source_files():
+        if not is_within(module_name(path, ROOT), "zerolite.comm"):
+            bad.extend(uses_of_torch_distributed(path))
+    assert bad == []
+
+
+def test_no_other_third_party_package() -> None:
+    bad = []
+    for entry in ALL_IMPORTS:
+        top = entry.imported.partition(".")[0]
+        if top in sys.stdlib_module_names or top in ("zerolite", "op_builder", "torch"):
+            continue
+        allowed = {
+            name for package, names in THIRD_PARTY.items() if is_within(entry.importer, package) for name in names
+        }
+        if top not in allowed:
+            bad.append(str(entry))
+    assert bad == []
+
+
+def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
+    """Relative imports, imports inside functions, and imports under TYPE_CHECKING are read as Python reads them."""
+    path = tmp_path / "zerolite" / "runtime" / "zero" / "buffer.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import hidden\nelse:\n    import shown\n"
+        "from ..step import StepPipeline\n"
+        "from . import layout\n"
+        "def f():\n    import torch.distributed as dist\n"
+    )
+    entries = read_imports(path, tmp_path)
+    assert [(e.imported, e.at_import_time) for e in entries] == [
+        ("typing.TYPE_CHECKING", True),
+        ("shown", True),
+        ("zerolite.runtime.step.StepPipeline", True),
+        ("zerolite.runtime.zero.layout", True),
+        ("torch.distributed", False),
+    ]
+    (upwards,) = check_layers(entries)
+    assert "zerolite.runtime.step" in upwards

@@ -1,0 +1,115 @@
+import dataclasses
+import random
+
+import pytest
+
+from zerolite.runtime.zero.layout import (
+    MAX_AUTO_BUCKET,
+    MIN_AUTO_BUCKET,
+    ParameterSpec,
+    PartitionLayout,
+    auto_bucket_numel,
+)
+
+SIZES = [7, 0, 1, 1000, 33, 64, 129, 5, 0, 2048, 31, 32]
+
+
+def build(sizes, world_size, bucket_numel=500, alignment=32, kinds=None):
+    kinds = kinds or ["a"] * len(sizes)
+    specs = [ParameterSpec(f"p{i}", n, k) for i, (n, k) in enumerate(zip(sizes, kinds, strict=True))]
+    return PartitionLayout.build(specs, world_size, bucket_numel, alignment)
+
+
+def random_cases(count=60):
+    rng = random.Random(0)
+    for _ in range(count):
+        sizes = [
+            rng.choice([0, 1, 2, rng.randrange(1, 50), rng.randrange(1, 3000)]) for _ in range(rng.randrange(1, 30))
+        ]
+        kinds = [rng.choice("ab") for _ in sizes]
+        yield sizes, rng.randrange(1, 9), rng.choice([1, 100, 1000, 10**9]), rng.choice([1, 8, 32]), kinds
+
+
+@pytest.mark.parametrize("case", list(random_cases()), ids=str)
+def test_every_element_has_exactly_one_owner(case):
+    sizes, world, bucket_numel, alignment, kinds = case
+    layout = build(sizes, world, bucket_numel, alignment, kinds)
+    owned = {i: set() for i in range(len(sizes))}
+    for rank in range(world):
+        for f in layout.fragments(rank):
+            elements = set(range(f.param_start, f.param_start + f.numel))
+            assert f.numel > 0 and not owned[f.slot.index] & elements
+            owned[f.slot.index] |= elements
+            low, _ = layout.shard_range(layout.buckets[f.slot.bucket], rank)
+            assert f.bucket_start == f.slot.start + f.param_start == low + f.shard_start
+            assert f.shard_start + f.numel <= layout.buckets[f.slot.bucket].numel // world
+    assert {i: len(e) for i, e in owned.items()} == dict(enumerate(sizes))
+
+
+@pytest.mark.parametrize("case", list(random_cases()), ids=str)
+def test_buckets_are_uniform_aligned_and_disjoint(case):
+    sizes, world, bucket_numel, alignment, kinds = case
+    layout = build(sizes, world, bucket_numel, alignment, kinds)
+    end = 0
+    for bucket in layout.buckets:
+        assert bucket.start == end and bucket.numel % (world * alignment) == 0 and bucket.numel > 0
+        end += bucket.numel
+        assert {kinds[slot.index] for slot in bucket.slots} == {bucket.kind}
+        assert len(bucket.slots) == 1 or bucket.slots[-1].end <= bucket_numel
+        position = 0
+        for slot in bucket.slots:
+            assert slot.start % alignment == 0 and slot.start >= position
+            position = slot.end
+        covered = sum(high - low for low, high in bucket.gaps) + sum(slot.numel for slot in bucket.slots)
+        assert covered == bucket.numel
+    assert end == layout.numel and layout.shard_numel * world == layout.numel
+    assert [slot.index for slot in layout.slots] == list(range(len(sizes)))
+
+
+def test_buckets_run_in_reverse_registration_order():
+    layout = build([100] * 10, world_size=2, bucket_numel=256)
+    order = [slot.index for bucket in layout.buckets for slot in bucket.slots]
+    assert order == list(reversed(range(10)))
+    assert [len(b.slots) for b in layout.buckets] == [2, 2, 2, 2, 2]
+
+
+def test_a_bucket_is_numbered_by_its_last_member():
+    # Kind b's bucket is complete with p1, before kind a's with p0.
+    layout = build([10, 10, 10, 10], 1, 10**6, kinds=["a", "b", "a", "b"])
+    assert [bucket.kind for bucket in layout.buckets] == ["b", "a"]
+
+
+def test_a_parameter_larger_than_a_bucket_gets_its_own():
+    layout = build([10, 10_000, 10], 4, 100)
+    assert [[s.index for s in b.slots] for b in layout.buckets] == [[2], [1], [0]]
+
+
+def test_padding_stays_below_one_unit_per_bucket_and_alignment_per_slot():
+    layout = build(SIZES, 4)
+    limit = sum(SIZES) + 4 * 32 * len(layout.buckets) + 32 * len(SIZES)
+    assert layout.numel <= limit
+
+
+def test_full_fragments_are_whole_parameters():
+    fragments = list(build(SIZES, 3).full_fragments())
+    assert all(f.whole and f.param_start == 0 for f in fragments)
+    assert sorted(f.slot.index for f in fragments) == [i for i, n in enumerate(SIZES) if n]
+
+
+def test_layout_is_frozen_and_reproducible():
+    layout = build(SIZES, 3)
+    assert layout == build(SIZES, 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.world_size = 2
+
+
+@pytest.mark.parametrize("world,bucket,alignment", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_senseless_sizes_are_refused(world, bucket, alignment):
+    with pytest.raises(ValueError, match="at least 1"):
+        build([1], world, bucket, alignment)
+
+
+def test_auto_bucket_size_is_an_eighth_within_bounds():
+    assert auto_bucket_numel(100) == MIN_AUTO_BUCKET
+    assert auto_bucket_numel(16 * MIN_AUTO_BUCKET) == 2 * MIN_AUTO_BUCKET
+    assert auto_bucket_numel(10**12) == MAX_AUTO_BUCKET

@@ -1,0 +1,317 @@
+"""Schedules against literal numbers of DeepSpeed's formulas.
+
+Each list is the learning rate that update 1, 2, 3 ... used when the schedule was stepped after each update.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+
+from zerolite.config.errors import ConfigError
+from zerolite.runtime.lr_schedules import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
+
+OURS = {
+    "WarmupLR": {"warmup_num_steps": 3},
+    "WarmupDecayLR": {"warmup_num_steps": 3, "total_num_steps": 9},
+    "WarmupCosineLR": {"warmup_num_steps": 3, "total_num_steps": 9},
+    "LRRangeTest": {"lr_range_test_step_size": 2},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 3, "decay_step_size": 2},
+}
+
+
+def make_optimizer(kind=torch.optim.AdamW, groups=1, **options):
+    params = [{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(groups)]
+    return kind(params, **{"lr": 0.01, **options})
+
+
+def run(scheduler, updates, value=lambda optimizer: optimizer.param_groups[0]["lr"]):
+    used = []
+    for _ in range(updates):
+        used.append(value(scheduler.optimizer))
+        scheduler.optimizer.step()
+        scheduler.step()
+    return used
+
+
+def momentum(optimizer):
+    return optimizer.param_groups[0]["betas"][0]
+
+
+# --------------------------------------------------------------------------------- literal numbers (DeepSpeed 0.19.8)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        (
+            "WarmupLR",
+            {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4},
+            [0.0, 0.0, 0.05, 0.0792481250, 0.1, 0.1, 0.1],
+        ),
+        (
+            "WarmupLR",
+            {"warmup_min_lr": 0.02, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
+            [0.02, 0.02, 0.04, 0.06, 0.08, 0.1, 0.1],
+        ),
+        ("WarmupLR", {"warmup_num_steps": 2, "warmup_type": "linear"}, [0.0, 0.0, 0.005, 0.01, 0.01]),
+        ("WarmupLR", {"warmup_num_steps": 1}, [0.0, 0.0, 0.01, 0.01]),
+        (
+            "WarmupDecayLR",
+            {
+                "total_num_steps": 8,
+                "warmup_min_lr": 0.01,
+                "warmup_max_lr": 0.1,
+                "warmup_num_steps": 4,
+                "warmup_type": "linear",
+            },
+            [0.01, 0.01, 0.0325, 0.055, 0.0775, 0.1, 0.0775, 0.055, 0.0325, 0.01, 0.01],
+        ),
+        (
+            "WarmupCosineLR",
+            {
+                "total_num_steps": 8,
+                "warmup_min_ratio": 0.2,
+                "warmup_num_steps": 4,
+                "cos_min_ratio": 0.1,
+                "warmup_type": "linear",
+            },
+            [0.0, 0.002, 0.004, 0.006, 0.008, 0.00868198052, 0.0055, 0.00231801948, 0.001, 0.001, 0.001],
+        ),
+        (
+            "LRRangeTest",
+            {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 0.5},
+            [0.01, 0.0125, 0.015, 0.0175, 0.02, 0.0225],
+        ),
+        (
+            "LRRangeTest",
+            {
+                "lr_range_test_min_lr": 0.01,
+                "lr_range_test_step_size": 2,
+                "lr_range_test_step_rate": 0.5,
+                "lr_range_test_staircase": True,
+            },
+            [0.01, 0.01, 0.015, 0.015, 0.02, 0.02, 0.025],
+        ),
+        (
+            "OneCycle",
+            {
+                "cycle_min_lr": 0.01,
+                "cycle_max_lr": 0.05,
+                "cycle_first_step_size": 4,
+                "cycle_second_step_size": 2,
+                "decay_step_size": 2,
+                "decay_lr_rate": 1.0,
+            },
+            [0.01, 0.02, 0.03, 0.04, 0.05, 0.03, 0.01, 0.01 / 1.5, 0.005, 0.004, 0.01 / 3],
+        ),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.01, "cycle_max_lr": 0.05, "cycle_first_step_size": 4, "cycle_first_stair_count": 2},
+            [0.01, 0.01, 0.03, 0.03, 0.05, 0.03, 0.03, 0.01, 0.01, 0.01, 0.01],
+        ),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.01, "cycle_max_lr": 0.04, "cycle_first_step_size": 3, "cycle_second_step_size": 0},
+            [0.01, 0.02, 0.03, 0.01, 0.01],
+        ),
+    ],
+)
+def test_learning_rates(name, params, expected):
+    scheduler = build_scheduler(name, params, make_optimizer())
+    assert run(scheduler, len(expected)) == pytest.approx(expected, rel=1e-8, abs=1e-15)
+
+
+def test_one_cycle_momentum():
+    params = {
+        "cycle_min_lr": 0.01,
+        "cycle_max_lr": 0.05,
+        "cycle_first_step_size": 4,
+        "cycle_second_step_size": 2,
+        "decay_step_size": 2,
+        "decay_mom_rate": 0.02,
+    }
+    expected = [0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.909, 0.918, 0.927, 0.936]
+    optimizer = make_optimizer(betas=(0.95, 0.98))
+    assert run(build_scheduler("OneCycle", params, optimizer), 11, momentum) == pytest.approx(expected)
+    assert optimizer.param_groups[0]["betas"][1] == 0.98
+
+    sgd = make_optimizer(torch.optim.SGD, momentum=0.5)
+    scheduler = build_scheduler("OneCycle", params, sgd)
+    assert run(scheduler, 11, lambda o: o.param_groups[0]["momentum"]) == pytest.approx(expected)
+
+    steep = build_scheduler("OneCycle", {**params, "decay_mom_rate": 1.0}, make_optimizer())
+    assert max(run(steep, 20, momentum)) == 0.9999
+
+
+def test_one_cycle_leaves_an_optimizer_without_momentum_alone(caplog):
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        caplog.clear()
+        optimizer = make_optimizer(kind)
+        with caplog.at_level(logging.WARNING, logger="zerolite"):
+            scheduler = OneCycle(optimizer, 0.1, 1.0)
+        assert "no momentum to cycle" in caplog.text
+        run(scheduler, 3)
+        assert optimizer.param_groups[0].get("momentum", 0) == 0 and "betas" not in optimizer.param_groups[0]
+    optimizer = make_optimizer()
+    run(OneCycle(optimizer, 0.1, 1.0, cycle_momentum=False), 3)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_no_warmup_starts_at_the_top(kind):
+    none = {"warmup_num_steps": 0, "warmup_type": kind}
+    assert run(WarmupLR(make_optimizer(), 0.001, 0.1, **none), 3) == [0.1] * 3
+    decay = WarmupDecayLR(make_optimizer(), 4, 0.0, 0.1, **none)
+    assert run(decay, 7) == pytest.approx([0.1, 0.1, 0.075, 0.05, 0.025, 0.0, 0.0])
+    cosine = WarmupCosineLR(make_optimizer(), 2, cos_min_ratio=0.0, **none)
+    assert run(cosine, 4) == pytest.approx([0.01, 0.005, 0.0, 0.0])
+
+
+# -------------------------------------------------------------------------------------------------------- any optimizer
+
+
+def test_lists_give_each_group_its_own():
+    scheduler = build_scheduler(
+        "WarmupLR",
+        {"warmup_min_lr": [0.0, 0.1], "warmup_max_lr": [0.4, 0.5], "warmup_num_steps": 4, "warmup_type": "linear"},
+        make_optimizer(groups=2),
+    )
+    lrs = run(scheduler, 5, lambda o: [g["lr"] for g in o.param_groups])
+    assert lrs[-1] == pytest.approx([0.3, 0.4]) and lrs[0] == [0.0, 0.1]
+    test = LRRangeTest(make_optimizer(groups=2), [0.1, 0.2], 1)
+    assert run(test, 2, lambda o: [g["lr"] for g in o.param_groups]) == [[0.1, 0.2], [0.2, 0.4]]
+    cycle = OneCycle(make_optimizer(groups=2), [0.1, 0.2], 1.0, cycle_min_mom=[0.5, 0.6])
+    assert [g["betas"][0] for g in cycle.optimizer.param_groups] == [0.5, 0.6]
+    assert cycle.get_last_lr() == [0.1, 0.2]
+
+
+def test_own_learning_rates_of_the_groups():
+    optimizer = make_optimizer(groups=2)
+    optimizer.param_groups[1]["lr"] = 0.5
+    scheduler = WarmupLR(optimizer, warmup_num_steps=0)
+    assert scheduler.get_last_lr() == [0.01, 0.5]
+    cosine = WarmupCosineLR(optimizer, 10, warmup_num_steps=0)
+    assert cosine.get_last_lr() == [0.01, 0.5]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_tensor_learning_rate_is_filled_in_place(name):
+    optimizer = make_optimizer(lr=torch.tensor(0.01), foreach=False)
+    tensor = optimizer.param_groups[0]["lr"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = build_scheduler(name, OURS[name], optimizer)
+        used = run(scheduler, 6, lambda o: o.param_groups[0]["lr"].item())
+        scheduler.load_state_dict({"last_epoch": 2})
+        assert tensor.item() == pytest.approx(used[2])
+    assert optimizer.param_groups[0]["lr"] is tensor
+    assert used == pytest.approx(run(build_scheduler(name, OURS[name], make_optimizer()), 6), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("cut", [0, 1, 4, 8])
+def test_state_continues_a_run_and_sets_the_rates(name, cut):
+    def both(optimizer):
+        return optimizer.param_groups[0]["lr"], momentum(optimizer)
+
+    whole = run(build_scheduler(name, OURS[name], make_optimizer()), 12, both)
+    first = build_scheduler(name, OURS[name], make_optimizer())
+    begin = run(first, cut, both)
+    second = build_scheduler(name, OURS[name], make_optimizer())
+    second.load_state_dict(first.state_dict())
+    assert second.get_last_lr() == [whole[cut][0]]
+    assert begin + run(second, 12 - cut, both) == whole
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_last_batch_iteration_resumes_deepspeeds_count(name):
+    whole = run(build_scheduler(name, OURS[name], make_optimizer()), 8)
+    resumed = build_scheduler(name, {**OURS[name], "last_batch_iteration": 3}, make_optimizer())
+    assert resumed.last_batch_iteration == 3
+    assert run(resumed, 4) == whole[4:]
+
+
+@pytest.mark.parametrize("state", [{}, {"last_epoch": -1}, {"last_epoch": 1.5}, {"last_epoch": 1, "more": 2}])
+def test_refuses_a_broken_state(state):
+    scheduler = WarmupLR(make_optimizer())
+    with pytest.raises(ValueError, match="last_epoch"):
+        scheduler.load_state_dict(state)
+    assert scheduler.last_epoch == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- by name
+
+
+def test_torch_schedulers_by_name():
+    scheduler = build_scheduler("steplr", {"step_size": 2.0, "gamma": 0.5}, make_optimizer())
+    assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+    assert run(scheduler, 4) == [0.01, 0.01, 0.005, 0.005]
+    several = build_scheduler("MultiStepLR", {"milestones": [1, 2], "gamma": 0.1}, make_optimizer())
+    assert run(several, 3) == pytest.approx([0.01, 0.001, 0.0001])
+    build_scheduler(
+        "OneCycleLR", {"max_lr": [0.1, 0.2], "total_steps": 9, "anneal_strategy": "linear"}, make_optimizer(groups=2)
+    )
+    build_scheduler("LambdaLR", {"lr_lambda": lambda step: 1.0}, make_optimizer())
+    build_scheduler("CosineAnnealingLR", {"T_max": 5, "eta_min": "auto"}, make_optimizer())
+
+
+def test_auto_means_the_default():
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "auto"}
+    scheduler = build_scheduler("WarmupLR", params, make_optimizer())
+    assert (scheduler.warmup_num_steps, scheduler.warmup_type, scheduler.warmup_max_lr) == (1000, "log", None)
+    assert build_scheduler("warmuplr", None, make_optimizer()).state_dict() == {"last_epoch": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("WarmupLr2", {}, "scheduler.type: 'WarmupLr2' is not known .*nearest: 'WarmupLR'"),
+        ("ReduceLROnPlateau", {}, "scheduler.type: .*metric"),
+        ("SequentialLR", {}, "scheduler.type: .*lr_scheduler="),
+        ("LRScheduler", {}, "not known"),
+        ("WarmupLR", {"warmup_steps": 3}, "scheduler.params.warmup_steps: .*nearest: 'warmup_num_steps'"),
+        ("WarmupLR", {"optimizer": 3}, "scheduler.params.optimizer: not a parameter"),
+        ("WarmupLR", {"warmup_max_lr": "1e-3"}, "scheduler.params.warmup_max_lr: expected a number or a list.*quotes"),
+        ("WarmupLR", {"warmup_num_steps": 1.5}, "scheduler.params.warmup_num_steps: expected a whole number"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params: .*warmup_num_steps"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "scheduler.params: .*'log' or 'linear'"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "warmup_max_lr has 2 values.*1 parameter group"),
+        ("WarmupLR", {"warmup_min_lr": -0.1}, "warmup_min_lr must be a number of at least 0"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: missing"),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, "scheduler.params.total_num_steps: .*'auto'.*no default"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": -1}, "cos_min_ratio"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
+        ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: missing"),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1.0}, "cycle_max_mom must be below 1"),
+        ("StepLR", {"gamma": 0.5}, "scheduler.params.step_size: missing"),
+        ("StepLR", {"step_size": 2, "gama": 0.5}, "scheduler.params.gama: .*nearest: 'gamma'"),
+        ("LambdaLR", {"lr_lambda": "lambda x: x"}, "scheduler.params: LambdaLR"),
+    ],
+)
+def test_errors(name, params, words):
+    with pytest.raises(ConfigError, match=words):
+        build_scheduler(name, params, make_optimizer())
+
+
+def test_all_errors_in_one_message():
+    with pytest.raises(ConfigError) as error:
+        build_scheduler("WarmupDecayLR", {"warmup_min": 1, "warmup_type": 3}, make_optimizer())
+    paths = ["scheduler.params.total_num_steps", "scheduler.params.warmup_min", "scheduler.params.warmup_type"]
+    assert sorted(path for path, _ in error.value.errors) == paths
+
+
+def test_a_total_below_the_warmup_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, logger="zerolite"):
+        WarmupDecayLR(make_optimizer(), 5, warmup_num_steps=10)
+    assert "total_num_steps is 5" in caplog.text

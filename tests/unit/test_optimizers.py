@@ -1,0 +1,280 @@
+"""Optimizers by name, and the claim that the elementwise ones are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from zerolite.config.errors import ConfigError
+from zerolite.ops import Lion
+from zerolite.runtime.optimizers import (
+    ELEMENTWISE,
+    NOT_ELEMENTWISE,
+    TORCH_OPTIMIZERS,
+    check_elementwise,
+    resolve_optimizer,
+)
+
+USABLE = sorted(set(TORCH_OPTIMIZERS) - {"lbfgs", "sparseadam"}) + ["lion"]
+
+
+def one_update(optimizer_class, defaults, start=1.0, grad=0.5):
+    p = torch.nn.Parameter(torch.full((3, 2), start))
+    optimizer = optimizer_class([p], **defaults)
+    p.grad = torch.full_like(p, grad)
+    optimizer.step()
+    return p.detach()
+
+
+# ---------------------------------------------------------------------------------------------------------- by name
+
+
+@pytest.mark.parametrize("name", USABLE)
+def test_every_name_resolves_in_any_case_and_can_be_made(name):
+    for spelling in (name, name.upper(), name.title()):
+        spec = resolve_optimizer(spelling, {"lr": 0.01})
+        assert spec.name == spec.cls.__name__
+        assert spec.defaults["lr"] == 0.01
+        assert torch.isfinite(one_update(spec.cls, spec.defaults)).all()
+
+
+def test_adam_decouples_its_weight_decay_unless_told_otherwise():
+    params = {"lr": 0.1, "weight_decay": 0.5}
+    decoupled = resolve_optimizer("Adam", params)
+    coupled = resolve_optimizer("Adam", {**params, "adam_w_mode": False})
+    assert (decoupled.cls, coupled.cls) == (torch.optim.AdamW, torch.optim.Adam)
+    # Adam's first step is lr * sign(grad); the decoupled decay multiplies by 1 - lr * weight_decay.
+    torch.testing.assert_close(one_update(decoupled.cls, decoupled.defaults), torch.full((3, 2), 0.85))
+    torch.testing.assert_close(one_update(coupled.cls, coupled.defaults), torch.full((3, 2), 0.9))
+
+
+def test_weight_decay_defaults():
+    def decay(name, **params):
+        spec = resolve_optimizer(name, params)
+        p = torch.nn.Parameter(torch.zeros(1))
+        return spec.cls([p], **spec.defaults).param_groups[0]["weight_decay"]
+
+    assert decay("Adam") == 0.0
+    assert decay("Adam", weight_decay=0.1) == 0.1
+    assert decay("AdamW") == 0.01
+    assert decay("adamw", weight_decay=0) == 0
+
+
+def test_lion_has_deepspeeds_defaults():
+    assert resolve_optimizer("Lion").defaults == {"lr": 1e-3, "betas": (0.9, 0.999)}
+    spec = resolve_optimizer("lion", {"betas": [0.95, 0.98], "weight_decay": 0.1, "set_grad_none": True})
+    assert spec.cls is Lion and spec.defaults == {"lr": 1e-3, "betas": (0.95, 0.98), "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("key", ["torch_adam", "bias_correction", "fp32_optimizer_states", "set_grad_none"])
+def test_deepspeeds_switches_at_their_supported_value_change_nothing(key):
+    for name in ("Adam", "AdamW"):
+        assert resolve_optimizer(name, {key: True}) == resolve_optimizer(name)
+    assert resolve_optimizer("Adam", {"torch_adam": False}) == resolve_optimizer("Adam")
+
+
+def test_auto_and_json_values():
+    spec = resolve_optimizer("AdamW", {"lr": "auto", "betas": [0, 0.95], "eps": 1, "weight_decay": "auto"})
+    assert spec.defaults == {"betas": (0, 0.95), "eps": 1, "fused": True}
+    assert all(type(beta) is float for beta in spec.defaults["betas"])
+    assert resolve_optimizer("Adam", {"adam_w_mode": "auto", "torch_adam": "auto"}) == resolve_optimizer("Adam")
+    assert resolve_optimizer("Muon", {"ns_steps": 3.0}).defaults == {"ns_steps": 3} if "muon" in TORCH_OPTIMIZERS else 1
+
+
+def test_params_are_not_changed():
+    params = {"adam_w_mode": True, "torch_adam": True, "betas": [0.9, 0.99]}
+    resolve_optimizer("Adam", params)
+    assert params == {"adam_w_mode": True, "torch_adam": True, "betas": [0.9, 0.99]}
+
+
+@pytest.mark.parametrize("name", USABLE)
+def test_fused_by_default_where_cpu_and_cuda_have_it(name):
+    assert resolve_optimizer(name).defaults.get("fused", False) is (name in ("adam", "adamw", "sgd"))
+
+
+@pytest.mark.parametrize("choice", [{"foreach": True}, {"fused": False}, {"foreach": None}, {"capturable": True}])
+def test_a_given_implementation_is_kept(choice):
+    assert resolve_optimizer("AdamW", choice).defaults == choice
+
+
+# ----------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("AdmaW", "'AdmaW' is not known.*nearest: 'AdamW'"),
+        ("zzz", "known are .*Lion.*initialize"),
+        ("OneBitAdam", "nearest that is: 'Adam'"),
+        ("ZeroOneAdam", "nearest that is: 'Adam'"),
+        ("Lamb", "nearest that is: 'AdamW'"),
+        ("MuSGD", "nearest that is: 'SGD'"),
+        ("LBFGS", "closure"),
+        ("SparseAdam", "sparse gradients"),
+        ("Optimizer", "not known"),
+    ],
+)
+def test_unknown_names(name, words):
+    with pytest.raises(ConfigError, match=f"optimizer.type: .*{words}"):
+        resolve_optimizer(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("AdamW", {"beta": [0.9, 0.99]}, "optimizer.params.beta: .*nearest: 'betas'"),
+        ("Adam", {"adamw_mode": True}, "optimizer.params.adamw_mode: .*nearest: 'adam_w_mode'"),
+        ("SGD", {"params": []}, "optimizer.params.params: not a parameter"),
+        ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode: not a parameter"),
+        ("Adam", {"adam_w_mode": False, "decoupled_weight_decay": True}, "params.decoupled_weight_decay: not a param"),
+        ("AdamW", {"lr": "1e-3"}, "optimizer.params.lr: expected a number, got '1e-3'.*quotes"),
+        ("AdamW", {"lr": True}, "optimizer.params.lr: expected a number, got True"),
+        ("AdamW", {"lr": None}, "optimizer.params.lr: expected a number, got None"),
+        ("AdamW", {"lr": float("nan")}, "optimizer.params.lr: expected a number, got nan"),
+        ("AdamW", {"betas": 0.9}, "optimizer.params.betas: expected a list of 2 numbers"),
+        ("AdamW", {"betas": [0.9]}, "optimizer.params.betas: expected a list of 2 numbers"),
+        ("AdamW", {"betas": [0.9, "x"]}, "optimizer.params.betas: expected a list of 2 numbers"),
+        ("AdamW", {"betas": [0.9, False]}, "optimizer.params.betas: expected a list of 2 numbers"),
+        ("AdamW", {"amsgrad": 1}, "optimizer.params.amsgrad: expected true or false, got 1"),
+        ("AdamW", {"lr": -1}, "optimizer.params: AdamW does not take these values.*-1"),
+        ("AdamW", {"fused": True, "foreach": True}, "optimizer.params: AdamW"),
+        ("SGD", {"nesterov": True}, "optimizer.params: SGD .*momentum"),
+        ("Lion", {"betas": [0.9, 1.5]}, "optimizer.params: Lion"),
+        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction: .*not supported yet"),
+        ("Adam", {"torch_adam": "yes"}, "optimizer.params.torch_adam: expected true or false"),
+        ("Adam", {"freeze_step": 100}, "optimizer.params.freeze_step: .*1-bit"),
+        ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: .*gradient_clipping"),
+        ("AdamW", {"adam_w_mode": False}, "optimizer.params.adam_w_mode: .*set optimizer.type to 'Adam'"),
+        ("AdamW", {"differentiable": True}, "optimizer.params.differentiable: expected false"),
+    ],
+)
+def test_wrong_params(name, params, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve_optimizer(name, params)
+
+
+def test_all_errors_in_one_message():
+    with pytest.raises(ConfigError) as error:
+        resolve_optimizer("AdamW", {"lr": "1", "beta": 1, "max_grad_norm": 1, "bias_correction": False, "eps": 1e-8})
+    assert sorted(path for path, _ in error.value.errors) == [
+        "optimizer.params.beta",
+        "optimizer.params.bias_correction",
+        "optimizer.params.lr",
+        "optimizer.params.max_grad_norm",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ elementwise
+
+CUTS = (1, 7, 11, 40)
+OPTIONS = {
+    torch.optim.SGD: [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.5}],
+    torch.optim.Adam: [{"amsgrad": True, "weight_decay": 0.1}],
+    torch.optim.AdamW: [{"amsgrad": True}, {"maximize": True}],
+    torch.optim.RMSprop: [{"centered": True, "momentum": 0.9, "weight_decay": 0.1}],
+    torch.optim.Adagrad: [{"lr_decay": 0.1, "initial_accumulator_value": 0.1}],
+    torch.optim.ASGD: [{"t0": 1, "weight_decay": 0.1}],
+    torch.optim.NAdam: [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    torch.optim.RAdam: [{"weight_decay": 0.1}],
+    torch.optim.Adadelta: [{"weight_decay": 0.1}],
+    torch.optim.Adamax: [{"weight_decay": 0.1}],
+    Lion: [{"weight_decay": 0.1}],
+}
+VARIANTS = [
+    (cls, {**options, **implementation})
+    for cls in sorted(ELEMENTWISE, key=lambda cls: cls.__name__)
+    for options in [{}, *OPTIONS.get(cls, [])]
+    for implementation in ([{}] if cls is Lion else [{"foreach": True}, {"foreach": False}])
+]
+
+
+def run_in_pieces(cls, options, cuts, shape=(103,), steps=8):
+    """The parameter after some steps, and its states of full length, updated in pieces that begin at `cuts`."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(shape, generator=generator).flatten()
+    ends = [*cuts, start.numel()]
+    bounds = list(zip([0, *cuts], ends, strict=True))
+    whole = not cuts
+    pieces = [torch.nn.Parameter(start.view(shape) if whole else start[a:b].clone()) for a, b in bounds]
+    optimizer = cls(pieces, **options)
+    for _ in range(steps):
+        grad = torch.randn(shape, generator=generator).flatten()
+        grad[5] = 0.0
+        for piece, (a, b) in zip(pieces, bounds, strict=True):
+            piece.grad = grad[a:b].clone().view_as(piece)
+        optimizer.step()
+    names = sorted(name for name, value in optimizer.state[pieces[0]].items() if getattr(value, "ndim", 0))
+    states = {name: torch.cat([optimizer.state[p][name].flatten() for p in pieces]) for name in names}
+    return {"parameter": torch.cat([p.detach().flatten() for p in pieces]), **states}
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    VARIANTS,
+    ids=[f"{c.__name__}-{'-'.join(f'{k}={v}' for k, v in o.items())}" for c, o in VARIANTS],
+)
+def test_elementwise_optimizers_give_the_same_bits_in_pieces(cls, options):
+    whole, pieces = run_in_pieces(cls, options, ()), run_in_pieces(cls, options, CUTS)
+    assert whole.keys() == pieces.keys()
+    for name in whole:
+        assert torch.equal(whole[name], pieces[name]), name
+
+
+def test_the_piecewise_check_catches_what_is_not_elementwise():
+    """Adafactor and Muon differ in pieces, as the table says; so the test above can fail."""
+    for cls in NOT_ELEMENTWISE:
+        if cls.__name__ in ("Adafactor", "Muon"):
+            whole = run_in_pieces(cls, {"lr": 0.1}, (), shape=(8, 12))["parameter"]
+            optimizer_pieces = run_in_matrix_pieces(cls)
+            assert not torch.allclose(whole, optimizer_pieces), cls
+
+
+def run_in_matrix_pieces(cls):
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn((8, 12), generator=generator)
+    pieces = [torch.nn.Parameter(start[:4].clone()), torch.nn.Parameter(start[4:].clone())]
+    optimizer = cls(pieces, lr=0.1)
+    for _ in range(8):
+        grad = torch.randn((8, 12), generator=generator)
+        grad.view(-1)[5] = 0.0
+        pieces[0].grad, pieces[1].grad = grad[:4].clone(), grad[4:].clone()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in pieces])
+
+
+def test_every_torch_optimizer_is_in_one_table():
+    assert set(TORCH_OPTIMIZERS.values()) | {Lion} == ELEMENTWISE | set(NOT_ELEMENTWISE)
+    assert not ELEMENTWISE & set(NOT_ELEMENTWISE)
+
+
+def test_check_elementwise():
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    for cls in ELEMENTWISE:
+        assert check_elementwise(cls) is None
+        assert check_elementwise(cls([p])) is None
+    assert "row and column" in check_elementwise(torch.optim.Adafactor)
+    spec = resolve_optimizer("Adafactor")
+    assert spec.elementwise is False and spec.reason == check_elementwise(torch.optim.Adafactor)
+    assert resolve_optimizer("SGD").elementwise is True and resolve_optimizer("SGD").reason is None
+
+
+def test_unknown_classes_are_taken_at_their_own_word_only():
+    class Silent(torch.optim.AdamW):
+        pass
+
+    class Promises(torch.optim.Optimizer):
+        zerolite_elementwise = True
+
+    class Inherits(Promises):
+        pass
+
+    class Denies(torch.optim.SGD):
+        zerolite_elementwise = False
+
+    for cls in (Silent, Inherits):
+        reason = check_elementwise(cls)
+        assert re.search(rf"{cls.__name__}.*zerolite_elementwise = True", reason)
+    assert check_elementwise(Promises) is None
+    assert "zerolite_elementwise = False" in check_elementwise(Denies)

@@ -1,0 +1,160 @@
+"""What `initialize` is given besides the config: checked, and brought into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.runtime.lr_schedules import build_scheduler
+from zerolite.runtime.optimizers import check_elementwise, resolve_optimizer
+from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
+from zerolite.runtime.zero.stages import StagePolicy
+
+# Parameter -> the engine that trains it, neither kept alive.
+OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
+
+
+def param_groups_of(model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any) -> Groups:
+    """Param groups over the model's own parameters: the given optimizer's, those of ``model_parameters``, or one of
+    all."""
+    if isinstance(optimizer, Optimizer):
+        if model_parameters is not None:
+            raise ValueError(
+                "zerolite.initialize: got an optimizer instance and model_parameters; the instance has its "
+                "parameters already, so leave "
+                "model_parameters out, or pass the optimizer's class"
+            )
+        groups = optimizer.param_groups
+    else:
+        source: list[Any] = (
+            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+        )
+        if source and not isinstance(source[0], dict):
+            source = [{"params": source}]
+        groups = [{**group, "params": _plain_parameters(group["params"])} for group in source]
+    known = {id(p) for p in model.parameters()}
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"zerolite.initialize: param group {number} holds a tensor of shape {tuple(parameter.shape)} "
+                    "that is no parameter of the "
+                    "model; build the optimizer from model.parameters() of the very model that is passed"
+                )
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"zerolite.initialize: a parameter of shape {tuple(parameter.shape)} is in two param groups"
+                )
+            seen.add(id(parameter))
+    return groups
+
+
+def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
+    if isinstance(params, torch.Tensor):
+        return [params]  # type: ignore[list-item]
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+
+
+def check_trained(trained: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+    if not trained:
+        raise ValueError("zerolite.initialize: no parameter to train: none of the given parameters requires a gradient")
+    for parameter in trained:
+        name = names[id(parameter)]
+        if parameter.is_meta:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' is on the meta device and has no values; materialise "
+                "the model first, e.g. "
+                "with model.to_empty(device='cpu') and its own initialisation"
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' is complex ({parameter.dtype}); use two real ones"
+            )
+        owner = OWNERS.get(parameter)
+        if owner is not None and owner() is not None:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' belongs to another engine that is still alive; delete "
+                "that one first (del engine)"
+            )
+        if parameter.grad is not None:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' already has a gradient, which the engine would not see; call "
+                "model.zero_grad() first"
+            )
+
+
+# -------------------------------------------------------------------- optimizer and scheduler
+
+
+def optimizer_maker(
+    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups
+) -> Callable[[Groups], Optimizer] | Optimizer:
+    """The user's instance, or a function from param groups to an optimizer; refused where it cannot work."""
+    if optimizer is not None and config.optimizer is not None:
+        raise ConfigError(
+            [
+                (
+                    "optimizer",
+                    "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave "
+                    "one out",
+                )
+            ]
+        )
+    if optimizer is None and config.optimizer is None:
+        raise ConfigError(
+            [
+                (
+                    "optimizer",
+                    'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or '
+                    "zerolite.initialize(optimizer=…), got neither",
+                )
+            ]
+        )
+    if optimizer is None:
+        assert config.optimizer is not None
+        spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
+        reason = spec.reason
+        made: Callable[[Groups], Optimizer] | Optimizer = lambda pieces: spec.cls(pieces, **spec.defaults)  # noqa: E731
+    elif isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
+        reason = check_elementwise(optimizer)
+        made = optimizer
+    else:
+        instance = optimizer(groups)
+        if not isinstance(instance, Optimizer):
+            raise ValueError(
+                "zerolite.initialize: expected optimizer(parameters) to give a torch.optim.Optimizer, got "
+                f"{type(instance).__name__}"
+            )
+        reason, made = check_elementwise(instance), instance
+    if policy.shard_optimizer and reason is not None:
+        raise ValueError(
+            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. "
+            f"{reason} Use stage 0 for it."
+        )
+    return made
+
+
+def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:
+    if given is not None and config.scheduler is not None:
+        raise ConfigError(
+            [
+                (
+                    "scheduler",
+                    "expected a schedule in the config or in zerolite.initialize(lr_scheduler=…), got both; "
+                    "leave one out",
+                )
+            ]
+        )
+    if given is not None:
+        return given(optimizer) if not hasattr(given, "step") else given
+    if config.scheduler is None:
+        return None
+    return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
