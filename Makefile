@@ -3,8 +3,8 @@
 # make test-all   lint, types and every test
 # make lint | types | docs | bench | clean
 #
-# All of them run in .venv, which is made and filled on the first call and again only when setup.py or constraints.txt
-# changed. To choose the interpreter or to pass arguments to pip:
+# All of them run in .venv, which is made and filled on the first call and again only when setup.py, constraints.txt
+# or the version changed. To choose the interpreter or to pass arguments to pip:
 #   make test PYTHON=python3.12 PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 
 PYTHON ?= python3
@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.installed-bench
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INPUTS := setup.py pyproject.toml constraints.txt zerolite/version.py
+INPUTS := setup.py constraints.txt zerolite/version.py
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all lint types docs bench clean

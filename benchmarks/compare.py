@@ -1,11 +1,12 @@
 """Train the same GPT under zerolite and its competitors, in turn, and print what each costs.
 
-    python benchmarks/compare.py                                       # the known setting: two gloo ranks, fp32, 17.2 M parameters
+    python benchmarks/compare.py                    # the known setting: two gloo ranks, fp32, 17.2 M parameters
     python benchmarks/compare.py --competitors compute,ddp,zerolite-1 --rounds 3 --markdown
     python benchmarks/compare.py --device cuda --nproc 8 --dtype bf16 --layers 24 --width 2048 --heads 16 --context 1024
 
-Every competitor has processes of its own, which sleep while another runs. Rounds alternate the order, and ratios are taken within a round, so
-that a machine that slows down for a while does not favour whoever ran before. Losses must agree, or the exit status is 1.
+Every competitor has processes of its own, which sleep while another runs. Rounds alternate the order, and ratios are
+taken within a round, so that a machine that slows down for a while favours nobody. Losses must agree, or the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ class Contest:
                 self.workers.pop(name).close()
 
     def disagreements(self) -> list[str]:
-        """Sentences about competitors whose losses are not the reference's. A rank that trains alone shares only the first loss."""
+        """Sentences about competitors whose losses are not the reference's.
+
+        A rank that trains alone shares only the first loss with the others.
+        """
         losses = {name: self.started[name].losses + self.rounds[name][0].losses for name in self.present()}
         together = [name for name in losses if COMPETITORS[name].communicates]
         if not together:
@@ -103,7 +107,9 @@ class Contest:
             pairs = list(zip(values, losses[reference], strict=True))[: None if name in together else 1]
             gap, at = max((abs(a - b), step) for step, (a, b) in enumerate(pairs, 1))
             if not gap <= tolerance:  # also true for NaN
-                found.append(f"{name}: the loss of step {at} is {gap:.2e} from {reference}'s, allowed is {tolerance:.0e}")
+                found.append(
+                    f"{name}: the loss of step {at} is {gap:.2e} from {reference}'s, allowed is {tolerance:.0e}"
+                )
         return found
 
 
@@ -116,7 +122,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=_positive, default=3, help="steps before the first round, not timed")
     parser.add_argument("--nproc", type=_positive, default=2, help="ranks")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute dtype; masters are fp32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo, one thread a rank; cuda: NCCL")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo, one thread a rank; cuda: NCCL"
+    )
     parser.add_argument("--micro-batch", type=_positive, default=2, help="sequences a rank and step")
     for name in ("layers", "width", "heads", "vocab", "context"):
         parser.add_argument(f"--{name}", type=_positive, default=getattr(ModelSize, name))
@@ -152,8 +160,9 @@ def _positive(text: str) -> int:
 def describe(args: argparse.Namespace) -> str:
     backend = "gloo" if args.device == "cpu" else "NCCL"
     return (
-        f"{args.nproc} {backend} ranks on {args.device}, {args.dtype}, {args.micro_batch} x {args.context} tokens a rank, "
-        f"{args.rounds} rounds of {args.steps} steps, torch {torch.__version__}, {os.cpu_count()} cores ({platform.machine()})"
+        f"{args.nproc} {backend} ranks on {args.device}, {args.dtype}, {args.micro_batch} x {args.context} tokens "
+        f"a rank, {args.rounds} rounds of {args.steps} steps, torch {torch.__version__}, {os.cpu_count()} cores, "
+        f"{platform.machine()}"
     )
 
 
@@ -184,7 +193,12 @@ def _write_json(
             entry["losses"] = contest.started[row.name].losses + contest.rounds[row.name][0].losses
             entry["step_s"] = [result.step_s for result in contest.rounds[row.name]]
         results[row.name] = entry
-    document = {"setting": vars(args), "description": describe(args), "results": results, "disagreements": disagreements}
+    document = {
+        "setting": vars(args),
+        "description": describe(args),
+        "results": results,
+        "disagreements": disagreements,
+    }
     path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
 
 

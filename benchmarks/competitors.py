@@ -1,7 +1,8 @@
 """Who is compared: each competitor turns the same model into a `step(tokens, targets) -> loss`.
 
-All of them train with AdamW at the same hyperparameters and clip the global norm of the averaged gradients to `CLIP`. In bf16 all of
-them keep fp32 master weights: DDP through autocast, FSDP2 through its mixed precision policy, DeepSpeed and zerolite through their config.
+All of them train with AdamW at the same hyperparameters and clip the global norm of the averaged gradients to `CLIP`.
+In bf16 all of them keep fp32 master weights: DDP through autocast, FSDP2 through its mixed precision policy, DeepSpeed
+and zerolite through their config.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _json_config(setting: Setting, stage: int) -> dict[str, Any]:
 
 
 def build_deepspeed(model: nn.Module, setting: Setting, stage: int) -> Step:
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found]
 
     config = _json_config(setting, stage)
     config["steps_per_print"] = 10**9
@@ -150,7 +151,7 @@ def _engine_loop(engine: Any) -> Step:
         loss = engine(tokens, targets)
         engine.backward(loss)
         engine.step()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     return step
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors, by the allocator's own accounting: every allocation and release, wherever in the library it happens."""
+"""Bytes of tensors, by the allocator's own accounting: every allocation and release, wherever it happens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _WINDOW = "benchmarks.memory.window"
 class Meter:
     """Counts from `with meter:` on; `with meter.window():` inside it marks the steps whose peak is wanted.
 
-    `peak_bytes` is the most that was allocated at one moment of the window, `resident_bytes` what was left at its end. On the CPU the
-    figures come from the profiler's memory events, and memory that a library maps by itself, past torch's allocator, is not in them.
+    `peak_bytes` is the most that was allocated at one moment of the window, `resident_bytes` what was left at its end.
+    On the CPU the figures come from the profiler's memory events; memory that a library maps by itself, past torch's allocator,
+    is not in them.
     """
 
     def __init__(self, device: str) -> None:
@@ -57,7 +58,7 @@ def _read_memory_events(profiled: profile) -> tuple[int, int]:
     window = next(event for event in events if event.name() == _WINDOW)
     start, end = window.start_ns(), window.start_ns() + window.duration_ns()
     memory = sorted(
-        (event.start_ns(), event.nbytes())
+        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]
         for event in events
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
     )

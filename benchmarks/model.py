@@ -1,4 +1,4 @@
-"""The GPT that every competitor trains. It is kept apart from the examples so that old and new figures stay comparable."""
+"""The GPT that every competitor trains. Kept apart from the examples, so that old and new figures stay comparable."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def build_model(size: ModelSize, seed: int = 0) -> GPT:
 def make_batches(size: ModelSize, micro_batch: int, rank: int, count: int = 8) -> list[tuple[Tensor, Tensor]]:
     """`count` pairs of (tokens, targets) on the CPU, different on each rank, the same for every competitor.
 
-    The tokens walk through the vocabulary with a little noise, so that there is something to learn and a wrong update shows in the loss.
+    The tokens walk through the vocabulary with a little noise: something can be learnt, and a wrong update shows in the
+    loss.
     """
     generator = torch.Generator().manual_seed(1000 + rank)
     shape = (micro_batch, size.context + 1)

@@ -2,8 +2,9 @@
 
     python benchmarks/profile_step.py --stage 1
 
-Time is given to the innermost phase that is running, so the lines add up to the whole step. `CPU` is the processor time of the thread that
-trains: on a machine with other work it is the steadier figure, and where it is smaller than the wall time the thread has waited.
+Time is given to the innermost phase that is running, so the lines add up to the whole step. `CPU` is the processor time
+of the thread that trains: on a machine with other work it is the steadier figure, and where it is smaller than the wall
+time the thread has waited.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.competitors import Setting, make_zerolite_engine, optimizer_for
 from benchmarks.model import ModelSize, build_model, make_batches
 from benchmarks.workers import join_group
 
-# (path from the engine, method) -> the phase it belongs to. The methods are the engine's own parts, wrapped on the instance.
+# (attribute of the engine, method) -> the phase it belongs to. The methods are wrapped on the instance.
 PHASES = {
     ("_reducer", "_accept"): "gradients into buckets",
     ("_reducer", "_launch"): "launch reductions",
@@ -159,6 +160,10 @@ def _rank_main(rank: int, setting: Setting, size: ModelSize, args: argparse.Name
     dist.destroy_process_group()
 
 
+def _sum(table: dict[str, tuple[float, float]]) -> tuple[float, float]:
+    return sum(wall for wall, _ in table.values()), sum(cpu for _, cpu in table.values())
+
+
 def render(alone: dict[str, tuple[float, float]], together: dict[str, tuple[float, float]], stage: int) -> str:
     lines = [f"{'ms a step, median':<24}{'alone':>8}{'CPU':>8}{f'stage {stage}':>10}{'CPU':>8}{'CPU more':>10}"]
     names = list(dict.fromkeys([*together, *alone]))
@@ -166,7 +171,7 @@ def render(alone: dict[str, tuple[float, float]], together: dict[str, tuple[floa
     for name in names:
         a, b = alone.get(name, zero), together.get(name, zero)
         lines.append(f"{name:<24}{a[0]:8.1f}{a[1]:8.1f}{b[0]:10.1f}{b[1]:8.1f}{b[1] - a[1]:10.1f}")
-    a, b = ([sum(entry[i] for entry in table.values()) for i in (0, 1)] for table in (alone, together))
+    a, b = _sum(alone), _sum(together)
     lines.append(f"{'sum':<24}{a[0]:8.1f}{a[1]:8.1f}{b[0]:10.1f}{b[1]:8.1f}{b[1] - a[1]:10.1f}")
     return "\n".join(lines)
 
@@ -187,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     setting = Setting("cpu", args.dtype, args.micro_batch, args.nproc)
     with tempfile.TemporaryDirectory(prefix="zerolite-profile-") as directory:
         arguments = (setting, size, args, str(Path(directory) / "store"))
-        mp.spawn(_rank_main, args=arguments, nprocs=args.nproc)  # type: ignore[no-untyped-call]
+        mp.spawn(_rank_main, args=arguments, nprocs=args.nproc)
     return 0
 
 

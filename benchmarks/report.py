@@ -29,7 +29,7 @@ class Footprint(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One competitor. Ratios are times: below 1 is faster. `tokens_per_s` is over all ranks; `cpu_ms` is a step's on rank 0."""
+    """One competitor. Ratios are of times: below 1 is faster. `tokens_per_s`: all ranks; `cpu_ms`: a step on rank 0."""
 
     name: str
     absent: str | None = None
@@ -104,7 +104,7 @@ COLUMNS = (
 
 
 def render_table(rows: list[Row], markdown: bool = False) -> str:
-    """The table as aligned text or as Markdown. MB are 10^6 bytes. Absent competitors keep their line, with the reason."""
+    """The table as aligned text or Markdown. MB are 10^6 bytes. Absent competitors keep their line, with the reason."""
     header = [title for title, _, _ in COLUMNS]
     cells = [_cells(row) for row in rows]
     if markdown:

@@ -1,6 +1,7 @@
 """The processes of one competitor: started once, then told by the parent when to run, asleep while the others run.
 
-Each competitor has processes of its own, so that what one library changes in torch, allocates or breaks cannot touch another.
+Each competitor has processes of its own, so that what one library changes in torch, allocates or breaks
+touches no other.
 """
 
 from __future__ import annotations
@@ -77,30 +78,31 @@ class Workers:
 
     def start(self) -> Started:
         """Wait until the model is built and the warm-up steps are done."""
-        return self._receive()  # type: ignore[no-any-return]
+        return self._receive()
 
     def run(self, steps: int) -> RoundResult:
         """Train `steps` more steps."""
         for pipe in self.pipes:
             pipe.send(steps)
-        return self._receive()  # type: ignore[no-any-return]
+        return self._receive()
 
     def _receive(self) -> Any:
         """Rank 0's reply; raises `CompetitorFailed` with the first failing rank's own words."""
         replies: dict[int, Any] = {}
+        rank_of = {id(pipe): rank for rank, pipe in enumerate(self.pipes)}
         while len(replies) < len(self.pipes):
-            pending = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in replies}
-            ready = wait(list(pending), timeout=REPLY_TIMEOUT_S)
+            ready = wait([pipe for pipe in self.pipes if rank_of[id(pipe)] not in replies], timeout=REPLY_TIMEOUT_S)
             if not ready:
                 raise CompetitorFailed(f"no answer within {REPLY_TIMEOUT_S:.0f} s")
             for pipe in ready:
-                rank = pending[pipe]  # type: ignore[index]
+                assert isinstance(pipe, Connection)
+                rank = rank_of[id(pipe)]
                 try:
-                    replies[rank] = pipe.recv()  # type: ignore[union-attr]
+                    reply = replies[rank] = pipe.recv()
                 except EOFError:
                     raise CompetitorFailed(f"rank {rank} died without a word") from None
-                if isinstance(replies[rank], _Failure):
-                    raise CompetitorFailed(f"rank {rank}: {replies[rank].message}", replies[rank].details)
+                if isinstance(reply, _Failure):
+                    raise CompetitorFailed(f"rank {rank}: {reply.message}", reply.details)
         return replies[0]
 
     def close(self) -> None:

@@ -45,9 +45,20 @@ def train(
     optimizer: tuple[str, dict[str, Any]],
     clip: float = 0.0,
     loss_scale: float = 1.0,
+    masters: str = "fp32",
 ) -> Trajectory:
-    """Train ``model`` (fp32, changed in place only for fp32). ``batches[step][micro][rank]`` is one rank's micro-batch."""
-    run = _Fp32(model) if precision == "fp32" else _MixedPrecision(model, DTYPES[precision], loss_scale)
+    """Train ``model`` (fp32, its values become the final masters). ``batches[step][micro][rank]`` is one rank's micro-batch.
+
+    precision: "fp32", "bf16", "fp16", or "autocast" (fp32 weights under torch.autocast to bf16). masters, for bf16 and fp16: "fp32"; "rounded"
+    (kept in 16 bits, updated in fp32); "none" (everything in 16 bits, states too).
+    """
+    torch.set_num_threads(1)  # as in the workers: 16-bit sums over a batch depend on how many threads share them
+    if precision == "fp32":
+        run: Any = _Fp32(model)
+    elif precision == "autocast":
+        run = _Autocast(model)
+    else:
+        run = _MixedPrecision(model, DTYPES[precision], loss_scale, masters)
     trained = [p for p in run.masters.values() if p.requires_grad]
     torch_optimizer = make_optimizer(optimizer[0], trained, optimizer[1])
     trajectory = Trajectory()
@@ -92,8 +103,13 @@ class _Fp32:
 
 
 class _MixedPrecision:
-    def __init__(self, model: nn.Module, dtype: torch.dtype, loss_scale: float) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, loss_scale: float, masters: str) -> None:
         self.compute = copy.deepcopy(model).to(dtype)
+        if masters == "rounded":
+            model.to(dtype).float()
+        elif masters == "none":
+            model.to(dtype)
+        self.rounds = masters == "rounded"
         self.masters = dict(model.named_parameters())
         self.loss_scale = loss_scale
         self.dtype = dtype
@@ -118,10 +134,25 @@ class _MixedPrecision:
         for name, gradient in sums.items():
             if len(window) == 1:
                 gradient = gradient.to(self.dtype).float()
-            self.masters[name].grad = gradient / self.loss_scale
+            self.masters[name].grad = (gradient / self.loss_scale).to(self.masters[name].dtype)
         return total / sum(len(ranks) for ranks in window)
 
     def publish(self) -> None:
         with torch.no_grad():
             for name, parameter in self.compute.named_parameters():
                 parameter.copy_(self.masters[name])
+                if self.rounds:
+                    self.masters[name].copy_(parameter)
+
+
+class _Autocast(_Fp32):
+    """The gradients of each rank's micro-batch come from 16-bit products, so the micro-batches must stay apart."""
+
+    def gradients(self, loss_of: LossFunction, window: Sequence[Sequence[Any]]) -> float:
+        total, count = 0.0, sum(len(ranks) for ranks in window)
+        for ranks in window:
+            for batch in ranks:
+                loss = loss_of(lambda x: torch.autocast("cpu", torch.bfloat16)(self.compute)(x), batch)  # type: ignore[arg-type]
+                (loss / count).backward()
+                total += loss.item() / count
+        return total

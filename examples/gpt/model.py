@@ -1,4 +1,4 @@
-"""A byte-level GPT: pre-norm transformer blocks, learned positions, about a hundred lines."""
+"""A byte-level GPT: pre-norm transformer blocks, learned positions, a head of its own."""
 
 import math
 from dataclasses import dataclass
@@ -74,7 +74,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.token_embedding.weight  # tied
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -6,9 +6,9 @@ import torch
 from zerolite.comm import Communicator
 from zerolite.runtime.grad_stats import (
     _CHUNK,
+    StatsCollector,
     clip_coefficient,
     clip_coefficient_on_device,
-    collect,
     sum_of_squares,
 )
 from zerolite.runtime.zero.layout import ParameterSpec, PartitionLayout
@@ -45,7 +45,8 @@ def stats_of(parts, used, probes=()):
     flat = torch.full((layout.buckets[0].numel,), math.nan)  # padding must not count
     for slot, part in zip(layout.slots, parts, strict=True):
         flat[slot.start : slot.end] = part
-    vector = collect(layout, fragments, [flat], set(used), list(probes), Communicator(), torch.device("cpu"))
+    collector = StatsCollector(layout, fragments, Communicator(), torch.device("cpu"))
+    vector = collector.collect([flat], set(used), list(probes))
     return vector, vector.get()
 
 

@@ -154,7 +154,7 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
                 "init_method='tcp://host:port'"
             )
     if found is None or (found.world_size == 1 and "MASTER_ADDR" not in os.environ):
-        store = dist.HashStore()  # type: ignore[attr-defined]
+        store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
     os.environ.setdefault("MASTER_ADDR", found.master_addr)

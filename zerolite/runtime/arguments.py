@@ -154,7 +154,15 @@ def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer
             ]
         )
     if given is not None:
-        return given(optimizer) if not hasattr(given, "step") else given
+        made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
+        bound_to = getattr(made, "optimizer", optimizer)
+        if bound_to is not optimizer and bound_to is not optimizer.inner:
+            raise ValueError(
+                "zerolite.initialize: lr_scheduler is bound to another optimizer than the engine's, so it would "
+                "change nothing; bind it to "
+                "the optimizer that is passed, or pass a function such as lambda optimizer: StepLR(optimizer, 10)"
+            )
+        return made
     if config.scheduler is None:
         return None
     return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)

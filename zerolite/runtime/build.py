@@ -137,7 +137,8 @@ def _assemble(
         max_skipped_in_a_row=config.max_consecutive_skipped_steps,
         ignore_unused=config.zero_optimization.ignore_unused_parameters,
     )
-    pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, device)
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, frozen, device)
     boundary = _connect(pipeline, reducer, publisher, sharded, scaler, layout, model)
     engine = Engine(
         module=model,

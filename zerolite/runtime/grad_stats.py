@@ -83,33 +83,40 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@torch.no_grad()
-def collect(
-    layout: PartitionLayout,
-    fragments: Sequence[Fragment],
-    parts: Sequence[torch.Tensor],
-    used: set[int],
-    probes: Sequence[torch.Tensor],
-    comm: Communicator,
-    device: torch.device,
-) -> StatsVector:
-    """Sum squares of this rank's fragments, add over ranks. ``parts[b]`` is this rank's part of bucket ``b``'s mean
-    gradient.
+class StatsCollector:
+    """Sums squares over what this rank owns and adds over ranks: one small all-reduce a step, and no copy from the
+    host in it."""
 
-    Called by the step pipeline once per step, on all ranks; one all-reduce.
-    """
-    count = len(layout.slots)
-    values = torch.zeros(2 * count + comm.world_size, dtype=torch.float64, device=device)
-    if fragments:
-        flats = [parts[f.slot.bucket].narrow(0, f.shard_start, f.numel) for f in fragments]
-        indices = torch.tensor([f.slot.index for f in fragments], device=device)
-        values[indices] = _squares(flats)
-    if used:
-        values[count + torch.tensor(sorted(used), device=device)] = 1.0
-    if probes:
-        values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()
-    comm.all_reduce(values, tag="stats").wait()
-    return StatsVector(values, count)
+    def __init__(
+        self, layout: PartitionLayout, fragments: Sequence[Fragment], comm: Communicator, device: torch.device
+    ) -> None:
+        self._count = len(layout.slots)
+        self._fragments = list(fragments)
+        self._comm = comm
+        self._device = device
+        self._indices = torch.tensor([f.slot.index for f in fragments], dtype=torch.int64, device=device)
+        self._all_used = torch.ones(self._count, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def collect(self, parts: Sequence[torch.Tensor], used: set[int], probes: Sequence[torch.Tensor]) -> StatsVector:
+        """``parts[b]``: this rank's part of bucket ``b``'s mean gradient. ``used``: parameters that got a gradient
+        here. ``probes``: 0-dim tensors that are not finite if something of this rank's was not. Called once per
+        step, on all ranks."""
+        count, comm = self._count, self._comm
+        values = torch.zeros(2 * count + comm.world_size, dtype=torch.float64, device=self._device)
+        if self._fragments:
+            flats = [parts[f.slot.bucket].narrow(0, f.shard_start, f.numel) for f in self._fragments]
+            values[self._indices] = _squares(flats)
+        values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
+        if probes:
+            values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()
+        comm.all_reduce(values, tag="stats").wait()
+        return StatsVector(values, count)
+
+    def _flags(self, used: set[int]) -> torch.Tensor:
+        flags = torch.zeros(self._count, dtype=torch.float64)
+        flags[sorted(used)] = 1.0
+        return flags.to(self._device)
 
 
 def _squares(flats: Sequence[torch.Tensor]) -> torch.Tensor:

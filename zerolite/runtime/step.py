@@ -7,14 +7,20 @@ first backward, before anything can change it, and the loss scaler is told the o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zerolite.comm import Communicator
 from zerolite.runtime.accumulation import AccumulationWindow
-from zerolite.runtime.grad_stats import GradStats, StatsVector, clip_coefficient, clip_coefficient_on_device, collect
+from zerolite.runtime.grad_stats import (
+    GradStats,
+    StatsCollector,
+    StatsVector,
+    clip_coefficient,
+    clip_coefficient_on_device,
+)
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
@@ -58,8 +64,10 @@ class StepPipeline:
         window: AccumulationWindow,
         scaler: LossScaler | None,
         options: StepOptions,
+        frozen: Sequence[tuple[str, torch.nn.Parameter]],
         device: torch.device,
     ) -> None:
+        self._frozen = list(frozen)
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
         self.on_settled: Callable[[], None] = lambda: None  # after every step, its outcome known: progress lines
         self._buffer = buffer
@@ -77,7 +85,7 @@ class StepPipeline:
         self._skipped_in_a_row = 0
         self._last_norm: float | None = None
         self._unsettled: _Unsettled | None = None
-        self._fragments = list(buffer.layout.fragments(buffer.rank))
+        self._collector = StatsCollector(buffer.layout, list(buffer.layout.fragments(buffer.rank)), comm, device)
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -126,15 +134,7 @@ class StepPipeline:
         if self._stats is None:
             self.reduce()
             parts = [self._reducer.owned_part(b.index) for b in self._buffer.layout.buckets]
-            self._stats = collect(
-                self._buffer.layout,
-                self._fragments,
-                parts,
-                self._reducer.used,
-                self._reducer.probes,
-                self._comm,
-                self._device,
-            )
+            self._stats = self._collector.collect(parts, self._reducer.used, self._reducer.probes)
         return self._stats
 
     def grad_norm(self) -> float | None:
@@ -161,6 +161,7 @@ class StepPipeline:
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         self.settle()
+        self._check_frozen()
         stats = self.stats()
         divisor = self._divisor()
         self._updated = True
@@ -303,6 +304,16 @@ class StepPipeline:
                 "Look at the data and "
                 "the loss of that rank, lower the learning rate, or clip the gradients."
             )
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter '{name}' was frozen when zerolite.initialize was called and requires a gradient "
+                    "now; it is not being "
+                    "trained. Unfreezing midway is not supported yet: delete the engine and call "
+                    "zerolite.initialize again."
+                )
 
     def _check_unused(self, outcome: GradStats) -> None:
         slots = self._buffer.layout.slots

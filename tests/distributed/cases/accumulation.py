@@ -254,7 +254,7 @@ def _unfrozen(config: dict[str, Any], model: str) -> None:
 
 
 def _not_elementwise(config: dict[str, Any], model: str) -> None:
-    make_engine(config | {"optimizer": {"type": "LBFGS", "params": {"lr": 0.1}}}, "Mlp")
+    make_engine(config | {"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}, "Mlp")
 
 
 def _foreign_parameters(config: dict[str, Any], model: str) -> None:

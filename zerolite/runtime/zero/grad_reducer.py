@@ -59,6 +59,31 @@ class _BucketState:
     missing: int = 0  # contributions that this pass still waits for
     launched: bool = False
     pending: Pending | None = None
+    sent: torch.Tensor | None = None  # what `pending` reduces
+
+
+class _BucketPool:
+    """Full buckets to use again, on the CPU only.
+
+    A large allocation there is new memory from the kernel every time, and touching it for the first time costs several times a
+    copy. CUDA's caching allocator has no such cost.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor [numel]."""
+        for index, tensor in enumerate(self._free):
+            if tensor.numel() == numel and tensor.dtype == dtype:
+                return self._free.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            self._free.append(tensor)
+            del self._free[: -self._limit]
 
 
 class GradReducer:
@@ -81,6 +106,9 @@ class GradReducer:
         self._options = options
         self._pass_reduces = pass_reduces
         self._states = [_BucketState(bucket) for bucket in layout.buckets]
+        # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
+        self._pool = _BucketPool(2 if options.shard else len(layout.buckets))
+        self._unreduced = False  # a pass of this window has not reduced
         self._fires = [0] * len(self._parameters)  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
         # backward inside the backward. Known after the first complete pass, which therefore reduces at its end
@@ -127,6 +155,8 @@ class GradReducer:
             return
         self._pass_open = True
         self._reducing = self._options.reduce_each_pass or self._pass_reduces()
+        # From here to the end of the pass nothing rank-dependent decides what is launched.
+        self._unreduced = not self._reducing
         self._next = 0
         self._fires = [0] * len(self._parameters)
         for state in self._states:
@@ -182,7 +212,7 @@ class GradReducer:
             dtype = gradient.dtype
             if options.several_expected and not options.reduce_each_pass and options.accumulate_dtype is not None:
                 dtype = options.accumulate_dtype
-            state.local = torch.empty(state.bucket.numel, dtype=dtype, device=gradient.device)
+            state.local = self._pool.take(state.bucket.numel, dtype, gradient.device)
             for low, high in state.bucket.gaps:
                 state.local[low:high].zero_()
         first = slot.index not in state.written
@@ -218,7 +248,8 @@ class GradReducer:
         self.probes.append(local.sum(dtype=torch.float32))
         wanted = options.communication_dtype(state.bucket)
         if wanted is not None and local.dtype != wanted:
-            local = local.to(wanted)
+            own, local = local, local.to(wanted)
+            self._pool.give_back(own)
         if options.predivide != 1.0:
             local.div_(options.predivide)
         divisor = self._comm.world_size * options.arrival_factor / options.predivide
@@ -227,6 +258,7 @@ class GradReducer:
         else:
             state.pending = self._comm.all_reduce(local, "gradients", divisor)
         state.local = None
+        state.sent = local
         state.written.clear()
         state.launched = True
         self._in_flight.append(state)
@@ -262,6 +294,10 @@ class GradReducer:
             state.reduced = total.to(dtype)
         else:
             state.reduced = state.reduced.to(dtype).add_(total)
+        sent, state.sent = state.sent, None
+        assert sent is not None
+        if state.reduced.data_ptr() != sent.data_ptr():
+            self._pool.give_back(sent)
 
     def _reduced_dtype(self, state: _BucketState, total: torch.Tensor) -> torch.dtype:
         """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as
@@ -279,10 +315,11 @@ class GradReducer:
         self.end_pass(complete=False)
         self._wait_for_all_but(0)
         self._next = 0
-        if any(state.local is not None or state.held or state.reduced is None for state in self._states):
+        if self._unreduced or any(state.reduced is None for state in self._states):
             for state in self._states:
                 state.launched = False
             self._launch_until(len(self._states))
+            self._unreduced = False
         self._wait_for_all_but(0)
 
     # ---------------------------------------------------------------- what the step reads
@@ -301,16 +338,22 @@ class GradReducer:
 
     def release(self, bucket: int) -> None:
         """Drop the gradient of a bucket that has been consumed."""
-        self._states[bucket].reduced = None
+        reduced, self._states[bucket].reduced = self._states[bucket].reduced, None
+        if reduced is not None and not self._options.shard:
+            self._pool.give_back(reduced)
 
     def clear(self) -> None:
         """Drop everything: the window's gradients were consumed or are not wanted."""
         self.end_pass(complete=False)
         self._wait_for_all_but(0)
         for state in self._states:
-            state.local = state.reduced = None
+            if state.local is not None:
+                self._pool.give_back(state.local)
+                state.local = None
+            self.release(state.bucket.index)
             state.written.clear()
             state.held.clear()
+        self._unreduced = False
         self.used.clear()
         self.probes.clear()
 

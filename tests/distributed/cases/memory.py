@@ -1,0 +1,113 @@
+"""Tensor bytes by the allocator's own account: the memory events of torch.profiler."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import zerolite
+from tests import models
+from tests.distributed.cases.training import engine_window, make_engine
+
+
+def memory_profile() -> Any:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+
+
+def events_in_order(profiler: Any) -> list[tuple[int, int, str]]:
+    """``(time, bytes, "")`` for every allocation and release, ``(time, 0, name)`` for every mark."""
+    found = []
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            found.append((event.start_ns(), event.nbytes(), ""))
+        elif event.name().startswith("mark "):
+            found.append((event.start_ns(), 0, event.name()[5:]))
+    return sorted(found)
+
+
+def mark(name: str) -> None:
+    with record_function(f"mark {name}"):
+        pass
+
+
+def resident_and_peak(config: dict[str, Any], depth: int, width: int) -> dict[str, float]:
+    """Bytes held after the third step, and the most held during it, from before the model was made."""
+    with memory_profile() as profiler:
+        engine = make_engine(config, "Chain", {"depth": depth, "width": width})
+        x = torch.randn(2, width)
+        for step in range(3):
+            if step == 2:
+                mark("begin")
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        mark("end")
+    held, peak, resident, inside = 0, 0, 0, False
+    for _, nbytes, name in events_in_order(profiler):
+        held += nbytes
+        if name == "begin":
+            inside, peak = True, held
+        elif name == "end":
+            inside, resident = False, held
+        if inside:
+            peak = max(peak, held)
+    numel = sum(p.numel() for p in engine.module.parameters())
+    return {"resident": resident / numel, "peak": peak / numel, "numel": numel}
+
+
+def growth(config: dict[str, Any], steps: int) -> int:
+    """Bytes that ``steps`` windows leave behind, after three to warm up."""
+    engine = make_engine(config)
+    accumulation = config["gradient_accumulation_steps"]
+    for step in range(3):
+        engine_window(engine, "OddModel", step, accumulation)
+    gc.collect()
+    with memory_profile() as profiler:
+        mark("begin")
+        for step in range(steps):
+            engine_window(engine, "OddModel", step, accumulation)
+        gc.collect()
+        mark("end")
+    held, counting = 0, False
+    for _, nbytes, name in events_in_order(profiler):
+        counting = name == "begin" or (counting and name != "end")
+        held += nbytes if counting else 0
+    return held
+
+
+def tensor_bytes() -> int:
+    """Bytes of all storages that Python can reach."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, torch.nn.Parameter) and item.device.type != "meta":
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def engines_one_after_the_other(config: dict[str, Any], count: int) -> list[int]:
+    """Tensor bytes alive after each of ``count`` engines was made, trained and dropped."""
+    alive = []
+    for _ in range(count):
+        engine = make_engine(config, "Chain", {"depth": 4, "width": 64})
+        engine.backward(engine(torch.randn(2, 64)).square().mean())
+        engine.step()
+        del engine
+        alive.append(tensor_bytes())
+    return alive
+
+
+def dropped_without_gc(config: dict[str, Any]) -> dict[str, Any]:
+    """The model outlives its engine and still works as a plain module."""
+    model = models.build(models.Mlp)
+    engine = zerolite.initialize(model, config)
+    batch = models.float_batch(0, 0, dist.get_rank())
+    engine.backward(models.square_loss(engine, batch))
+    engine.step()
+    del engine
+    gc.collect()
+    models.square_loss(model, batch).backward()
+    return {"gradients": all(p.grad is not None for p in model.parameters())}

@@ -1,0 +1,45 @@
+"""Tensor bytes per parameter Ψ and rank, bf16 and Adam: 2 compute weights, 2 gradients, 12 for master and two moments in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.configs import config
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.memory"
+DEPTH, WIDTH = 48, 192  # one layer is 2 % of the model, so that a single fresh gradient stays below the tolerance
+BUCKET = DEPTH // 8 * WIDTH**2  # an eighth of the model
+TOLERANCE = 0.05
+ADAM = ("Adam", {"lr": 1e-3})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+def test_resident_and_peak_bytes(pools: Pools, world: int, stage: int) -> None:
+    setting = config(stage, "bf16", optimizer=ADAM, zero={"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET})
+    two_buckets = 2 * 2 * BUCKET / (DEPTH * WIDTH**2)
+    resident = 2 + 12 / world
+    peak = 4 + 12 / world if stage == 1 else 2 + 14 / world + two_buckets
+    for result in pools(world).run(f"{CASES}:resident_and_peak", {"config": setting, "depth": DEPTH, "width": WIDTH}):
+        assert result["resident"] == pytest.approx(resident, rel=TOLERANCE)
+        assert result["resident"] < result["peak"] <= peak * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_hundred_steps_grow_nothing(pools: Pools, stage: int) -> None:
+    for precision, accumulation in (("bf16", 2), ("fp32", 1)):
+        setting = config(stage, precision, accumulation, 0.4, ADAM)
+        assert pools(2).run(f"{CASES}:growth", {"config": setting, "steps": 200}, timeout=120) == [0, 0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_engines_one_after_the_other_return_their_memory(pools: Pools, stage: int) -> None:
+    for alive in pools(2).run(f"{CASES}:engines_one_after_the_other", {"config": config(stage, "bf16"), "count": 5}):
+        assert alive == [alive[0]] * 5
+        assert alive[0] < 4 * 64 * 64  # less than one layer
+
+
+def test_a_model_outlives_its_engine(pools: Pools) -> None:
+    for result in pools(2).run(f"{CASES}:dropped_without_gc", {"config": config(2)}):
+        assert result["gradients"]
