@@ -15,8 +15,8 @@ class Meter:
     """Counts from `with meter:` on; `with meter.window():` inside it marks the steps whose peak is wanted.
 
     `peak_bytes` is the most that was allocated at one moment of the window, `resident_bytes` what was left at its end.
-    On the CPU the figures come from the profiler's memory events; memory that a library maps by itself, past torch's allocator,
-    is not in them.
+    On the CPU the figures come from the profiler's memory events; memory that a library maps by itself, past torch's
+    allocator, is not in them.
     """
 
     def __init__(self, device: str) -> None:

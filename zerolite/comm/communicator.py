@@ -225,7 +225,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         super().__init__(group, rank, world_size)
-        self._memory = HostMemory(group, rank, world_size)
+        self._memory = HostMemory(group, rank)
         self._last: Pending | None = None
 
     def _exchange(

@@ -19,9 +19,18 @@ _DIRECTORY = Path("/dev/shm")
 
 def same_host(group: dist.ProcessGroup) -> bool:
     """True if all ranks of ``group`` run on one host and can share memory there. Called on all ranks of the group."""
-    places: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(places, _place(), group=group)
+    places = _gather_texts(_place(), group)
     return places[0] != "" and all(place == places[0] for place in places)
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's ``text`` of at most 512 bytes, by rank. (torch's all_gather_object would need numpy.)"""
+    own = torch.zeros(512, dtype=torch.uint8)
+    encoded = text.encode()[:512]
+    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    return [bytes(entry.tolist()).rstrip(b"\0").decode(errors="replace") for entry in gathered]
 
 
 def _place() -> str:
@@ -41,10 +50,9 @@ class HostMemory:
     The files behind them are unlinked as soon as everybody has mapped them, so that nothing outlives the processes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self._group = group
         self._rank = rank
-        self._world_size = world_size
         self._bytes = 0
         self._maps: list[torch.Tensor] = []  # one per rank, uint8 [2 * bytes]
         self._turn = 0
@@ -69,9 +77,8 @@ class HostMemory:
         path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
         try:
             created = _create(path, 2 * region)
-            paths: list[str | None] = [None] * self._world_size
-            dist.all_gather_object(paths, str(path) if created else None, group=self._group)
-            if any(other is None for other in paths):
+            paths = _gather_texts(str(path) if created else "", self._group)
+            if not all(paths):
                 self._exhausted = True
                 if self._rank == 0:
                     logger.warning(
@@ -82,9 +89,7 @@ class HostMemory:
                         2 * region >> 20,
                     )
                 return False
-            self._maps = [
-                torch.from_file(str(other), shared=True, size=2 * region, dtype=torch.uint8) for other in paths
-            ]
+            self._maps = [torch.from_file(other, shared=True, size=2 * region, dtype=torch.uint8) for other in paths]
             dist.barrier(group=self._group)  # everybody has mapped everything
         finally:
             path.unlink(missing_ok=True)

@@ -65,8 +65,8 @@ class _BucketState:
 class _BucketPool:
     """Full buckets to use again, on the CPU only.
 
-    A large allocation there is new memory from the kernel every time, and touching it for the first time costs several times a
-    copy. CUDA's caching allocator has no such cost.
+    A large allocation there is new memory from the kernel every time, and touching it for the first time costs
+    several times a copy. CUDA's caching allocator has no such cost.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,0 +1,1 @@
+"""ZeRO: the partition and what rests in it."""
