@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     setting = Setting("cpu", args.dtype, args.micro_batch, args.nproc)
     with tempfile.TemporaryDirectory(prefix="zerolite-profile-") as directory:
         arguments = (setting, size, args, str(Path(directory) / "store"))
-        mp.spawn(_rank_main, args=arguments, nprocs=args.nproc)
+        mp.start_processes(_rank_main, args=arguments, nprocs=args.nproc, start_method="forkserver")
     return 0
 
 

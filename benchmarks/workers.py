@@ -62,7 +62,9 @@ class Workers:
     """The ranks of one competitor. Use `start`, then `run` as often as wanted, then `close`."""
 
     def __init__(self, name: str, setting: Setting, size: ModelSize, warmup: int, store: Path) -> None:
-        context = mp.get_context("spawn")
+        # Forked from a server that has imported torch once and started nothing: a rank starts in a moment.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.profiler", "torch.distributed.fsdp"])
         self.name = name
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -122,6 +124,7 @@ class Workers:
 def _rank_main(
     name: str, rank: int, setting: Setting, size: ModelSize, warmup: int, store: str, pipe: Connection
 ) -> None:
+    os.dup2(2, 1)  # what a library prints is not part of the report
     try:
         join_group(rank, setting, store)
         _serve(name, rank, setting, size, warmup, pipe)

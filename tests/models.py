@@ -90,7 +90,7 @@ class Buffered(nn.Module):
         self.net = Mlp()
         self.register_buffer("offset", torch.randn(3))
         self.register_buffer("calls", torch.tensor(0))
-        self.register_buffer("double", torch.rand(2, dtype=torch.float64))
+        self.register_buffer("wide", torch.rand(2, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

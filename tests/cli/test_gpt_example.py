@@ -234,11 +234,12 @@ def test_configs(path: Path) -> None:
     }
 
 
-class TestData:
-    @pytest.fixture(scope="class")
-    def data(self) -> ModuleType:
-        return load_module("data")
+@pytest.fixture(scope="module")
+def data() -> ModuleType:
+    return load_module("data")
 
+
+class TestData:
     def test_standard_library(self, data: ModuleType) -> None:
         """Several MB, about a tenth of the files for validation, the same each time."""
         corpus, again = data.load_corpus(), data.load_corpus()

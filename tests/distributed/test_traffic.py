@@ -65,7 +65,7 @@ def test_rank_0s_values_become_everyones(pools: Pools, stage: int, precision: st
         assert {name: buffer.dtype for name, buffer in result["buffers"].items()} == {
             "offset": torch.float32,
             "calls": torch.int64,
-            "double": torch.float64,
+            "wide": torch.float64,
         }
 
 

@@ -30,6 +30,10 @@ class Pending:
         self._finish: Callable[[], torch.Tensor] | None = finish
         self._result: torch.Tensor | None = None
 
+    def arrived(self) -> bool:
+        """True if nothing has to be waited for any more."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> torch.Tensor:
         """The result. On CUDA the current stream waits, not the host. May be called again."""
         if self._finish is not None:
@@ -56,8 +60,17 @@ class Communicator:
         self.rank = rank
         self.world_size = world_size
 
+    def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
+        """Memory [numel] from which the collective after the next ``ahead`` ones sends without a copy; None if
+        there is none.
+
+        Whoever takes it must launch that very collective with it. For reductions whose result goes elsewhere.
+        """
+        return None
+
     def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0) -> Pending:
-        """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor."""
+        """Sum over ranks divided by ``divisor``. ``wait()`` gives it: in ``tensor``, unless that is from
+        :meth:`staging`."""
         if self.world_size == 1:
             return _done(_divide(tensor, divisor))
         recorder.note("all_reduce", tensor, tag)
@@ -226,7 +239,17 @@ class SharedMemoryCommunicator(GlooCommunicator):
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         super().__init__(group, rank, world_size)
         self._memory = HostMemory(group, rank)
-        self._last: Pending | None = None
+        self._count = 0  # collectives launched
+        self._last: Pending | None = None  # the latest, until it is finished
+
+    # Who joins the fence of collective j has finished collective j - 1; so who has seen fence j - 1 knows that all
+    # have finished collective j - 2, and that what it sent from may be overwritten. With three regions in turn, the
+    # next collective's region is that of collective j - 3: always free. The region of the one after it is that of j
+    # - 2: free once fence j - 1 has been seen.
+
+    def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
+        free = ahead == 0 or (ahead == 1 and (self._last is None or self._last.arrived()))
+        return self._memory.own_region(self._count + ahead, numel, dtype) if free else None
 
     def _exchange(
         self,
@@ -234,19 +257,16 @@ class SharedMemoryCommunicator(GlooCommunicator):
         copy_in: Callable[[torch.Tensor], object],
         finish: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> Pending | None:
-        """One collective: ``copy_in(own region)``, a fence, ``finish(all ranks' regions)``; None if shared memory
-        ran out.
-
-        Two regions are used in turn. A region may be overwritten when all ranks have read it: who joins fence j has
-        finished collective j - 1, so who has seen fence j - 1 knows that everybody has finished collective j - 2,
-        which used the same region.
-        """
+        """One collective: ``copy_in(own region)`` unless ``full`` is there already, a fence, ``finish(all ranks'
+        regions)``; None if shared memory ran out."""
         if self._last is not None:
             self._last.wait()
-        regions = self._memory.next_regions(full.numel(), full.dtype)
+        regions = self._memory.regions(self._count, full.numel(), full.dtype)
         if regions is None:
             return None
-        copy_in(regions[self.rank])
+        self._count += 1
+        if full.data_ptr() != regions[self.rank].data_ptr():
+            copy_in(regions[self.rank])
         arrived = torch.zeros(1)
         fence = dist.all_reduce(arrived, group=self.group, async_op=True)
 
@@ -263,7 +283,10 @@ class SharedMemoryCommunicator(GlooCommunicator):
             return super()._all_reduce(tensor, divisor)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            return tensor.copy_(_divide(_sum_in_order(regions, None if tensor.dtype in _HALF else tensor), divisor))
+            if tensor.data_ptr() == regions[self.rank].data_ptr():
+                return _divide(_sum_in_order(regions), divisor).to(tensor.dtype)
+            total = _sum_in_order(regions, None if tensor.dtype in _HALF else tensor)
+            return tensor.copy_(_divide(total, divisor))
 
         pending = self._exchange(tensor, lambda own: own.copy_(tensor), finish)
         return pending or super()._all_reduce(tensor, divisor)

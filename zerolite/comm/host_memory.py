@@ -45,30 +45,41 @@ def _place() -> str:
 
 
 class HostMemory:
-    """Two regions per rank, mapped by all ranks of a group on one host; they grow to the largest tensor asked for.
+    """Three regions per rank, mapped by all ranks of a group on one host and used in turn; they grow to the largest
+    tensor asked for.
 
     The files behind them are unlinked as soon as everybody has mapped them, so that nothing outlives the processes.
     """
+
+    REGIONS = 3
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self._group = group
         self._rank = rank
         self._bytes = 0
-        self._maps: list[torch.Tensor] = []  # one per rank, uint8 [2 * bytes]
-        self._turn = 0
+        self._maps: list[torch.Tensor] = []  # one per rank, uint8 [REGIONS * bytes]
         self._exhausted = False
 
-    def next_regions(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
-        """The next region of every rank, by rank, as tensors [numel] of ``dtype``; None if there is no memory for them.
+    def regions(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        """Region ``turn`` (modulo their number) of every rank, by rank, as tensors [numel] of ``dtype``; None if
+        there is no memory for them.
 
         Called on all ranks in the same order with the same arguments; all get regions or none does.
         """
         needed = numel * dtype.itemsize
         if needed > self._bytes and not self._grow(needed):
             return None
-        self._turn ^= 1
-        start = self._turn * self._bytes
-        return [mapped.narrow(0, start, needed).view(dtype) for mapped in self._maps]
+        return [self._view(mapped, turn, needed, dtype) for mapped in self._maps]
+
+    def own_region(self, turn: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """This rank's region ``turn``, if it is large enough already. Called by one rank alone."""
+        needed = numel * dtype.itemsize
+        if needed > self._bytes:
+            return None
+        return self._view(self._maps[self._rank], turn, needed, dtype)
+
+    def _view(self, mapped: torch.Tensor, turn: int, needed: int, dtype: torch.dtype) -> torch.Tensor:
+        return mapped.narrow(0, turn % self.REGIONS * self._bytes, needed).view(dtype)
 
     def _grow(self, needed: int) -> bool:
         if self._exhausted:
@@ -76,7 +87,7 @@ class HostMemory:
         region = -(-needed // 4096) * 4096
         path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
         try:
-            created = _create(path, 2 * region)
+            created = _create(path, self.REGIONS * region)
             paths = _gather_texts(str(path) if created else "", self._group)
             if not all(paths):
                 self._exhausted = True
@@ -86,10 +97,12 @@ class HostMemory:
                         "through the loopback "
                         "interface, which is slower. Make it larger (docker run --shm-size) or use smaller buckets.",
                         _DIRECTORY,
-                        2 * region >> 20,
+                        self.REGIONS * region >> 20,
                     )
                 return False
-            self._maps = [torch.from_file(other, shared=True, size=2 * region, dtype=torch.uint8) for other in paths]
+            self._maps = [
+                torch.from_file(other, shared=True, size=self.REGIONS * region, dtype=torch.uint8) for other in paths
+            ]
             dist.barrier(group=self._group)  # everybody has mapped everything
         finally:
             path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import torch
@@ -34,8 +35,9 @@ def mark(name: str) -> None:
         pass
 
 
-def resident_and_peak(config: dict[str, Any], depth: int, width: int) -> dict[str, float]:
-    """Bytes held after the third step, and the most held during it, from before the model was made."""
+def resident_and_peak(config: dict[str, Any], depth: int, width: int, shared_memory: bool) -> dict[str, float]:
+    """Bytes per parameter held after the third step, and the most held during it, counted from before the model was made."""
+    os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
     with memory_profile() as profiler:
         engine = make_engine(config, "Chain", {"depth": depth, "width": width})
         x = torch.randn(2, width)

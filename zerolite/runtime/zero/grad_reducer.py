@@ -60,6 +60,7 @@ class _BucketState:
     launched: bool = False
     pending: Pending | None = None
     sent: torch.Tensor | None = None  # what `pending` reduces
+    staged: bool = False  # `local` is the communicator's memory
 
 
 class _BucketPool:
@@ -107,8 +108,8 @@ class GradReducer:
         self._pass_reduces = pass_reduces
         self._states = [_BucketState(bucket) for bucket in layout.buckets]
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
-        self._pool = _BucketPool(2 if options.shard else len(layout.buckets))
-        self._unreduced = False  # a pass of this window has not reduced
+        self._pool = _BucketPool(3 if options.shard else len(layout.buckets))
+        self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
         self._fires = [0] * len(self._parameters)  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
         # backward inside the backward. Known after the first complete pass, which therefore reduces at its end
@@ -155,8 +156,7 @@ class GradReducer:
             return
         self._pass_open = True
         self._reducing = self._options.reduce_each_pass or self._pass_reduces()
-        # From here to the end of the pass nothing rank-dependent decides what is launched.
-        self._unreduced = not self._reducing
+        self._passes_in_local += 1
         self._next = 0
         self._fires = [0] * len(self._parameters)
         for state in self._states:
@@ -176,6 +176,7 @@ class GradReducer:
             self._expected = [max(pair) for pair in zip(self._expected, self._fires, strict=True)]
         if self._reducing:
             self._launch_until(len(self._states))
+            self._passes_in_local = 0
 
     @torch.no_grad()
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -212,12 +213,12 @@ class GradReducer:
             dtype = gradient.dtype
             if options.several_expected and not options.reduce_each_pass and options.accumulate_dtype is not None:
                 dtype = options.accumulate_dtype
-            state.local = self._pool.take(state.bucket.numel, dtype, gradient.device)
+            state.local = self._memory_for(state, dtype, gradient.device)
             for low, high in state.bucket.gaps:
                 state.local[low:high].zero_()
         first = slot.index not in state.written
         if not first and options.accumulate_dtype is not None and state.local.dtype in _HALF:
-            state.local = state.local.to(options.accumulate_dtype)
+            state.local, state.staged = state.local.to(options.accumulate_dtype), False
         view = strided_view(state.local, slot, self._parameters[slot.index])
         factor = options.arrival_factor
         if not first:
@@ -227,6 +228,18 @@ class GradReducer:
         else:
             view.copy_(gradient)
         state.written.add(slot.index)
+
+    def _memory_for(self, state: _BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised full bucket; where it can be and its reduction is next, one that travels without a copy."""
+        options = self._options
+        if options.shard and self._reducing and options.communication_dtype(state.bucket) in (None, dtype):
+            # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
+            # else.
+            staged = self._comm.staging(state.bucket.numel, dtype, state.bucket.index - self._next)
+            if staged is not None:
+                state.staged = True
+                return staged
+        return self._pool.take(state.bucket.numel, dtype, device)
 
     # ---------------------------------------------------------------- reduction
 
@@ -244,12 +257,16 @@ class GradReducer:
         """Start the reduction of one bucket. At most one other is then in flight, so that memory stays at two
         buckets."""
         options = self._options
+        if state.pending is not None:  # of the pass before
+            self._wait_for_all_but(0)
         local = self._complete_local(state)
         self.probes.append(local.sum(dtype=torch.float32))
-        wanted = options.communication_dtype(state.bucket)
-        if wanted is not None and local.dtype != wanted:
+        wanted = self._travelling_dtype(state)
+        if local.dtype != wanted:
             own, local = local, local.to(wanted)
-            self._pool.give_back(own)
+            if not state.staged:
+                self._pool.give_back(own)
+            state.staged = False
         if options.predivide != 1.0:
             local.div_(options.predivide)
         divisor = self._comm.world_size * options.arrival_factor / options.predivide
@@ -258,11 +275,24 @@ class GradReducer:
         else:
             state.pending = self._comm.all_reduce(local, "gradients", divisor)
         state.local = None
-        state.sent = local
+        state.sent = None if state.staged else local
+        state.staged = False
         state.written.clear()
         state.launched = True
         self._in_flight.append(state)
         self._wait_for_all_but(1 if options.overlap else 0)
+
+    def _travelling_dtype(self, state: _BucketState) -> torch.dtype:
+        """The dtype in which a bucket is sent. It follows from what all ranks know: what this rank's bucket happens
+        to hold (nothing, or several contributions) must not decide it."""
+        options = self._options
+        asked = options.communication_dtype(state.bucket)
+        if asked is not None:
+            return asked
+        summed = (options.several_expected and not options.reduce_each_pass) or self._passes_in_local > 1
+        if summed and options.accumulate_dtype is not None:
+            return options.accumulate_dtype
+        return self._parameters[state.bucket.slots[0].index].dtype
 
     def _complete_local(self, state: _BucketState) -> torch.Tensor:
         """``local`` with zeros where no gradient came."""
@@ -295,8 +325,7 @@ class GradReducer:
         else:
             state.reduced = state.reduced.to(dtype).add_(total)
         sent, state.sent = state.sent, None
-        assert sent is not None
-        if state.reduced.data_ptr() != sent.data_ptr():
+        if sent is not None and state.reduced.data_ptr() != sent.data_ptr():
             self._pool.give_back(sent)
 
     def _reduced_dtype(self, state: _BucketState, total: torch.Tensor) -> torch.dtype:
@@ -315,11 +344,11 @@ class GradReducer:
         self.end_pass(complete=False)
         self._wait_for_all_but(0)
         self._next = 0
-        if self._unreduced or any(state.reduced is None for state in self._states):
+        if self._passes_in_local or any(state.reduced is None for state in self._states):
             for state in self._states:
                 state.launched = False
             self._launch_until(len(self._states))
-            self._unreduced = False
+            self._passes_in_local = 0
         self._wait_for_all_but(0)
 
     # ---------------------------------------------------------------- what the step reads
@@ -347,13 +376,13 @@ class GradReducer:
         self.end_pass(complete=False)
         self._wait_for_all_but(0)
         for state in self._states:
-            if state.local is not None:
+            if state.local is not None and not state.staged:
                 self._pool.give_back(state.local)
-                state.local = None
+            state.local, state.staged = None, False
             self.release(state.bucket.index)
             state.written.clear()
             state.held.clear()
-        self._unreduced = False
+        self._passes_in_local = 0
         self.used.clear()
         self.probes.clear()
 
