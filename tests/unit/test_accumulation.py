@@ -43,6 +43,26 @@ def test_is_boundary_before_and_after_the_backward_of_a_micro_batch():
     assert window.on_engine_step() is True
 
 
+def test_is_boundary_in_a_plain_loop_speaks_of_the_latest_backward():
+    window = AccumulationWindow(2)
+    window.on_backward(scaled=False)
+    assert not window.is_boundary()
+    window.on_backward(scaled=False)
+    assert window.is_boundary()
+
+
+def test_two_engine_backwards_a_micro_batch_reduce_in_the_last_one_only():
+    window = AccumulationWindow(3)
+    answers = []
+    for _ in range(3):
+        for _ in range(2):
+            answers.append(window.next_backward_closes())
+            window.on_backward(scaled=True)
+        answers.append(("step", window.is_boundary(), window.on_engine_step()))
+    no, yes = ("step", False, False), ("step", True, True)
+    assert answers == [False, False, no, False, False, no, True, True, yes]
+
+
 def test_several_backwards_of_one_micro_batch_count_once():
     window = AccumulationWindow(2)
     for _ in range(3):

@@ -91,7 +91,7 @@ def test_params_are_not_changed():
 
 @pytest.mark.parametrize("name", USABLE)
 def test_fused_by_default_where_cpu_and_cuda_have_it(name):
-    assert resolve_optimizer(name).defaults.get("fused", False) is (name in ("adam", "adamw", "sgd"))
+    assert resolve_optimizer(name).defaults.get("fused", False) is (name in ("adam", "adamw"))
 
 
 @pytest.mark.parametrize("choice", [{"foreach": True}, {"fused": False}, {"foreach": None}, {"capturable": True}])

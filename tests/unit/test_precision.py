@@ -77,28 +77,49 @@ def boundary(scale=None):
 def test_outputs_come_back_in_fp32_and_watched():
     watch, begun = boundary()
     w = torch.ones(3, requires_grad=True)
-    out = watch.wrap({"h": (w * 2).bfloat16(), "n": torch.arange(3)})
+    out = watch.leave({"h": (w * 2).bfloat16(), "n": torch.arange(3)})
     assert out["h"].dtype is torch.float32 and out["n"].dtype is torch.long
     out["h"].sum().backward()
     assert begun and torch.equal(w.grad, torch.full((3,), 2.0))
 
 
-def test_loss_scale_enters_once_whichever_way_backward_is_called():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_loss_scale_enters_once_and_leaves_again(dtype):
+    watch, _ = boundary(scale=8.0)
+    before = torch.ones(3, requires_grad=True)
+    w = torch.ones(3, requires_grad=True)
+    after = torch.ones(3, requires_grad=True)
+    h = watch.leave(watch.enter(before * 1).to(dtype) * w.to(dtype))
+    (h * after).sum().backward()
+    assert watch.scaled
+    assert torch.equal(w.grad, torch.full((3,), 8.0))
+    assert torch.equal(before.grad, torch.ones(3)) and torch.equal(after.grad, torch.ones(3))
+
+
+def test_an_output_inside_the_graph_of_another_is_scaled_once():
     watch, _ = boundary(scale=8.0)
     w = torch.ones(3, requires_grad=True)
-    watch.wrap((w * 1).half()).sum().backward()
-    assert torch.equal(w.grad, torch.full((3,), 8.0)) and watch.scaled
+    logits = w * 2
+    loss, out, again = watch.leave((logits.sum(), logits, logits))
+    loss.backward(retain_graph=True)
+    assert torch.equal(w.grad, torch.full((3,), 16.0))
     w.grad = None
-    with watch.scaled_at_root():
-        watch.wrap((w * 1).half()).sum().backward(torch.tensor(8.0))
-    assert torch.equal(w.grad, torch.full((3,), 8.0))
+    (loss + out.sum() + again.sum()).backward()
+    assert torch.equal(w.grad, torch.full((3,), 48.0))
+
+
+def test_an_output_fed_back_is_scaled_once():
+    watch, _ = boundary(scale=8.0)
+    w = torch.ones(1, requires_grad=True)
+    first = watch.leave(watch.enter(torch.ones(1)) * w)
+    second = watch.leave(watch.enter(first) * w)
+    second.sum().backward()
+    assert torch.equal(w.grad, torch.tensor([16.0]))
 
 
 def test_a_graph_that_missed_the_scale_is_an_error():
     watch, _ = boundary(scale=8.0)
-    with pytest.raises(RuntimeError, match="'head.weight'.*engine.backward"):
-        watch.check_scaled("head.weight")
-    with watch.scaled_at_root():
+    with pytest.raises(RuntimeError, match="'head.weight'.*engine"):
         watch.check_scaled("head.weight")
     boundary()[0].check_scaled("head.weight")
 
@@ -106,7 +127,7 @@ def test_a_graph_that_missed_the_scale_is_an_error():
 def test_a_parameter_returned_from_forward_gets_no_lasting_hook():
     watch, begun = boundary()
     w = torch.ones(3, requires_grad=True)
-    assert watch.wrap(w) is w
+    assert watch.leave(w) is w
     w.sum().backward()
     assert not begun
 
@@ -114,7 +135,7 @@ def test_a_parameter_returned_from_forward_gets_no_lasting_hook():
 def test_outputs_may_be_changed_in_place():
     watch, _ = boundary()
     w = torch.ones(3, requires_grad=True)
-    out = watch.wrap(w * 3)
+    out = watch.leave(w * 3)
     out.mul_(2)
     out[0] = 0
     out.sum().backward()

@@ -29,11 +29,13 @@ class AccumulationWindow:
         return self._backwards == 0
 
     def is_boundary(self) -> bool:
-        """True if the micro-batch in hand is the last one of its window."""
+        """True if the micro-batch in hand is the last one of its window: in DeepSpeed's loop the one that the next
+        ``engine.step()`` ends, in a plain loop the one of the latest backward."""
         if self.forced_boundary is not None:
             return self.forced_boundary
-        backwards_before = self._backwards - self._backwards_since_step
-        return max(self._stepped, backwards_before) + 1 >= self.micro_batches
+        if self._plain:
+            return self._backwards >= self.micro_batches
+        return self._stepped + 1 >= self.micro_batches
 
     def next_backward_closes(self) -> bool:
         """True if the backward that begins now should reduce, stages 0 and 1."""
@@ -41,7 +43,13 @@ class AccumulationWindow:
             return False
         if self.forced_boundary is not None:
             return self.forced_boundary
-        return max(self._stepped, self._backwards) + 1 >= self.micro_batches
+        before = self._backwards if self._plain else self._stepped
+        return before + 1 >= self.micro_batches
+
+    @property
+    def _plain(self) -> bool:
+        """True if, as far as this window shows, nobody calls engine.backward() or engine.step()."""
+        return self._backwards > 0 and not self._stepped and not self._scaled_backwards
 
     def on_backward(self, scaled: bool) -> None:
         self._backwards += 1

@@ -193,7 +193,7 @@ def _connect(
     boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None)
     reducer.attach(on_gradient)
     publisher.attach(model)
-    optimizer.connect(pipeline.step, pipeline.zero_grad, on_load)
+    optimizer.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, on_load)
     return boundary
 
 
@@ -346,8 +346,8 @@ def _synchronize_rest(
 
 
 def _step_scheduler(engine: Engine | None) -> None:
-    if engine is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.step()
+    if engine is not None:
+        engine.step_scheduler()
 
 
 def _remove_hooks(handles: list[Any]) -> None:

@@ -57,7 +57,7 @@ class Engine:
         self.config = config
         self.device = device
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self._lr_scheduler = lr_scheduler
         self.dataloader = dataloader
         self._module = module
         self._comm = comm
@@ -78,10 +78,10 @@ class Engine:
             self._pipeline.end_backward(complete=False)
         if self._broadcast_buffers and self._module.training:
             self._send_buffers()
-        args, kwargs = self._precision.cast((args, kwargs))
+        args, kwargs = self._precision.cast(self._boundary.enter((args, kwargs)))
         with self._precision.autocast_context(self.device):
             outputs = self._module(*args, **kwargs)
-        return self._boundary.wrap(outputs)
+        return self._boundary.leave(outputs)
 
     forward = __call__
 
@@ -107,9 +107,8 @@ class Engine:
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas)
         self._reducer.probes.append(exact.detach().reshape(()).float())
-        factor = self._pipeline.window_scale() / (self._window.micro_batches if scale_wrt_gas else 1)
-        with self._boundary.scaled_at_root():
-            exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
+        factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
+        exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         self._pipeline.end_backward(complete=True)
         return loss
 
@@ -119,12 +118,11 @@ class Engine:
         ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens
         if it is empty. Called on all ranks.
         """
-        closes = self._window.on_engine_step()
-        if flush and not closes:
-            if self._window.empty:
-                return False
+        if flush and self._window.empty:
+            return False
+        closes = self._window.on_engine_step() or flush
+        if flush:
             self._pipeline.flush()
-            closes = True
         if closes:
             self._pipeline.step()
         return closes
@@ -190,6 +188,21 @@ class Engine:
         """The user's module, its parameters up to date."""
         self._publisher.wait_all()
         return self._module
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that the engine steps after every update, or None."""
+        self._pipeline.settle()
+        return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._lr_scheduler = scheduler
+
+    def step_scheduler(self) -> None:
+        """After an update that was not skipped. Called by the pipeline."""
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
 
     @property
     def global_steps(self) -> int:

@@ -47,9 +47,9 @@ _UNUSABLE = {
     "sparseadam": "it needs sparse gradients, and zerolite keeps gradients in flat, dense buffers",
 }
 
-# Fused kernels of these exist on CPU and on CUDA in every torch that zerolite supports; Adagrad's exists on CUDA only
-# in the newest.
-_FUSED_BY_DEFAULT = tuple(TORCH_OPTIMIZERS[name] for name in ("adam", "adamw", "sgd"))
+# Fused kernels of these exist on CPU and on CUDA in every torch that zerolite supports. (Adagrad's exists on CUDA only in
+# the newest; SGD's takes no mixture of parameters with and without a momentum buffer, which late parameters make.)
+_FUSED_BY_DEFAULT = tuple(TORCH_OPTIMIZERS[name] for name in ("adam", "adamw"))
 _IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")
 
 # DeepSpeed's names that have no class here, with the nearest that has one.
@@ -103,7 +103,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -
     - "Lion" has DeepSpeed's defaults lr = 1e-3, betas = (0.9, 0.999) (the paper and `zerolite.ops.Lion`: 1e-4, (0.9,
       0.99)).
     - `torch_adam` is accepted and has no effect: Adam is always torch's.
-    - Adam, AdamW and SGD use torch's fused kernels unless one of fused, foreach, capturable, differentiable is given.
+    - Adam and AdamW use torch's fused kernels unless one of fused, foreach, capturable, differentiable is given.
 
     Raises ConfigError with a sentence for each key that is unknown, unsupported or of the wrong type.
     """

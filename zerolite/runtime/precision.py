@@ -95,51 +95,59 @@ def _rebuilt_dataclass(value: Any, changed: dict[str, Any]) -> Any:
 
 
 class GraphBoundary:
-    """Watches the outputs of forward: tells when a backward begins and brings the loss scale into the graph.
+    """The edge between the engine's graph and everybody else's: tells when a backward begins, and keeps the loss
+    scale inside.
 
-    The scale multiplies the gradients that enter the model, in fp32, whichever way backward was called; inside
-    ``scaled_at_root`` the loss itself has been multiplied, in fp32 too, and the outputs are left alone.
+    Gradients are multiplied by the scale, in fp32, where they enter the model through its outputs, and divided by
+    it where they leave through its inputs. So the two loops, several losses, and modules or other engines before
+    and behind this one all see what they should.
     """
 
     def __init__(self, on_backward_begin: Callable[[], None], loss_scale: Callable[[], float] | None) -> None:
         self._on_backward_begin = on_backward_begin
         self._loss_scale = loss_scale
-        self._at_root = False
         self.scaled = False  # whether the backward under way has met the loss scale
 
-    def wrap(self, outputs: Any) -> Any:
+    def enter(self, inputs: Any) -> Any:
+        """``inputs``, their gradients to be unscaled. Before any cast."""
+        return inputs if self._loss_scale is None else map_tensors(self._unscale_on_the_way_out, inputs)
+
+    def leave(self, outputs: Any) -> Any:
         """``outputs`` with floating tensors in fp32 where they were 16-bit, watched where they need gradients."""
         return map_tensors(self._watch, outputs)
 
-    @contextlib.contextmanager
-    def scaled_at_root(self) -> Any:
-        self._at_root = True
-        try:
-            yield
-        finally:
-            self._at_root = False
-
     def check_scaled(self, name: str) -> None:
         """A gradient has arrived: raise RuntimeError if nothing has scaled it."""
-        if self._loss_scale is not None and not (self.scaled or self._at_root):
+        if self._loss_scale is not None and not self.scaled:
             raise RuntimeError(
                 f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the "
-                "engine, so the loss "
-                "scale is missing from it. Call engine(...) instead of the bare module, or engine.backward(loss) "
-                "instead of "
-                "loss.backward()."
+                "engine, so the loss scale is "
+                "missing from it. Call engine(...) instead of the bare module."
             )
 
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype in _HALF:
             tensor = tensor.float()
+        elif self._loss_scale is not None and tensor.requires_grad:
+            tensor = tensor.view_as(tensor)  # the same tensor may be inside the graph of another output
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(self._on_output_gradient)
         return tensor
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         self._on_backward_begin()
-        if self._loss_scale is None or self._at_root:
+        if self._loss_scale is None:
             return None
         self.scaled = True
         return gradient * self._loss_scale()
+
+    def _unscale_on_the_way_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_floating_point() and tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        tensor = tensor.view_as(tensor)
+        tensor.register_hook(self._on_input_gradient)
+        return tensor
+
+    def _on_input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        assert self._loss_scale is not None
+        return gradient / self._loss_scale()

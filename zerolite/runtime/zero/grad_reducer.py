@@ -193,10 +193,11 @@ class GradReducer:
                 "more contributions to it than ever before. Set zero_optimization.overlap_comm to false, so that "
                 "buckets are reduced when backward has ended."
             )
-        if self._options.copy_on_arrival:
+        if self._options.copy_on_arrival or slot.index in state.written:
             self._put(state, slot, gradient)
         elif slot.index in state.held:
-            state.held[slot.index] = state.held[slot.index] + gradient
+            self._put(state, slot, state.held.pop(slot.index))
+            self._put(state, slot, gradient)
         else:
             state.held[slot.index] = gradient
         self.used.add(slot.index)

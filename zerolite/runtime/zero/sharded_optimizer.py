@@ -50,6 +50,7 @@ class ShardedOptimizer(Optimizer):
         self._pieces = self._cut(groups)
         self._on_step: Callable[[], None] = lambda: None
         self._on_zero_grad: Callable[[], None] = lambda: None
+        self._on_read: Callable[[], None] = lambda: None
         self._on_load: Callable[[], None] = lambda: None
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
@@ -62,16 +63,33 @@ class ShardedOptimizer(Optimizer):
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
         self._constructed = False
-        super().__init__(self.inner.param_groups, dict(self.inner.defaults))
+        super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
-        self.param_groups = self.inner.param_groups
         for bucket in range(len(buffer.master)):
             self._unbind(bucket)
 
-    def connect(self, step: Callable[[], None], zero_grad: Callable[[], None], load: Callable[[], None]) -> None:
+    @property
+    def param_groups(self) -> Groups:
+        """The param groups, those of the inner optimizer; the outcome of the last step is in them."""
+        self._on_read()
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Groups) -> None:
+        # torch's constructor sets it to an empty list and then adds groups that are in the inner optimizer already.
+        if getattr(self, "_constructed", True):
+            self.inner.param_groups = groups
+
+    def connect(
+        self,
+        step: Callable[[], None],
+        zero_grad: Callable[[], None],
+        settle: Callable[[], None],
+        load: Callable[[], None],
+    ) -> None:
         """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too,
         so that a loop that goes on calling it trains."""
-        self._on_step, self._on_zero_grad, self._on_load = step, zero_grad, load
+        self._on_step, self._on_zero_grad, self._on_read, self._on_load = step, zero_grad, settle, load
         marker = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
 
         def redirected_step(closure: Callable[[], Any] | None = None) -> Any:
@@ -105,7 +123,6 @@ class ShardedOptimizer(Optimizer):
                 "zerolite.initialize, or call it again "
                 "with the larger set"
             )
-        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter position, in torch's form, with the masters where they are separate.
@@ -195,6 +212,8 @@ class ShardedOptimizer(Optimizer):
         """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
         if not getattr(self.inner, "_step_supports_amp_scaling", False):
             return False
+        if isinstance(self.inner, torch.optim.SGD):
+            return False  # its kernel would leave a first momentum buffer uninitialised
         return all(group.get("fused") for group in self.param_groups)
 
     @contextlib.contextmanager
