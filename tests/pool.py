@@ -57,7 +57,9 @@ class WorkerDied(CaseFailed):
 
 def _server_context() -> Any:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.pool", "torch", "torch.distributed", "torch.nn.functional", "torch.optim", "zerolite.runtime.build"])
+    context.set_forkserver_preload(
+        ["tests.pool", "torch", "torch.distributed", "torch.nn.functional", "torch.optim", "zerolite.runtime.build"]
+    )
     return context
 
 
@@ -75,7 +77,9 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -128,7 +132,9 @@ class Pool:
             ours, theirs = context.Pipe()
             self._log_path(rank).touch()
             args = (rank, self.world_size, self._directory.name, self.init_group, theirs)
-            worker = context.Process(target=_worker_main, args=args, daemon=True, name=f"pool-{self.world_size}-rank-{rank}")
+            worker = context.Process(
+                target=_worker_main, args=args, daemon=True, name=f"pool-{self.world_size}-rank-{rank}"
+            )
             with _hidden_main_module():
                 worker.start()
             theirs.close()
@@ -272,7 +278,10 @@ def _worker_main(rank: int, world_size: int, directory: str, init_group: bool, p
         if succeeded:
             clean, complaint = _guarded(lambda: _clean(init_group))
             if not clean:
-                succeeded, value = False, f"{function} returned, but did not leave the worker as it found it.\n{complaint}"
+                succeeded, value = (
+                    False,
+                    f"{function} returned, but did not leave the worker as it found it.\n{complaint}",
+                )
         _reply(pipe, succeeded, value)
         del value
 
@@ -318,7 +327,9 @@ def _clean(init_group: bool) -> None:
     engine_module = sys.modules.get("zerolite.runtime.engine")
     if engine_module is not None:
         engines = [item for item in gc.get_objects() if type(item) is engine_module.Engine]
-        assert os.environ.get("TMP_ALLOW_LEAK") or not engines, f"{len(engines)} engines are still alive; something outside the case refers to them"
+        assert os.environ.get("TMP_ALLOW_LEAK") or not engines, (
+            f"{len(engines)} engines are still alive; something outside the case refers to them"
+        )
     if init_group:
         assert dist.is_initialized(), "the default process group is gone"
         groups = dist.distributed_c10d._world.pg_names

@@ -24,7 +24,9 @@ BF16_TOLERANCE = 2.0**-7
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_way_to_write_a_window_gives_the_same_update(pools: Pools, stage: int, precision: str) -> None:
     results = pools(2).run(f"{CASES}:window_in_many_ways", {"base": config(stage, precision, accumulation=4, clip=0.4)})
-    batches = [[[models.token_batch(step, micro, rank) for rank in range(2)] for micro in range(4)] for step in range(3)]
+    batches = [
+        [[models.token_batch(step, micro, rank) for rank in range(2)] for micro in range(4)] for step in range(3)
+    ]
     wanted = reference.train(models.build(models.OddModel), models.token_loss, batches, precision, SGD, 0.4)
     tolerance = FP32_TOLERANCE if precision == "fp32" else BF16_TOLERANCE
     for name, result in results[0].items():

@@ -39,7 +39,13 @@ OPTIONS: dict[str, tuple[str, str, int, float, dict[str, Any]]] = {
     "grad_accum_dtype fp32": ("bf16", "fp32", 3, EPSILON["bf16"], {"data_types": {"grad_accum_dtype": "fp32"}}),
     "grad_accum_dtype bf16": ("bf16", "fp32", 3, 2 * EPSILON["bf16"], {"data_types": {"grad_accum_dtype": "bf16"}}),
     "bf16 masters": ("bf16", "rounded", 1, EPSILON["bf16"], {"bf16": LOW_BF16}),
-    "bf16 masters and states": ("bf16", "none", 1, EPSILON["bf16"], {"bf16": {**LOW_BF16, "bf16_optimizer_states": True}}),
+    "bf16 masters and states": (
+        "bf16",
+        "none",
+        1,
+        EPSILON["bf16"],
+        {"bf16": {**LOW_BF16, "bf16_optimizer_states": True}},
+    ),
     "fp16 masters": (
         "fp16",
         "rounded",
@@ -47,7 +53,13 @@ OPTIONS: dict[str, tuple[str, str, int, float, dict[str, Any]]] = {
         EPSILON["fp16"],
         {"fp16": {"enabled": True, "loss_scale": 256.0, "fp16_master_weights_and_grads": True}},
     ),
-    "torch_autocast": ("autocast", "fp32", 1, EPSILON["bf16"], {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    "torch_autocast": (
+        "autocast",
+        "fp32",
+        1,
+        EPSILON["bf16"],
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ),
 }
 
 
@@ -56,7 +68,8 @@ def test_an_option_gives_the_right_numbers(pools: Pools, name: str) -> None:
     precision, masters, accumulation, tolerance, more = OPTIONS[name]
     low = precision if precision in ("bf16", "fp16") else "fp32"
     batches = [
-        [[models.token_batch(step, micro, rank) for rank in range(3)] for micro in range(accumulation)] for step in range(STEPS)
+        [[models.token_batch(step, micro, rank) for rank in range(3)] for micro in range(accumulation)]
+        for step in range(STEPS)
     ]
     scale = 256.0 if precision == "fp16" else 1.0
     model = models.build(models.OddModel)
@@ -85,12 +98,17 @@ def test_an_option_gives_the_right_numbers(pools: Pools, name: str) -> None:
 def test_overlap_does_not_change_a_bit(pools: Pools, precision: str) -> None:
     for stage in (0, 1, 2):
         runs = {
-            str(overlap): {"config": config(stage, precision, 2, CLIP, ADAMW, zero={"overlap_comm": overlap}), "steps": 5}
+            str(overlap): {
+                "config": config(stage, precision, 2, CLIP, ADAMW, zero={"overlap_comm": overlap}),
+                "steps": 5,
+            }
             for overlap in (None, True, False)
         }
         for results in pools(3).run(f"{TRAIN}:train_many", {"runs": runs}):
             for other in ("True", "False"):
-                assert_same_bits(results["None"]["parameters"], results[other]["parameters"], f"stage {stage}, overlap_comm {other}")
+                assert_same_bits(
+                    results["None"]["parameters"], results[other]["parameters"], f"stage {stage}, overlap_comm {other}"
+                )
                 assert results["None"]["norms"] == results[other]["norms"]
 
 
@@ -137,7 +155,9 @@ def test_an_optimizer_of_the_users_keeps_its_groups(pools: Pools, how: str) -> N
         assert result["lr"] == [1e-2, 1e-3]
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_inputs_are_cast_and_outputs_come_back_in_fp32(pools: Pools, precision: str, dtype: torch.dtype) -> None:
     for result in pools(2).run(f"{CASES}:inputs_and_outputs", {"config": config(1, precision)}):
         assert result["seen"] == {"x": dtype, "ids": torch.int64}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +20,12 @@ STEPS = 10
 CLIP = 0.4  # below the norm of most steps, above that of some
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
 # Odd widths, and one that fills a bucket's alignment exactly.
-SIZES = {1: {"width": 5, "hidden": 9}, 2: {"width": 7, "hidden": 33}, 3: {"width": 13, "hidden": 5}, 4: {"width": 8, "hidden": 32}}
+SIZES = {
+    1: {"width": 5, "hidden": 9},
+    2: {"width": 7, "hidden": 33},
+    3: {"width": 13, "hidden": 5},
+    4: {"width": 8, "hidden": 32},
+}
 
 # fp32: regrouping a batch changes sums by a few units in the last place (6e-8). Adam divides by |g|: an element whose contributions nearly
 # cancel moves by a share of lr; regrouping alone moves it by up to 0.008 lr.
@@ -61,7 +68,9 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str
     assert not different, f"{what}: {different} differ"
 
 
-def assert_matches(results: list[dict[str, Any]], wanted: reference.Trajectory, precision: str, accumulation: int, optimizer: str) -> None:
+def assert_matches(
+    results: list[dict[str, Any]], wanted: reference.Trajectory, precision: str, accumulation: int, optimizer: str
+) -> None:
     for result in results[1:]:
         assert_same_bits(results[0]["parameters"], result["parameters"], "parameters of two ranks")
         assert result["norms"] == results[0]["norms"]
@@ -84,11 +93,28 @@ def assert_matches(results: list[dict[str, Any]], wanted: reference.Trajectory, 
         assert flipped <= HALF_FLIPPED, f"{flipped:.1%} of the weights differ"
 
 
-@pytest.mark.parametrize("clip", [0.0, CLIP], ids=["noclip", "clip"])
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_stages_match_plain_pytorch(pools: Pools, world: int, precision: str, accumulation: int, clip: float) -> None:
+def matrix() -> Iterator[Any]:
+    """World × precision × accumulation × clipping. One accumulation and clipping per world and precision, chosen so that every pair of
+    options occurs, is in the fast suite; the rest is marked slow. Each entry runs all stages and both optimizers."""
+    for world in (1, 2, 3, 4):
+        for number, precision in enumerate(("fp32", "bf16", "fp16")):
+            for choice, (accumulation, clip) in enumerate(((1, CLIP), (4, 0.0), (4, CLIP), (1, 0.0))):
+                marks = () if choice == (world + number) % 4 else (pytest.mark.slow,)
+                name = f"{world}-{precision}-{accumulation}-{'clip' if clip else 'noclip'}"
+                yield pytest.param(world, precision, accumulation, clip, id=name, marks=marks)
+
+
+def test_the_fast_matrix_covers_every_pair() -> None:
+    fast = [entry.values for entry in matrix() if not entry.marks]
+    for one, other in itertools.combinations(range(4), 2):
+        wanted = {(entry.values[one], entry.values[other]) for entry in matrix()}
+        assert {(values[one], values[other]) for values in fast} == wanted
+
+
+@pytest.mark.parametrize(("world", "precision", "accumulation", "clip"), matrix())
+def test_all_stages_match_plain_pytorch(
+    pools: Pools, world: int, precision: str, accumulation: int, clip: float
+) -> None:
     runs = {
         f"{optimizer} {stage}": {
             "config": config(stage, precision, accumulation, clip, OPTIMIZERS[optimizer]),
@@ -119,7 +145,10 @@ def test_the_clipping_threshold_is_hit_in_some_steps_and_not_in_all() -> None:
 def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: str) -> None:
     def runs(accumulation: int) -> dict[str, dict[str, Any]]:
         return {
-            str(stage): {"config": config(stage, "fp32", accumulation, CLIP, OPTIMIZERS[optimizer]), "sizes": SIZES[world]}
+            str(stage): {
+                "config": config(stage, "fp32", accumulation, CLIP, OPTIMIZERS[optimizer]),
+                "sizes": SIZES[world],
+            }
             for stage in (0, 1, 2)
         }
 
@@ -133,7 +162,9 @@ def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: 
     assert_same_bits(several["0"]["parameters"], several["1"]["parameters"], "stages 0 and 1 with accumulation")
     bound = 1e-6 if optimizer == "SGD" else FP32_ADAM_LR * ADAMW[1]["lr"]
     for name, value in several["0"]["parameters"].items():
-        torch.testing.assert_close(several["2"]["parameters"][name], value, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            several["2"]["parameters"][name], value, rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert several["2"]["norms"] == pytest.approx(several["0"]["norms"], rel=1e-6)
 
 

@@ -18,7 +18,9 @@ SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max
 
 def setting(stage: int, precision: str, accumulation: int) -> dict[str, Any]:
     if precision == "fp16":
-        return config(stage, accumulation=accumulation, clip=CLIP, optimizer=ADAMW, fp16=dynamic_fp16(), scheduler=SCHEDULER)
+        return config(
+            stage, accumulation=accumulation, clip=CLIP, optimizer=ADAMW, fp16=dynamic_fp16(), scheduler=SCHEDULER
+        )
     return config(stage, precision, accumulation, CLIP, ADAMW, scheduler=SCHEDULER)
 
 
@@ -42,7 +44,9 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage:
         for step in range(6):
             assert_same_bits(result["snapshots"][step], ranks[0]["snapshots"][step], f"step {step}, two ranks")
         assert_same_bits(result["snapshots"][3], result["snapshots"][2], "before and after the skipped step")
-        assert any(not torch.equal(result["snapshots"][4][name], value) for name, value in result["snapshots"][3].items())
+        assert any(
+            not torch.equal(result["snapshots"][4][name], value) for name, value in result["snapshots"][3].items()
+        )
         assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, True, False, True, True]
         rates = result["learning_rates"]
         assert rates[3] == rates[2]

@@ -29,7 +29,9 @@ def test_collectives_and_bytes_of_a_step(pools: Pools, world: int, accumulation:
             passes = accumulation if stage == 2 else 1
             buckets = len(gradients) // passes
             assert buckets >= 3, "the test needs several buckets"
-            assert Counter(call[0] for call in gradients) == {("all_reduce" if stage == 0 else "reduce_scatter"): buckets * passes}
+            assert Counter(call[0] for call in gradients) == {
+                ("all_reduce" if stage == 0 else "reduce_scatter"): buckets * passes
+            }
             assert Counter(call[0] for call in parameters) == ({} if stage == 0 else {"all_gather": buckets})
             assert [(call[0], call[4]) for call in others] == [("all_reduce", "stats")]
             assert others[0][3] < 1000
@@ -84,12 +86,16 @@ def test_different_models_are_refused_on_all_ranks(pools: Pools) -> None:
 
 
 def test_buffers_are_sent_before_each_training_forward_if_asked(pools: Pools) -> None:
-    for rank, result in enumerate(pools(2).run(f"{CASES}:buffers_after_training", {"config": config(1), "broadcast": True})):
+    for rank, result in enumerate(
+        pools(2).run(f"{CASES}:buffers_after_training", {"config": config(1), "broadcast": True})
+    ):
         assert torch.equal(result["offset"], torch.zeros(3)), rank
         assert result["calls"] == 2  # one training and one evaluation forward, from rank 0's zero
         assert result["broadcasts"] > 0
         assert result["in evaluation"] == 0
-    for rank, result in enumerate(pools(2).run(f"{CASES}:buffers_after_training", {"config": config(1), "broadcast": False})):
+    for rank, result in enumerate(
+        pools(2).run(f"{CASES}:buffers_after_training", {"config": config(1), "broadcast": False})
+    ):
         assert torch.equal(result["offset"], torch.full((3,), float(rank)))
         assert result["calls"] == 10 * rank + 2
         assert result["broadcasts"] == 0

@@ -64,7 +64,7 @@ class Communicator:
         """Memory [numel] from which the collective after the next ``ahead`` ones sends without a copy; None if
         there is none.
 
-        Whoever takes it must launch that very collective with it. For reductions whose result goes elsewhere.
+        Whoever takes it must launch that very reduce-scatter with it.
         """
         return None
 
@@ -248,6 +248,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
     # - 2: free once fence j - 1 has been seen.
 
     def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
+        if self._memory.exhausted:
+            return None  # some collectives take no turn now
         free = ahead == 0 or (ahead == 1 and (self._last is None or self._last.arrived()))
         return self._memory.own_region(self._count + ahead, numel, dtype) if free else None
 
@@ -283,8 +285,6 @@ class SharedMemoryCommunicator(GlooCommunicator):
             return super()._all_reduce(tensor, divisor)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            if tensor.data_ptr() == regions[self.rank].data_ptr():
-                return _divide(_sum_in_order(regions), divisor).to(tensor.dtype)
             total = _sum_in_order(regions, None if tensor.dtype in _HALF else tensor)
             return tensor.copy_(_divide(total, divisor))
 

@@ -58,7 +58,7 @@ class HostMemory:
         self._rank = rank
         self._bytes = 0
         self._maps: list[torch.Tensor] = []  # one per rank, uint8 [REGIONS * bytes]
-        self._exhausted = False
+        self.exhausted = False  # a request was refused; from then on regions no longer follow each other in turn
 
     def regions(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
         """Region ``turn`` (modulo their number) of every rank, by rank, as tensors [numel] of ``dtype``; None if
@@ -82,7 +82,7 @@ class HostMemory:
         return mapped.narrow(0, turn % self.REGIONS * self._bytes, needed).view(dtype)
 
     def _grow(self, needed: int) -> bool:
-        if self._exhausted:
+        if self.exhausted:
             return False
         region = -(-needed // 4096) * 4096
         path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
@@ -90,7 +90,7 @@ class HostMemory:
             created = _create(path, self.REGIONS * region)
             paths = _gather_texts(str(path) if created else "", self._group)
             if not all(paths):
-                self._exhausted = True
+                self.exhausted = True
                 if self._rank == 0:
                     logger.warning(
                         "%s has no room for %d MB per process; collectives between the processes of this host go "

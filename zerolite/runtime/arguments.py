@@ -155,6 +155,12 @@ def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer
         )
     if given is not None:
         made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
+        if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "zerolite.initialize: lr_scheduler is a ReduceLROnPlateau, whose step() needs a metric that the "
+                "engine does not have; leave it "
+                "out and call its step(metric) yourself"
+            )
         bound_to = getattr(made, "optimizer", optimizer)
         if bound_to is not optimizer and bound_to is not optimizer.inner:
             raise ValueError(

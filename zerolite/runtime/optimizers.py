@@ -47,8 +47,8 @@ _UNUSABLE = {
     "sparseadam": "it needs sparse gradients, and zerolite keeps gradients in flat, dense buffers",
 }
 
-# Fused kernels of these exist on CPU and on CUDA in every torch that zerolite supports. (Adagrad's exists on CUDA only in
-# the newest; SGD's takes no mixture of parameters with and without a momentum buffer, which late parameters make.)
+# Fused kernels of these exist on CPU and on CUDA in every torch that zerolite supports. (Adagrad's exists on CUDA only
+# in the newest; SGD's takes no mixture of parameters with and without a momentum buffer, which late parameters make.)
 _FUSED_BY_DEFAULT = tuple(TORCH_OPTIMIZERS[name] for name in ("adam", "adamw"))
 _IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")
 

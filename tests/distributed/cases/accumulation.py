@@ -145,7 +145,11 @@ def partial_window(config: dict[str, Any], contained: int) -> dict[str, Any]:
 
 
 def float_training(
-    config: dict[str, Any], model: str, steps: int = 4, sizes: dict[str, Any] | None = None, branches: list[list[str]] | None = None
+    config: dict[str, Any],
+    model: str,
+    steps: int = 4,
+    sizes: dict[str, Any] | None = None,
+    branches: list[list[str]] | None = None,
 ) -> dict[str, Any]:
     """Train a model on floating inputs; ``branches[step][rank]`` is passed to its forward if given."""
     engine = make_engine(config, model, sizes)

@@ -60,24 +60,22 @@ def resident_and_peak(config: dict[str, Any], depth: int, width: int, shared_mem
     return {"resident": resident / numel, "peak": peak / numel, "numel": numel}
 
 
-def growth(config: dict[str, Any], steps: int) -> int:
-    """Bytes that ``steps`` windows leave behind, after three to warm up."""
-    engine = make_engine(config)
-    accumulation = config["gradient_accumulation_steps"]
+def growth(config: dict[str, Any], steps: int) -> dict[str, int]:
+    """Bytes that ``steps`` steps leave behind, after three to warm up: by the allocator's account, and in tensors that Python can reach."""
+    engine = make_engine(config, "Mlp")
     for step in range(3):
-        engine_window(engine, "OddModel", step, accumulation)
-    gc.collect()
+        engine_window(engine, "Mlp", step, 1)
+    before = tensor_bytes()
     with memory_profile() as profiler:
         mark("begin")
         for step in range(steps):
-            engine_window(engine, "OddModel", step, accumulation)
-        gc.collect()
+            engine_window(engine, "Mlp", step, 1)
         mark("end")
     held, counting = 0, False
     for _, nbytes, name in events_in_order(profiler):
         counting = name == "begin" or (counting and name != "end")
         held += nbytes if counting else 0
-    return held
+    return {"allocated": held, "reachable": tensor_bytes() - before}
 
 
 def tensor_bytes() -> int:

@@ -128,7 +128,9 @@ def threads_after_destroy(directory: str) -> dict[str, Any]:
     zerolite.init_distributed("gloo", f"file://{directory}/store", rank, world_size)
     zerolite.init_distributed()
     during = native_threads()
-    engine = make_engine({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "Mlp")
+    engine = make_engine(
+        {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "Mlp"
+    )
     world = engine.world_size
     engine_window(engine, "Mlp", 0, 1)
     del engine

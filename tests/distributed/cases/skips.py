@@ -41,7 +41,9 @@ def poison(engine: Any, parameter: str, value: float) -> Any:
     return dict(engine.module.named_parameters())[parameter].register_hook(spoil)
 
 
-def bad_step(config: dict[str, Any], bad_rank: int, parameter: str, value: float, loop: str = "engine") -> dict[str, Any]:
+def bad_step(
+    config: dict[str, Any], bad_rank: int, parameter: str, value: float, loop: str = "engine"
+) -> dict[str, Any]:
     """Six windows; in the fourth (step 3, the last micro-batch) one rank's gradient is not finite."""
     engine = make_engine(config)
     accumulation = config["gradient_accumulation_steps"]
@@ -90,7 +92,12 @@ def bad_for_ever(config: dict[str, Any], attempts: int) -> dict[str, Any]:
             engine.step()
         except Exception as error:
             unchanged = all(torch.equal(before[name], value) for name, value in snapshot(engine).items())
-            return {"attempt": attempt, "error": f"{type(error).__name__}: {error}", "scales": scales, "unchanged": unchanged}
+            return {
+                "attempt": attempt,
+                "error": f"{type(error).__name__}: {error}",
+                "scales": scales,
+                "unchanged": unchanged,
+            }
     return {"attempt": None, "error": "", "scales": scales, "unchanged": True}
 
 

@@ -26,7 +26,9 @@ BATCHES: dict[str, Callable[..., Any]] = {
 }
 
 
-def make_engine(config: dict[str, Any], model: str = "OddModel", sizes: dict[str, Any] | None = None, **more: Any) -> Any:
+def make_engine(
+    config: dict[str, Any], model: str = "OddModel", sizes: dict[str, Any] | None = None, **more: Any
+) -> Any:
     """An engine over a fresh model with the weights of seed 7."""
     return zerolite.initialize(models.build(getattr(models, model), **(sizes or {})), config, **more)
 

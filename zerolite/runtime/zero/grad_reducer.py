@@ -233,7 +233,8 @@ class GradReducer:
     def _memory_for(self, state: _BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised full bucket; where it can be and its reduction is next, one that travels without a copy."""
         options = self._options
-        if options.shard and self._reducing and options.communication_dtype(state.bucket) in (None, dtype):
+        exchanged = options.shard and options.use_reduce_scatter and self._reducing
+        if exchanged and options.communication_dtype(state.bucket) in (None, dtype):
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else.
             staged = self._comm.staging(state.bucket.numel, dtype, state.bucket.index - self._next)

@@ -99,6 +99,8 @@ class ShardedOptimizer(Optimizer):
             redirected_step._wrapped_by_lr_sched = marker  # type: ignore[attr-defined]
         self.inner.step = redirected_step  # type: ignore[method-assign]
         self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self.inner.state_dict = self.state_dict  # type: ignore[method-assign]
+        self.inner.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
 
     # ---------------------------------------------------------------- torch's interface
 
