@@ -11,7 +11,8 @@ from tests.pool import Pools
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    """``pools(world_size).run("module:function", kwargs)``: persistent distributed workers, killed at the end of the session."""
+    """``pools(world_size).run("module:function", kwargs)``: persistent distributed workers, killed at the end of the
+    session."""
     pools = Pools()
     try:
         yield pools

@@ -11,9 +11,11 @@ VOCABULARY = 11
 
 
 class OddModel(nn.Module):
-    """A token model with every kind of parameter that is easily forgotten; ``forward(tokens [B, T], targets [B, T])`` gives logits.
+    """A token model with every kind of parameter that is easily forgotten; ``forward(tokens [B, T], targets [B, T])``
+    gives logits.
 
-    A 0-dim parameter, an empty one, a tied weight (embedding and head), a frozen layer, one that never gets a gradient, biases, LayerNorm.
+    A 0-dim parameter, an empty one, a tied weight (embedding and head), a frozen layer, one that never gets a
+    gradient, biases, LayerNorm.
     """
 
     def __init__(self, width: int = 5, hidden: int = 9) -> None:
@@ -63,7 +65,8 @@ class TwoBranches(nn.Module):
 
 
 class SharedCheckpointed(nn.Module):
-    """One weight in two reentrantly checkpointed blocks: it is accumulated twice in one backward, the second time long after the first."""
+    """One weight in two reentrantly checkpointed blocks: it is accumulated twice in one backward, the second time
+    long after the first."""
 
     def __init__(self, reentrant: bool = True) -> None:
         super().__init__()

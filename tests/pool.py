@@ -1,7 +1,8 @@
 """A persistent pool of distributed workers, so that a distributed test costs milliseconds and not process starts.
 
-One fork server imports torch once; every worker is forked from it. The workers of one pool form the default process group (gloo, one torch
-thread each). ``pool.run("package.module:function", kwargs)`` calls the function on every rank and returns the results in rank order.
+One fork server imports torch once; every worker is forked from it. The workers of one pool form the default process
+group (gloo, one torch thread each). ``pool.run("package.module:function", kwargs)`` calls the function on every rank
+and returns the results in rank order.
 
 What can go wrong, and what the test then sees:
 
@@ -10,7 +11,8 @@ What can go wrong, and what the test then sees:
 - a worker dies: ``WorkerDied`` with its rank and its signal or exit code;
 - a case leaves an engine or a process group behind: ``CaseFailed``, naming what was left.
 
-After any of these the workers are thrown away and the next ``run`` starts new ones. Workers end when the process that made the pool ends, however it ends.
+After any of these the workers are thrown away and the next ``run`` starts new ones. Workers end when the process that
+made the pool ends, however it ends.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class Pool:
     def run(self, function: str, kwargs: dict[str, Any] | None = None, timeout: float = 60.0) -> list[Any]:
         """Call ``function`` ("module:name") with ``kwargs`` on every rank; return the results in rank order.
 
-        Arguments and results travel by pickle. Raises CaseFailed, CaseTimeout or WorkerDied; the pool is usable afterwards in every case.
+        Arguments and results travel by pickle. Raises CaseFailed, CaseTimeout or WorkerDied; the pool is usable
+        afterwards in every case.
         """
         if not self._workers:
             self._start()
@@ -124,7 +127,8 @@ class Pool:
             self._directory = None
 
     def _start(self) -> None:
-        # One thread each: several workers share the cores, and sums keep one order. The fork server hands its environment on.
+        # One thread each: several workers share the cores, and sums keep one order. The fork server hands its
+        # environment on.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._directory = tempfile.TemporaryDirectory(prefix="zerolite-pool-")
         context = _server_context()
@@ -249,7 +253,8 @@ def _exit_reason(code: int | None) -> str:
     return f"exit code {code}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- the worker's side
+# ---------------------------------------------------------------------------------------------------------------- the
+# worker's side
 
 
 def _worker_main(rank: int, world_size: int, directory: str, init_group: bool, pipe: connection.Connection) -> None:
@@ -263,7 +268,7 @@ def _worker_main(rank: int, world_size: int, directory: str, init_group: bool, p
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    _reply(pipe, *_guarded(lambda: _set_up(rank, world_size, directory, init_group)))
+    _reply(pipe, *_guarded(_set_up, rank, world_size, directory, init_group))
     warning_filters = list(warnings.filters)
     environment = dict(os.environ)
     while True:
@@ -271,12 +276,12 @@ def _worker_main(rank: int, world_size: int, directory: str, init_group: bool, p
             function, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
-        succeeded, value = _guarded(lambda: _resolve(function)(**kwargs))
+        succeeded, value = _guarded(_call, function, kwargs)
         warnings.filters[:] = warning_filters
         os.environ.clear()
         os.environ.update(environment)
         if succeeded:
-            clean, complaint = _guarded(lambda: _clean(init_group))
+            clean, complaint = _guarded(_clean, init_group)
             if not clean:
                 succeeded, value = (
                     False,
@@ -287,7 +292,8 @@ def _worker_main(rank: int, world_size: int, directory: str, init_group: bool, p
 
 
 def _end_with_the_parent() -> None:
-    """No orphans: the kernel kills the worker with the fork server, and a thread watches the process that made the pool."""
+    """No orphans: the kernel kills the worker with the fork server, and a thread watches the process that made the
+    pool."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     parent = mp.parent_process()
@@ -327,15 +333,14 @@ def _clean(init_group: bool) -> None:
     engine_module = sys.modules.get("zerolite.runtime.engine")
     if engine_module is not None:
         engines = [item for item in gc.get_objects() if type(item) is engine_module.Engine]
-        assert os.environ.get("TMP_ALLOW_LEAK") or not engines, (
-            f"{len(engines)} engines are still alive; something outside the case refers to them"
-        )
+        assert not engines, f"{len(engines)} engines are still alive; something outside the case refers to them"
     if init_group:
         assert dist.is_initialized(), "the default process group is gone"
         groups = dist.distributed_c10d._world.pg_names
         left = [name for group, name in groups.items() if group is not dist.group.WORLD]
         assert not left, f"{len(left)} process groups besides the default one are still alive: {left}"
-        # A collective that only some ranks launched would now meet the wrong partner: better here than in the next case.
+        # A collective that only some ranks launched would now meet the wrong partner: better here than in the next
+        # case.
         check = torch.ones(3)
         dist.all_reduce(check)
         assert check.tolist() == [dist.get_world_size()] * 3, f"the default group is out of step: {check.tolist()}"
@@ -346,14 +351,14 @@ def _clean(init_group: bool) -> None:
     torch.set_num_threads(1)
 
 
-def _resolve(function: str) -> Any:
+def _call(function: str, kwargs: dict[str, Any]) -> Any:
     module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module), name)(**kwargs)
 
 
-def _guarded(call: Any) -> tuple[bool, Any]:
+def _guarded(call: Any, *args: Any) -> tuple[bool, Any]:
     try:
-        return True, call()
+        return True, call(*args)
     except BaseException:
         return False, traceback.format_exc()
 

@@ -2,9 +2,10 @@
 
 fp32: one forward and backward over the concatenation of all micro-batches of the window.
 
-16 bits: weights, activations and the gradients of one micro-batch on one rank are 16-bit; the masters are the fp32 weights from before the
-cast; gradients are averaged over ranks in fp32 and rounded to 16 bits once (one micro-batch), or accumulated in fp32 (several); the update
-happens in fp32; the masters are rounded to the compute weights. fp16: the fp32 loss is multiplied by the loss scale.
+16 bits: weights, activations and the gradients of one micro-batch on one rank are 16-bit; the masters are the fp32
+weights from before the cast; gradients are averaged over ranks in fp32 and rounded to 16 bits once (one micro-batch),
+or accumulated in fp32 (several); the update happens in fp32; the masters are rounded to the compute weights. fp16:
+the fp32 loss is multiplied by the loss scale.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Trajectory:
-    """Per step: the mean loss over ranks and micro-batches, the gradient norm before clipping. At the end: weights by name, fp32."""
+    """Per step: the mean loss over ranks and micro-batches, the gradient norm before clipping. At the end: weights by
+    name, fp32."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -47,10 +49,11 @@ def train(
     loss_scale: float = 1.0,
     masters: str = "fp32",
 ) -> Trajectory:
-    """Train ``model`` (fp32, its values become the final masters). ``batches[step][micro][rank]`` is one rank's micro-batch.
+    """Train ``model`` (fp32, its values become the final masters). ``batches[step][micro][rank]`` is one rank's
+    micro-batch.
 
-    precision: "fp32", "bf16", "fp16", or "autocast" (fp32 weights under torch.autocast to bf16). masters, for bf16 and fp16: "fp32"; "rounded"
-    (kept in 16 bits, updated in fp32); "none" (everything in 16 bits, states too).
+    precision: "fp32", "bf16", "fp16", or "autocast" (fp32 weights under torch.autocast to bf16). masters, for bf16
+    and fp16: "fp32"; "rounded" (kept in 16 bits, updated in fp32); "none" (everything in 16 bits, states too).
     """
     torch.set_num_threads(1)  # as in the workers: 16-bit sums over a batch depend on how many threads share them
     if precision == "fp32":

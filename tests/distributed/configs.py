@@ -23,7 +23,8 @@ def config(
 ) -> dict[str, Any]:
     """A config of two sequences per rank, with buckets so small that even the test models fill several.
 
-    ``zero`` is added to the zero_optimization section, ``more`` to the top level; a section there replaces the default one.
+    ``zero`` is added to the zero_optimization section, ``more`` to the top level; a section there replaces the
+    default one.
     """
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,

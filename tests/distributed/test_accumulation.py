@@ -13,10 +13,12 @@ from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
 
 CASES = "tests.distributed.cases.accumulation"
-# The ways differ in where 1/4 is multiplied and in what is summed before it is reduced. Three steps of SGD with lr 0.05 and gradients of order 1:
-# a rounding error of one fp32 unit in the last place (6e-8) per sum stays far below; a lost micro-batch moves a weight by 1e-2.
+# The ways differ in where 1/4 is multiplied and in what is summed before it is reduced. Three steps of SGD with lr
+# 0.05 and gradients of order 1: a rounding error of one fp32 unit in the last place (6e-8) per sum stays far below; a
+# lost micro-batch moves a weight by 1e-2.
 FP32_TOLERANCE = 1e-6
-# bf16: the sums are fp32 at every stage, but dividing a loss by 4 before or after is exact, so what differs is one rounding of the weights.
+# bf16: the sums are fp32 at every stage, but dividing a loss by 4 before or after is exact, so what differs is one
+# rounding of the weights.
 BF16_TOLERANCE = 2.0**-7
 
 
@@ -88,7 +90,8 @@ BRANCHES = {
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES.keys())
 def test_unused_parameters(pools: Pools, branches: list[list[str]], optimizer: Any, overlap: bool) -> None:
-    """A parameter that no rank used keeps its value (no weight decay, no momentum); one that some ranks used gets their mean with zeros."""
+    """A parameter that no rank used keeps its value (no weight decay, no momentum); one that some ranks used gets
+    their mean with zeros."""
     model = models.build(models.TwoBranches)
     torch_optimizer = reference.make_optimizer(optimizer[0], list(model.parameters()), optimizer[1])
     for step, ranks in enumerate(branches):

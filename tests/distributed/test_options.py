@@ -1,4 +1,5 @@
-"""Every option of zero_optimization and of communication gives the right numbers; and the other ways to make an engine."""
+"""Every option of zero_optimization and of communication gives the right numbers; and the other ways to make an
+engine."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ CASES = "tests.distributed.cases.options"
 STEPS = 4
 LOW_BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 
-# name: (precision of the reference, masters of the reference, accumulation, relative tolerance of weights and norms, config)
-# Exact options are held to fp32's 1e-6. What travels or accumulates in 16 bits loses half a unit (2^-9 in bf16, 2^-12 in fp16) per rounding, a few
-# roundings per step; lr × gradient is of order 0.1, so weights move by less than EPSILON × 0.5 over four steps.
+# name: (precision of the reference, masters of the reference, accumulation, relative tolerance of weights and norms,
+# config) Exact options are held to fp32's 1e-6. What travels or accumulates in 16 bits loses half a unit (2^-9 in
+# bf16, 2^-12 in fp16) per rounding, a few roundings per step; lr × gradient is of order 0.1, so weights move by less
+# than EPSILON × 0.5 over four steps.
 OPTIONS: dict[str, tuple[str, str, int, float, dict[str, Any]]] = {
     "reduce_scatter": ("fp32", "fp32", 1, 1e-6, {"zero": {"reduce_scatter": False}}),
     "reduce_scatter, accumulation": ("bf16", "fp32", 3, EPSILON["bf16"], {"zero": {"reduce_scatter": False}}),

@@ -27,16 +27,16 @@ SIZES = {
     4: {"width": 8, "hidden": 32},
 }
 
-# fp32: regrouping a batch changes sums by a few units in the last place (6e-8). Adam divides by |g|: an element whose contributions nearly
-# cancel moves by a share of lr; regrouping alone moves it by up to 0.008 lr.
+# fp32: regrouping a batch changes sums by a few units in the last place (6e-8). Adam divides by |g|: an element whose
+# contributions nearly cancel moves by a share of lr; regrouping alone moves it by up to 0.008 lr.
 FP32_RELATIVE = 1e-6
 FP32_SGD = 1e-6
 FP32_ADAM_LR = 0.02
 
-# 16 bits, same rounding points on both sides, so only the order of fp32 sums differs. Where that flips the rounding of one value, it moves by one
-# unit in the last place: 2^-8 relative in bf16, 2^-11 in fp16. The flip enters the next forward. HALF_RELATIVE bounds the sum of a
-# few such flips in a loss or norm; parameters may be one such unit apart, two for an element at a power of two (EPSILON is the distance
-# from 1 to the next number, the largest relative unit).
+# 16 bits, same rounding points on both sides, so only the order of fp32 sums differs. Where that flips the rounding
+# of one value, it moves by one unit in the last place: 2^-8 relative in bf16, 2^-11 in fp16. The flip enters the next
+# forward. HALF_RELATIVE bounds the sum of a few such flips in a loss or norm; parameters may be one such unit apart,
+# two for an element at a power of two (EPSILON is the distance from 1 to the next number, the largest relative unit).
 EPSILON = {"bf16": 2.0**-7, "fp16": 2.0**-10}
 HALF_RELATIVE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 HALF_FLIPPED = 0.02  # share of elements that may differ at all
@@ -94,8 +94,9 @@ def assert_matches(
 
 
 def matrix() -> Iterator[Any]:
-    """World × precision × accumulation × clipping. One accumulation and clipping per world and precision, chosen so that every pair of
-    options occurs, is in the fast suite; the rest is marked slow. Each entry runs all stages and both optimizers."""
+    """World × precision × accumulation × clipping. One accumulation and clipping per world and precision, chosen so
+    that every pair of options occurs, is in the fast suite; the rest is marked slow. Each entry runs all stages and
+    both optimizers."""
     for world in (1, 2, 3, 4):
         for number, precision in enumerate(("fp32", "bf16", "fp16")):
             for choice, (accumulation, clip) in enumerate(((1, CLIP), (4, 0.0), (4, CLIP), (1, 0.0))):

@@ -86,8 +86,8 @@ def test_fp16_at_its_minimum_scale_says_so(pools: Pools, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient(pools: Pools, stage: int) -> None:
-    """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals, bit by bit, one
-    whose scale is 4 for ever."""
+    """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals,
+    bit by bit, one whose scale is 4 for ever."""
     growing = config(stage, clip=CLIP, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=2))
     static = config(stage, clip=CLIP, fp16={"enabled": True, "loss_scale": 4})
     for world in (1, 2):
@@ -95,7 +95,8 @@ def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gra
         fixed = pools(world).run(f"{CASES}:scale_growth", {"config": static, "steps": 6})[0]
         assert grown["scales"] == [4, 4, 8, 8, 16, 16]
         assert fixed["scales"] == [4] * 6
-        # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a weight.
+        # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a
+        # weight.
         for step in range(6):
             assert grown["norms"][step] == pytest.approx(fixed["norms"][step], rel=1e-5)
             for name, value in fixed["snapshots"][step].items():

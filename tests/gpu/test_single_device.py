@@ -16,7 +16,8 @@ from tests.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
 
-# The same sums in another order and, on tensor cores, another width: two units in the last place of the compute dtype. fp32 without TF32.
+# The same sums in another order and, on tensor cores, another width: two units in the last place of the compute
+# dtype. fp32 without TF32.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -103,6 +104,10 @@ def init_distributed(
         return
     if not dist.is_available():
         raise RuntimeError("init_distributed: this build of torch has no torch.distributed; install one that has it")
+    # Its functions take the default group as a default argument, evaluated at import; torch imports it by the way
+    # with the first optimizer. Imported before there is a group, it cannot keep that group and its threads alive
+    # after destroy().
+    importlib.import_module("torch.distributed.nn.functional")
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     timeout = timeout or DEFAULT_TIMEOUT

@@ -36,7 +36,8 @@ def mark(name: str) -> None:
 
 
 def resident_and_peak(config: dict[str, Any], depth: int, width: int, shared_memory: bool) -> dict[str, float]:
-    """Bytes per parameter held after the third step, and the most held during it, counted from before the model was made."""
+    """Bytes per parameter held after the third step, and the most held during it, counted from before the model was
+    made."""
     os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
     with memory_profile() as profiler:
         engine = make_engine(config, "Chain", {"depth": depth, "width": width})
@@ -61,7 +62,8 @@ def resident_and_peak(config: dict[str, Any], depth: int, width: int, shared_mem
 
 
 def growth(config: dict[str, Any], steps: int) -> dict[str, int]:
-    """Bytes that ``steps`` steps leave behind, after three to warm up: by the allocator's account, and in tensors that Python can reach."""
+    """Bytes that ``steps`` steps leave behind, after three to warm up: by the allocator's account, and in tensors
+    that Python can reach."""
     engine = make_engine(config, "Mlp")
     for step in range(3):
         engine_window(engine, "Mlp", step, 1)

@@ -80,7 +80,8 @@ def training_data(config: dict[str, Any], count: int) -> list[list[float]]:
 
 
 def given_optimizer(config: dict[str, Any], how: str) -> dict[str, Any]:
-    """An optimizer from the user: an instance with two param groups, a class, a function; and a learning rate changed midway."""
+    """An optimizer from the user: an instance with two param groups, a class, a function; and a learning rate changed
+    midway."""
     model = models.build(models.Mlp)
     groups = [
         {"params": [model.first.weight, model.second.weight], "weight_decay": 0.1},
@@ -148,6 +149,7 @@ def threads_after_destroy(directory: str) -> dict[str, Any]:
 
 
 def native_threads() -> list[str]:
-    """The names of this process's threads as the kernel sees them, gloo's included, autograd's and OpenMP's excluded."""
+    """The names of this process's threads as the kernel sees them, gloo's included, autograd's and OpenMP's
+    excluded."""
     names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     return sorted(name for name in names if not name.startswith(("pt_autograd", "autograd", "omp")))

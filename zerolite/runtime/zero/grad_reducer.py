@@ -185,6 +185,9 @@ class GradReducer:
                 f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
                 "sparse gradients are not supported: build the embedding with sparse=False"
             )
+        self.used.add(slot.index)
+        if not slot.numel:
+            return
         state = self._states[slot.bucket]
         if state.launched:
             raise RuntimeError(
@@ -200,7 +203,6 @@ class GradReducer:
             self._put(state, slot, gradient)
         else:
             state.held[slot.index] = gradient
-        self.used.add(slot.index)
         self._fires[slot.index] += 1
         state.missing -= 1
         if state.missing == 0 and self._reducing and self._options.eager and self._learned:

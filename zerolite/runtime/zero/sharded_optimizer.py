@@ -4,6 +4,7 @@ parameters."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,17 +91,16 @@ class ShardedOptimizer(Optimizer):
         """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too,
         so that a loop that goes on calling it trains."""
         self._on_step, self._on_zero_grad, self._on_read, self._on_load = step, zero_grad, settle, load
-        marker = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
+        self._redirect()
 
-        def redirected_step(closure: Callable[[], Any] | None = None) -> Any:
-            return self.step(closure)
-
-        if marker is not None:
-            redirected_step._wrapped_by_lr_sched = marker  # type: ignore[attr-defined]
-        self.inner.step = redirected_step  # type: ignore[method-assign]
-        self.inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        self.inner.state_dict = self.state_dict  # type: ignore[method-assign]
-        self.inner.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
+    def _redirect(self) -> None:
+        known = weakref.ref(self)  # the user's object may outlive the engine
+        wrapped = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
+        for name in _REDIRECTED:
+            vars(self.inner)[name] = _forward(known, name)
+        if wrapped is not None:
+            self.inner.step._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
+        weakref.finalize(self, _set_free, self.inner)
 
     # ---------------------------------------------------------------- torch's interface
 
@@ -354,3 +354,24 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 f"engine.optimizer.load_state_dict: expected param groups of {here} parameters, got groups of {saved}"
             )
+
+
+_REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+def _forward(known: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        optimizer = known()
+        assert optimizer is not None, "removed when the optimizer went"
+        return getattr(optimizer, name)(*args, **kwargs)
+
+    return method
+
+
+def _set_free(inner: Optimizer) -> None:
+    """The engine is gone: the user's optimizer is an ordinary one again, without the states of pieces."""
+    for name in _REDIRECTED:
+        vars(inner).pop(name, None)
+    kept = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    for key in [key for key in inner.state if id(key) not in kept]:
+        del inner.state[key]
