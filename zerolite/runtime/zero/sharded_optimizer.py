@@ -4,6 +4,7 @@ parameters."""
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,9 +98,10 @@ class ShardedOptimizer(Optimizer):
         known = weakref.ref(self)  # the user's object may outlive the engine
         wrapped = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
         for name in _REDIRECTED:
-            vars(self.inner)[name] = _forward(known, name)
-        if wrapped is not None:
-            self.inner.step._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
+            function = _forward(known, name)
+            if name == "step" and wrapped is not None:  # torch's schedulers warn if their mark is gone
+                function._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
+            vars(self.inner)[name] = types.MethodType(function, self.inner)
         weakref.finalize(self, _set_free, self.inner)
 
     # ---------------------------------------------------------------- torch's interface
@@ -360,7 +362,7 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 
 def _forward(known: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., Any]:
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
         optimizer = known()
         assert optimizer is not None, "removed when the optimizer went"
         return getattr(optimizer, name)(*args, **kwargs)
