@@ -8,6 +8,7 @@ in fp32 at no extra traffic), and a gather is an exchange.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from zerolite.comm import recorder
 from zerolite.comm.host_memory import HostMemory, same_host
 
+_serials = itertools.count(1)
 _SMALL = 4096  # elements below which a message is as fast as shared memory
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -240,6 +242,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         super().__init__(group, rank, world_size)
         self._memory = HostMemory(group, rank)
         self._count = 0  # collectives launched
+        self._serial = next(_serials)
         self._last: Pending | None = None  # the latest, until it is finished
 
     # Who joins the fence of collective j has finished collective j - 1; so who has seen fence j - 1 knows that all
@@ -269,11 +272,19 @@ class SharedMemoryCommunicator(GlooCommunicator):
         self._count += 1
         if full.data_ptr() != regions[self.rank].data_ptr():
             copy_in(regions[self.rank])
-        arrived = torch.zeros(1)
+        ticket = self._serial * 2**32 + self._count
+        arrived = torch.tensor([ticket], dtype=torch.float64)
         fence = dist.all_reduce(arrived, group=self.group, async_op=True)
 
         def conclude() -> torch.Tensor:
             self._last = None
+            if float(arrived) != float(ticket) * self.world_size:
+                raise RuntimeError(
+                    f"rank {self.rank}: the ranks launched their collectives in different orders (here number "
+                    f"{self._count} of "
+                    f"communicator {self._serial}). Do the backwards of two engines overlap, with branches that "
+                    "depend on the rank?"
+                )
             return finish(regions)
 
         self._last = Pending((fence,), (full, arrived), conclude)

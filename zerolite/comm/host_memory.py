@@ -100,14 +100,23 @@ class HostMemory:
                         self.REGIONS * region >> 20,
                     )
                 return False
-            self._maps = [
-                torch.from_file(other, shared=True, size=self.REGIONS * region, dtype=torch.uint8) for other in paths
-            ]
-            dist.barrier(group=self._group)  # everybody has mapped everything
+            maps = _map_all(paths, self.REGIONS * region)
+            mapped = _gather_texts("yes" if maps else "", self._group)  # also: everybody has mapped what they can
+            if not all(mapped):
+                self.exhausted = True
+                return False
         finally:
             path.unlink(missing_ok=True)
-        self._bytes = region
+        self._maps, self._bytes = maps, region
         return True
+
+
+def _map_all(paths: list[str], size: int) -> list[torch.Tensor]:
+    """The files as tensors [size] of bytes; none if one of them cannot be mapped."""
+    try:
+        return [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+    except (OSError, RuntimeError):
+        return []
 
 
 def _create(path: Path, size: int) -> bool:

@@ -158,8 +158,9 @@ def _assemble(
     )
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
     pipeline.on_applied = lambda: _step_scheduler(known())
-    pipeline.on_settled = lambda: _print_progress(known())
-    weakref.finalize(engine, _remove_hooks, [*reducer.handles, *publisher.handles])
+    pipeline.on_settled = lambda norm: _print_progress(known(), norm)
+    loading = _watch_loading(model, pipeline)
+    weakref.finalize(engine, _remove_hooks, [*reducer.handles, *publisher.handles, *loading])
     for parameter in trained:
         OWNERS[parameter] = known
     return engine
@@ -350,6 +351,20 @@ def _step_scheduler(engine: Engine | None) -> None:
         engine.step_scheduler()
 
 
+def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
+    """Hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
+    parameters."""
+    known = weakref.ref(pipeline)
+    own = weakref.WeakSet(model.modules())  # a copy of the model carries the hooks but is somebody else's
+
+    def after_loading(module: torch.nn.Module, keys: Any) -> None:
+        owner = known()
+        if owner is not None and module in own:
+            owner.on_values_loaded()
+
+    return [module.register_load_state_dict_post_hook(after_loading) for module in model.modules()]
+
+
 def _remove_hooks(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
@@ -358,14 +373,13 @@ def _remove_hooks(handles: list[Any]) -> None:
 # -------------------------------------------------------------------- lines for people
 
 
-def _print_progress(engine: Engine | None) -> None:
+def _print_progress(engine: Engine | None, norm: float) -> None:
     if engine is None:
         return
     every = engine.config.steps_per_print
     steps = engine.global_steps
     if engine.rank == 0 and every and steps % every == 0:
         lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
-        norm = engine.get_global_grad_norm()
         print(
             f"step {steps}: skipped {engine.skipped_steps}, lr {lr}, grad norm {norm:.4g}, loss scale "
             f"{engine.loss_scale:g}",

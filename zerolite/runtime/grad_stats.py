@@ -45,7 +45,7 @@ class StatsVector:
 
     def total_square(self) -> torch.Tensor:
         """Sum of squares of all gradients, 0-dim float64 on the device."""
-        return self._values[: self._count].sum()
+        return self._values[-1]
 
     def start_read(self) -> None:
         """Begin the copy to the host, behind the work queued so far."""
@@ -61,8 +61,8 @@ class StatsVector:
         squares = values[:n]
         bad = torch.nonzero(~torch.isfinite(squares)).flatten().tolist()
         used = torch.nonzero(values[n : 2 * n]).flatten().tolist()
-        ranks = torch.nonzero(values[2 * n :]).flatten().tolist()
-        total = float(squares.sum())
+        ranks = torch.nonzero(values[2 * n : -1]).flatten().tolist()
+        total = float(values[-1])
         norm = math.sqrt(total) if math.isfinite(total) else total
         return GradStats(norm, tuple(bad), tuple(ranks), frozenset(used))
 
@@ -111,7 +111,9 @@ class StatsCollector:
         if probes:
             values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()
         comm.all_reduce(values, tag="stats").wait()
-        return StatsVector(values, count)
+        # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
+        # two ranks.
+        return StatsVector(torch.cat([values, values[:count].sum().reshape(1)]), count)
 
     def _flags(self, used: set[int]) -> torch.Tensor:
         flags = torch.zeros(self._count, dtype=torch.float64)

@@ -69,7 +69,8 @@ class StepPipeline:
     ) -> None:
         self._frozen = list(frozen)
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
-        self.on_settled: Callable[[], None] = lambda: None  # after every step, its outcome known: progress lines
+        self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
+        self._masters_stale = False
         self._buffer = buffer
         self._reducer = reducer
         self._optimizer = optimizer
@@ -119,9 +120,11 @@ class StepPipeline:
 
     def window_scale(self) -> float:
         """The loss scale of the window in hand; the same from its first backward to its step."""
+        if self._scaler is None:
+            return 1.0
         if self._loss_scale is None:
             self.settle()
-            self._loss_scale = self._scaler.scale if self._scaler else 1.0
+            self._loss_scale = self._scaler.scale
         return self._loss_scale
 
     # ---------------------------------------------------------------- phases
@@ -162,6 +165,9 @@ class StepPipeline:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         self.settle()
         self._check_frozen()
+        if self._masters_stale:
+            self._masters_stale = False
+            self._buffer.refresh_masters()
         stats = self.stats()
         divisor = self._divisor()
         self._updated = True
@@ -178,6 +184,10 @@ class StepPipeline:
             factor = (clip_coefficient(norm, self._max_norm) if self._max_norm else 1.0) / divisor
             self._update_buckets(factor, outcome.used, None, publish)
         self._settle(outcome, divisor)
+
+    def on_values_loaded(self) -> None:
+        """Somebody loaded values into the module: they are what the next update starts from."""
+        self._masters_stale = True
 
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
@@ -208,8 +218,7 @@ class StepPipeline:
 
     @property
     def global_steps(self) -> int:
-        self.settle()
-        return self._global_steps
+        return self._global_steps + (self._unsettled is not None)
 
     @property
     def skipped_steps(self) -> int:
@@ -219,10 +228,12 @@ class StepPipeline:
     @property
     def scale(self) -> float:
         """The loss scale that the next window will use (this one's, if it has begun)."""
-        self.settle()
+        if self._scaler is None:
+            return 1.0
         if self._loss_scale is not None:
             return self._loss_scale
-        return self._scaler.scale if self._scaler else 1.0
+        self.settle()
+        return self._scaler.scale
 
     # ---------------------------------------------------------------- inside
 
@@ -272,7 +283,7 @@ class StepPipeline:
             self._skipped_in_a_row = 0
             self.on_applied()
         change = self._scaler.update(skipped) if self._scaler else None
-        self.on_settled()
+        self.on_settled(self._last_norm)
         if skipped:
             self._raise_if_hopeless(outcome, at_minimum=change is not None and change.at_minimum)
 

@@ -61,17 +61,21 @@ def resident_and_peak(config: dict[str, Any], depth: int, width: int, shared_mem
     return {"resident": resident / numel, "peak": peak / numel, "numel": numel}
 
 
-def growth(config: dict[str, Any], steps: int) -> dict[str, int]:
-    """Bytes that ``steps`` steps leave behind, after three to warm up: by the allocator's account, and in tensors
-    that Python can reach."""
+def growth(config: dict[str, Any], steps: int, profiled: int) -> dict[str, int]:
+    """What ``steps`` steps leave behind, after three to warm up: bytes of tensors that Python can reach, over all of
+    them; bytes by the allocator's account, over the last ``profiled``."""
     engine = make_engine(config, "Mlp")
-    for step in range(3):
-        engine_window(engine, "Mlp", step, 1)
+
+    def train(count: int) -> None:
+        for step in range(count):
+            engine_window(engine, "Mlp", step, 1)
+
+    train(3)
     before = tensor_bytes()
+    train(steps - profiled)
     with memory_profile() as profiler:
         mark("begin")
-        for step in range(steps):
-            engine_window(engine, "Mlp", step, 1)
+        train(profiled)
         mark("end")
     held, counting = 0, False
     for _, nbytes, name in events_in_order(profiler):

@@ -104,6 +104,20 @@ class ParameterBuffer:
 
     def publish(self, bucket: int) -> None:
         """Round the masters of ``bucket`` into this rank's range of the compute parameters."""
-        target = self.owned_compute(bucket)
-        if self.master[bucket].data_ptr() != target.data_ptr():
-            target.copy_(self.master[bucket])
+        if self.separate_master(bucket):
+            self.owned_compute(bucket).copy_(self.master[bucket])
+        # The parameters' own views were not written through: tell autograd, which refuses to use an outdated saved
+        # weight.
+        members = [self.parameters[slot.index] for slot in self.layout.buckets[bucket].slots]
+        torch.autograd.graph.increment_version(members)
+
+    def separate_master(self, bucket: int) -> bool:
+        """True if the masters of ``bucket`` are not the compute parameters themselves."""
+        return self.master[bucket].data_ptr() != self.owned_compute(bucket).data_ptr()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take the masters from the compute parameters, after somebody has loaded values into those."""
+        for bucket in range(len(self.master)):
+            if self.separate_master(bucket):
+                self.master[bucket].copy_(self.owned_compute(bucket))

@@ -81,6 +81,9 @@ class _BucketPool:
                 return self._free.pop(index)
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def clear(self) -> None:
+        self._free.clear()
+
     def give_back(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
             self._free.append(tensor)
@@ -386,6 +389,8 @@ class GradReducer:
             self.release(state.bucket.index)
             state.written.clear()
             state.held.clear()
+        if self._options.shard:
+            self._pool.clear()  # between steps no rank holds more than its part
         self._passes_in_local = 0
         self.used.clear()
         self.probes.clear()

@@ -39,6 +39,7 @@ class Publisher:
 
     def publish_bucket(self, bucket: int) -> None:
         """Called for every bucket in index order by the update phase, on all ranks."""
+        self.wait([bucket])  # of the step before, if no forward has needed it since
         self._buffer.publish(bucket)
         if self._gather:
             pending = self._comm.all_gather(self._buffer.compute[bucket], tag="parameters")

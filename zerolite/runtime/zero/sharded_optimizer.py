@@ -140,7 +140,7 @@ class ShardedOptimizer(Optimizer):
             state = self.inner.state.get(piece.tensor)
             if state:
                 states[index] = dict(state)
-            if self._separate_master(piece):
+            if self._buffer.separate_master(piece.fragment.slot.bucket):
                 masters[index] = self._master_view(piece)
         groups, start = [], 0
         for group in self.param_groups:
@@ -292,10 +292,6 @@ class ShardedOptimizer(Optimizer):
 
     def _master_view(self, piece: _Piece) -> torch.Tensor:
         return self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
-
-    def _separate_master(self, piece: _Piece) -> bool:
-        bucket = piece.fragment.slot.bucket
-        return self._buffer.master[bucket].data_ptr() != self._buffer.owned_compute(bucket).data_ptr()
 
     def _adopt_state(self) -> None:
         """States that the user's optimizer made before (Adagrad does in its constructor) move to the pieces."""
