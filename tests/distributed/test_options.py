@@ -173,5 +173,6 @@ def test_destroy_leaves_no_thread(tmp_path: Path) -> None:
             assert result["world"] == 2
             assert not result["initialized"]
             assert len(result["during"]) > len(result["before"]), "the test sees no thread of the process group"
-            assert result["after"] == result["before"]
+            assert [name for name in result["trained"] if "gloo" in name], "gloo names its threads in another way"
+            assert [name for name in result["after"] if "gloo" in name] == []
             assert set(result["python threads"]) == {"MainThread", "parent-watch"}

@@ -86,8 +86,8 @@ def test_fp16_at_its_minimum_scale_says_so(pools: Pools, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient(pools: Pools, stage: int) -> None:
-    """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals,
-    bit by bit, one whose scale is 4 for ever."""
+    """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals
+    one whose scale is 4 for ever."""
     growing = config(stage, clip=CLIP, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=2))
     static = config(stage, clip=CLIP, fp16={"enabled": True, "loss_scale": 4})
     for world in (1, 2):

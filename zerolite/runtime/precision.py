@@ -138,6 +138,12 @@ class GraphBoundary:
         self._on_backward_begin()
         if self._loss_scale is None:
             return None
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fp16: a backward with create_graph=True (a gradient penalty, double backward) went through the "
+                "engine, whose loss scale "
+                "would be in the second derivatives as well. Use bf16 or fp32 for this model."
+            )
         self.scaled = True
         return gradient * self._loss_scale()
 

@@ -134,6 +134,7 @@ def threads_after_destroy(directory: str) -> dict[str, Any]:
     )
     world = engine.world_size
     engine_window(engine, "Mlp", 0, 1)
+    trained = native_threads()
     del engine
     zerolite.destroy()
     zerolite.destroy()
@@ -141,6 +142,7 @@ def threads_after_destroy(directory: str) -> dict[str, Any]:
     return {
         "before": before,
         "during": during,
+        "trained": trained,
         "after": after,
         "initialized": dist.is_initialized(),
         "world": world,
@@ -149,7 +151,5 @@ def threads_after_destroy(directory: str) -> dict[str, Any]:
 
 
 def native_threads() -> list[str]:
-    """The names of this process's threads as the kernel sees them, gloo's included, autograd's and OpenMP's
-    excluded."""
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-    return sorted(name for name in names if not name.startswith(("pt_autograd", "autograd", "omp")))
+    """The names of this process's threads as the kernel sees them, also those that Python does not know."""
+    return sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))

@@ -140,9 +140,9 @@ class GradReducer:
             self.handles.append(parameter.register_post_accumulate_grad_hook(_make_hook(known, slot)))
 
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
-        self._on_gradient(slot.index)
         gradient = parameter.grad
         parameter.grad = None
+        self._on_gradient(slot.index)
         if gradient is not None:
             self._accept(slot, gradient.detach())
 
