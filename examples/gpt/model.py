@@ -1,4 +1,8 @@
-"""A byte-level GPT: pre-norm transformer blocks, learned positions, a head of its own."""
+"""A byte-level GPT: pre-norm transformer blocks, learned positions, a head of its own.
+
+A byte says little, so each position is embedded together with the three bytes before it. That is cheap, and a small
+model then need not spend its first layers and its first thousand steps on finding its neighbours.
+"""
 
 import math
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ class GPTConfig:
     width: int = 256
     dropout: float = 0.0
     vocabulary: int = 256  # one token for each value of a byte
+    bytes_embedded: int = 4  # at each position: this byte and the ones before it
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -69,7 +74,9 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+        self.token_embeddings = nn.ModuleList(
+            nn.Embedding(config.vocabulary, config.width) for _ in range(config.bytes_embedded)
+        )
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width)
@@ -88,7 +95,9 @@ class GPT(nn.Module):
         """tokens, targets: int64 [batch, length], length ≤ context. Returns the mean cross-entropy in nats (a scalar)
         if there are targets, otherwise the logits, [batch, length, vocabulary]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = self.position_embedding(positions)
+        for back, embedding in enumerate(self.token_embeddings):
+            x = x + F.pad(embedding(tokens), (0, 0, back, 0))[:, : tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.final_norm(x))

@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from zerolite.comm import recorder
 from zerolite.comm.host_memory import HostMemory, same_host
+from zerolite.comm.process_group import keep_track
 
 _serials = itertools.count(1)
+_CHUNK = 1 << 16  # elements summed at once in fp32
 _SMALL = 4096  # elements below which a message is as fast as shared memory
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -61,6 +63,11 @@ class Communicator:
         self.group = group
         self.rank = rank
         self.world_size = world_size
+        keep_track(self)
+
+    def close(self) -> None:
+        """Let go of the group, which is being destroyed."""
+        self.group = None
 
     def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
         """Memory [numel] from which the collective after the next ``ahead`` ones sends without a copy; None if
@@ -84,16 +91,18 @@ class Communicator:
             recorder.note("all_reduce", tensor, tag)
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
 
-    def reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float = 1.0) -> Pending:
+    def reduce_scatter(
+        self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Pending:
         """``wait()`` gives the sum over ranks of this rank's part of ``full``, divided by ``divisor``; shape [numel
-        / world_size].
-
-        In fp32 where 16-bit values were summed in fp32, in ``full``'s dtype otherwise. ``full`` is clobbered.
+        / world_size], in ``dtype`` (default: ``full``'s). Where 16-bit values are summed in fp32, they are rounded
+        to ``dtype`` only. ``full`` is clobbered.
         """
+        dtype = dtype or full.dtype
         if self.world_size == 1:
-            return _done(_divide(full, divisor))
+            return _done(_divide(full, divisor).to(dtype))
         recorder.note("reduce_scatter", full, tag)
-        return self._reduce_scatter(full, divisor)
+        return self._reduce_scatter(full, divisor, dtype)
 
     def all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         """In place: this rank's part of ``full`` is sent, the other parts are received."""
@@ -118,7 +127,7 @@ class Communicator:
     def _all_reduce(self, tensor: torch.Tensor, divisor: float) -> Pending:
         raise NotImplementedError
 
-    def _reduce_scatter(self, full: torch.Tensor, divisor: float) -> Pending:
+    def _reduce_scatter(self, full: torch.Tensor, divisor: float, dtype: torch.dtype) -> Pending:
         raise NotImplementedError
 
     def _all_gather(self, full: torch.Tensor) -> Pending:
@@ -132,11 +141,11 @@ class NativeCommunicator(Communicator):
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return Pending((work,), (tensor,), lambda: _divide(tensor, divisor))
 
-    def _reduce_scatter(self, full: torch.Tensor, divisor: float) -> Pending:
+    def _reduce_scatter(self, full: torch.Tensor, divisor: float, dtype: torch.dtype) -> Pending:
         # Allocated on the current stream, used by the communication stream until wait() orders the two.
         out = torch.empty(full.numel() // self.world_size, dtype=full.dtype, device=full.device)
         work = _reduce_scatter_single(out, full, group=self.group, async_op=True)
-        return Pending((work,), (full, out), lambda: _divide(out, divisor))
+        return Pending((work,), (full, out), lambda: _divide(out, divisor).to(dtype))
 
     def _all_gather(self, full: torch.Tensor) -> Pending:
         work = _all_gather_single(full, self.part(full), group=self.group, async_op=True)
@@ -167,7 +176,7 @@ class GlooCommunicator(Communicator):
         if not cut or (self.world_size == 2 and tensor.dtype not in _HALF):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
             return Pending((work,), (tensor,), lambda: _divide(tensor, divisor))
-        scattered = self._reduce_scatter(tensor, divisor)
+        scattered = self._reduce_scatter(tensor, divisor, tensor.dtype)
 
         def finish() -> torch.Tensor:
             self.part(tensor).copy_(scattered.wait())
@@ -175,7 +184,7 @@ class GlooCommunicator(Communicator):
 
         return Pending((), (tensor,), finish)
 
-    def _reduce_scatter(self, full: torch.Tensor, divisor: float) -> Pending:
+    def _reduce_scatter(self, full: torch.Tensor, divisor: float, dtype: torch.dtype) -> Pending:
         sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
         received = {
             peer: torch.empty(full.numel() // self.world_size, dtype=full.dtype, device="cpu")
@@ -189,9 +198,11 @@ class GlooCommunicator(Communicator):
 
         def finish() -> torch.Tensor:
             out = received[1 if self.rank == 0 else 0]
+            if dtype != full.dtype:
+                out = torch.empty_like(out, dtype=torch.float32 if full.dtype in _HALF else full.dtype)
             received[self.rank] = self.part(sent)
-            total = _sum_in_order([received[peer] for peer in range(self.world_size)], out)
-            return _divide(total, divisor).to(full.device)
+            parts = [received[peer] for peer in range(self.world_size)]
+            return _mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype)
 
         return Pending(works, (full, sent, *received.values()), finish)
 
@@ -216,18 +227,22 @@ def _divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
     return tensor if divisor == 1.0 else tensor.div_(divisor)
 
 
-def _sum_in_order(parts: list[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of ``parts`` from rank 0 upwards: in fp32 for 16-bit parts; in ``out`` otherwise, which may be one of
-    the first two."""
-    if parts[0].dtype in _HALF:
-        total = parts[0].float()
+def _mean_in_order(parts: list[torch.Tensor], divisor: float, out: torch.Tensor) -> torch.Tensor:
+    """The sum of ``parts`` from rank 0 upwards, divided, in ``out``, which may be one of them if it has their dtype.
+
+    16-bit parts are summed and divided in fp32, a chunk at a time, and rounded once, to ``out``'s dtype.
+    """
+    if parts[0].dtype not in _HALF:
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        return _divide(out, divisor)
+    for start in range(0, out.numel(), _CHUNK):
+        total = parts[0][start : start + _CHUNK].float()
         for part in parts[1:]:
-            total.add_(part)
-        return total
-    total = torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        total.add_(part)
-    return total
+            total.add_(part[start : start + _CHUNK])
+        out[start : start + _CHUNK].copy_(_divide(total, divisor))
+    return out
 
 
 class SharedMemoryCommunicator(GlooCommunicator):
@@ -244,6 +259,11 @@ class SharedMemoryCommunicator(GlooCommunicator):
         self._count = 0  # collectives launched
         self._serial = next(_serials)
         self._last: Pending | None = None  # the latest, until it is finished
+
+    def close(self) -> None:
+        super().close()
+        self._last = None
+        self._memory.close()
 
     # Who joins the fence of collective j has finished collective j - 1; so who has seen fence j - 1 knows that all
     # have finished collective j - 2, and that what it sent from may be overwritten. With three regions in turn, the
@@ -296,13 +316,12 @@ class SharedMemoryCommunicator(GlooCommunicator):
             return super()._all_reduce(tensor, divisor)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            total = _sum_in_order(regions, None if tensor.dtype in _HALF else tensor)
-            return tensor.copy_(_divide(total, divisor))
+            return _mean_in_order(regions, divisor, tensor)
 
         pending = self._exchange(tensor, lambda own: own.copy_(tensor), finish)
         return pending or super()._all_reduce(tensor, divisor)
 
-    def _reduce_scatter(self, full: torch.Tensor, divisor: float) -> Pending:
+    def _reduce_scatter(self, full: torch.Tensor, divisor: float, dtype: torch.dtype) -> Pending:
         def copy_in(own: torch.Tensor) -> None:
             for peer, _ in self._peers:
                 self.part(own, peer).copy_(self.part(full, peer))
@@ -310,10 +329,11 @@ class SharedMemoryCommunicator(GlooCommunicator):
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
             parts = [self.part(region) for region in regions]
             parts[self.rank] = self.part(full)
-            return _divide(_sum_in_order(parts), divisor)
+            exact = full.dtype if full.dtype not in _HALF or dtype in _HALF else torch.float32
+            return _mean_in_order(parts, divisor, torch.empty_like(parts[0], dtype=exact)).to(dtype)
 
         pending = self._exchange(full, copy_in, finish)
-        return pending or super()._reduce_scatter(full, divisor)
+        return pending or super()._reduce_scatter(full, divisor, dtype)
 
     def _all_gather(self, full: torch.Tensor) -> Pending:
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:

@@ -54,11 +54,15 @@ class HostMemory:
     REGIONS = 3
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._rank = rank
         self._bytes = 0
         self._maps: list[torch.Tensor] = []  # one per rank, uint8 [REGIONS * bytes]
         self.exhausted = False  # a request was refused; from then on regions no longer follow each other in turn
+
+    def close(self) -> None:
+        """Let go of the group and the memory."""
+        self._group, self._maps, self._bytes, self.exhausted = None, [], 0, True
 
     def regions(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
         """Region ``turn`` (modulo their number) of every rank, by rank, as tensors [numel] of ``dtype``; None if
@@ -82,7 +86,7 @@ class HostMemory:
         return mapped.narrow(0, turn % self.REGIONS * self._bytes, needed).view(dtype)
 
     def _grow(self, needed: int) -> bool:
-        if self.exhausted:
+        if self.exhausted or self._group is None:
             return False
         region = -(-needed // 4096) * 4096
         path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"

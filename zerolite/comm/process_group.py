@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,18 @@ logger = logging.getLogger("zerolite")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _started_here = False
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_users: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def keep_track(user: _Closable) -> None:
+    """``user.close()`` will be called before the process group is destroyed. Not kept alive."""
+    _users.add(user)
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,10 @@ def destroy() -> None:
     after the last step. A group that the caller started themselves is left alone."""
     global _started_here
     if _started_here and dist.is_initialized():
+        for user in list(_users):
+            user.close()
         dist.destroy_process_group()
+        gc.collect()  # engines are cycles; what is left of them holds the group, whose threads end with it
     _started_here = False
 
 

@@ -261,11 +261,9 @@ class GradReducer:
             self._next += 1
 
     def _launch(self, state: _BucketState) -> None:
-        """Start the reduction of one bucket. At most one other is then in flight, so that memory stays at two
-        buckets."""
+        """Start the reduction of one bucket, after the one before has ended: one is in flight while another fills."""
         options = self._options
-        if state.pending is not None:  # of the pass before
-            self._wait_for_all_but(0)
+        self._wait_for_all()
         local = self._complete_local(state)
         self.probes.append(local.sum(dtype=torch.float32))
         wanted = self._travelling_dtype(state)
@@ -278,7 +276,7 @@ class GradReducer:
             local.div_(options.predivide)
         divisor = self._comm.world_size * options.arrival_factor / options.predivide
         if options.shard and options.use_reduce_scatter:
-            state.pending = self._comm.reduce_scatter(local, "gradients", divisor)
+            state.pending = self._comm.reduce_scatter(local, "gradients", divisor, self._reduced_dtype(state))
         else:
             state.pending = self._comm.all_reduce(local, "gradients", divisor)
         state.local = None
@@ -287,7 +285,8 @@ class GradReducer:
         state.written.clear()
         state.launched = True
         self._in_flight.append(state)
-        self._wait_for_all_but(1 if options.overlap else 0)
+        if not options.overlap:
+            self._wait_for_all()
 
     def _travelling_dtype(self, state: _BucketState) -> torch.dtype:
         """The dtype in which a bucket is sent. It follows from what all ranks know: what this rank's bucket happens
@@ -314,8 +313,8 @@ class GradReducer:
                 state.local.narrow(0, slot.start, slot.numel).zero_()
         return state.local
 
-    def _wait_for_all_but(self, count: int) -> None:
-        while len(self._in_flight) > count:
+    def _wait_for_all(self) -> None:
+        while self._in_flight:
             self._complete(self._in_flight.pop(0))
 
     def _complete(self, state: _BucketState) -> None:
@@ -326,7 +325,7 @@ class GradReducer:
         state.pending = None
         if options.shard and not options.use_reduce_scatter:
             total = self._comm.part(total).clone()
-        dtype = self._reduced_dtype(state, total)
+        dtype = self._reduced_dtype(state)
         if state.reduced is None:
             state.reduced = total.to(dtype)
         else:
@@ -335,7 +334,7 @@ class GradReducer:
         if sent is not None and state.reduced.data_ptr() != sent.data_ptr():
             self._pool.give_back(sent)
 
-    def _reduced_dtype(self, state: _BucketState, total: torch.Tensor) -> torch.dtype:
+    def _reduced_dtype(self, state: _BucketState) -> torch.dtype:
         """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as
         there is one."""
         options = self._options
@@ -349,14 +348,14 @@ class GradReducer:
         """Reduce what no pass has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per
         window on all ranks."""
         self.end_pass(complete=False)
-        self._wait_for_all_but(0)
+        self._wait_for_all()
         self._next = 0
         if self._passes_in_local or any(state.reduced is None for state in self._states):
             for state in self._states:
                 state.launched = False
             self._launch_until(len(self._states))
             self._passes_in_local = 0
-        self._wait_for_all_but(0)
+        self._wait_for_all()
 
     # ---------------------------------------------------------------- what the step reads
 
@@ -381,7 +380,7 @@ class GradReducer:
     def clear(self) -> None:
         """Drop everything: the window's gradients were consumed or are not wanted."""
         self.end_pass(complete=False)
-        self._wait_for_all_but(0)
+        self._wait_for_all()
         for state in self._states:
             if state.local is not None and not state.staged:
                 self._pool.give_back(state.local)
