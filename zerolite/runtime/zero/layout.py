@@ -24,7 +24,7 @@ from functools import cached_property
 ALIGNMENT = (
     32  # elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line
 )
-MIN_AUTO_BUCKET = 1 << 20
+MIN_AUTO_BUCKET = 4 << 20
 MAX_AUTO_BUCKET = 40_000_000
 
 
@@ -161,10 +161,10 @@ class PartitionLayout:
 
 
 def auto_bucket_numel(total_numel: int) -> int:
-    """Elements per bucket when the config names none: an eighth of the model, between 1 Mi and 40 M elements.
+    """Elements per bucket when the config names none: an eighth of the model, between 4 Mi and 40 M elements.
 
-    About eight buckets keep the first reduction early and the last one short; beyond 40 M elements a collective
-    gains nothing.
+    About eight buckets keep the first reduction early and the last one short; smaller than 16 MB of fp32 they cost more in
+    launches than they hide, beyond 40 M elements a collective gains nothing.
     """
     return min(MAX_AUTO_BUCKET, max(MIN_AUTO_BUCKET, total_numel // 8))
 
