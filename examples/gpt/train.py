@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--heads", type=int, default=4, help="(default: %(default)s)")
     add("--width", type=int, default=256, help="(default: %(default)s)")
     add("--log-every", type=int, default=10, help="steps between two lines of metrics (default: %(default)s)")
-    add("--eval-every", type=int, default=250, help="steps between two validations (default: %(default)s)")
+    add("--eval-every", type=int, default=100, help="steps between two validations (default: %(default)s)")
     add(
         "--eval-crops",
         type=int,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerolite.accelerator import default_device
+from zerolite.accelerator import default_device, keep_freed_memory
 from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.runtime.accumulation import AccumulationWindow
@@ -68,6 +68,8 @@ def initialize(
     given = load_config(config)
     init_distributed()
     device = default_device(local_rank())
+    if device.type == "cpu":
+        keep_freed_memory()
     comm = create_communicator(device)
     resolved = given.resolve(comm.world_size)
     policy = STAGES[resolved.zero_optimization.stage]

@@ -163,8 +163,8 @@ class PartitionLayout:
 def auto_bucket_numel(total_numel: int) -> int:
     """Elements per bucket when the config names none: an eighth of the model, between 4 Mi and 40 M elements.
 
-    About eight buckets keep the first reduction early and the last one short; smaller than 16 MB of fp32 they cost more in
-    launches than they hide, beyond 40 M elements a collective gains nothing.
+    About eight buckets keep the first reduction early and the last one short; smaller than 16 MB of fp32 they cost
+    more in launches than they hide, beyond 40 M elements a collective gains nothing.
     """
     return min(MAX_AUTO_BUCKET, max(MIN_AUTO_BUCKET, total_numel // 8))
 
