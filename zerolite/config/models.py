@@ -151,8 +151,8 @@ class ZeroConfig(_Block):
     overlap_comm: Annotated[bool | None, BeforeValidator(Boolean(nullable=True))] = Field(
         default=None,
         description="true: buckets are reduced while backward still runs, and the next forward waits for updated "
-        "parameters only where a module needs them. null: the first of the two. false: neither. The numbers do not "
-        "depend on it.",
+        "parameters only where a module needs them, so read parameters between steps through the engine "
+        "(`engine.module`). null: the first of the two. false: neither. The numbers do not depend on it.",
     )
     contiguous_gradients: Bool = Field(
         default=True, description="Move each gradient into its bucket as soon as it is ready."
@@ -162,7 +162,8 @@ class ZeroConfig(_Block):
     )
     ignore_unused_parameters: Bool = Field(
         default=True,
-        description="Parameters that got no gradient count as zero; false: they are an error that names them.",
+        description="Parameters that got no gradient on any rank are left alone, as torch does; false: they are an error "
+        "that names them.",
     )
 
 
