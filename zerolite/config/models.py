@@ -162,8 +162,8 @@ class ZeroConfig(_Block):
     )
     ignore_unused_parameters: Bool = Field(
         default=True,
-        description="Parameters that got no gradient on any rank are left alone, as torch does; false: they are an error "
-        "that names them.",
+        description="Parameters that got no gradient on any rank are left alone, as torch does; false: they are an "
+        "error that names them.",
     )
 
 
