@@ -187,9 +187,9 @@ def test_alone(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics
     config = write_config(tmp_path, gradient_accumulation_steps=2)
     metrics = check_run(run([sys.executable, *script(config, text, out)]), out)
     for line, expected in zip(metrics, zerolite_run("zero2"), strict=True):
-        for key in ("loss", "val_loss", "grad_norm"):
+        for key in ("loss", "grad_norm"):  # validation takes whole batches of each rank, so not the same crops
             assert (key in line) == (key in expected)
-            assert line.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=1e-3)
+            assert line.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=1e-5)
 
 
 def test_max_minutes(text: Path, tmp_path: Path) -> None:
