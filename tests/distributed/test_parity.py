@@ -112,7 +112,7 @@ def test_the_fast_matrix_covers_every_pair() -> None:
         assert {(values[one], values[other]) for values in fast} == wanted
 
 
-@pytest.mark.parametrize(("world", "precision", "accumulation", "clip"), matrix())
+@pytest.mark.parametrize(("world", "precision", "accumulation", "clip"), list(matrix()))
 def test_all_stages_match_plain_pytorch(
     pools: Pools, world: int, precision: str, accumulation: int, clip: float
 ) -> None:
