@@ -78,11 +78,8 @@ class Communicator:
         return None
 
     def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0) -> Pending:
-        """Sum over ranks divided by ``divisor``. ``wait()`` gives it: in ``tensor``, unless that is from
-        :meth:`staging`."""
-        if self.world_size == 1:
-            return _done(_divide(tensor, divisor))
-        recorder.note("all_reduce", tensor, tag)
+        """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor."""
+        self._note("all_reduce", tensor, tag)
         return self._all_reduce(tensor, divisor)
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
@@ -98,17 +95,12 @@ class Communicator:
         / world_size], in ``dtype`` (default: ``full``'s). Where 16-bit values are summed in fp32, they are rounded
         to ``dtype`` only. ``full`` is clobbered.
         """
-        dtype = dtype or full.dtype
-        if self.world_size == 1:
-            return _done(_divide(full, divisor).to(dtype))
-        recorder.note("reduce_scatter", full, tag)
-        return self._reduce_scatter(full, divisor, dtype)
+        self._note("reduce_scatter", full, tag)
+        return self._reduce_scatter(full, divisor, dtype or full.dtype)
 
     def all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         """In place: this rank's part of ``full`` is sent, the other parts are received."""
-        if self.world_size == 1:
-            return _done(full)
-        recorder.note("all_gather", full, tag)
+        self._note("all_gather", full, tag)
         return self._all_gather(full)
 
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
@@ -124,14 +116,18 @@ class Communicator:
         numel = full.numel() // self.world_size
         return full.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
+    def _note(self, op: str, tensor: torch.Tensor, tag: str) -> None:
+        if self.world_size > 1:
+            recorder.note(op, tensor, tag)
+
     def _all_reduce(self, tensor: torch.Tensor, divisor: float) -> Pending:
-        raise NotImplementedError
+        return _done(_divide(tensor, divisor))
 
     def _reduce_scatter(self, full: torch.Tensor, divisor: float, dtype: torch.dtype) -> Pending:
-        raise NotImplementedError
+        return _done(_divide(full, divisor).to(dtype))
 
     def _all_gather(self, full: torch.Tensor) -> Pending:
-        raise NotImplementedError
+        return _done(full)
 
 
 class NativeCommunicator(Communicator):

@@ -247,7 +247,6 @@ def _reduction_options(
         arrival_factor=1.0 / comm.world_size if free else 1.0,
         predivide=predivide,
         copy_on_arrival=zero.contiguous_gradients,
-        eager=zero.overlap_comm is not False,
         overlap=zero.overlap_comm is not False,
     )
 
@@ -258,7 +257,6 @@ def _reduction_options(
 def _precision(config: ZeroliteConfig) -> Precision:
     if config.fp16.enabled:
         low = config.fp16.fp16_master_weights_and_grads
-        # The engine casts inputs unless told not to: a fp32 input to a fp16 layer is an error in torch.
         return Precision(compute=torch.float16, separate_masters=not low, update_in_fp32=True)
     if config.bf16.enabled:
         low = config.bf16.bf16_master_weights_and_grads

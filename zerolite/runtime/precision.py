@@ -18,13 +18,11 @@ _HALF = (torch.float16, torch.bfloat16)
 class Precision:
     """compute: dtype of the parameters that forward sees (None: each keeps its own). separate_masters: whether the
     update works on fp32 copies of 16-bit parameters. update_in_fp32: whether the arithmetic and states of the
-    update are fp32 where masters are 16-bit. cast_inputs: whether floating inputs are cast to ``compute``.
-    autocast: dtype of torch.autocast around forward, or None."""
+    update are fp32 where masters are 16-bit. autocast: dtype of torch.autocast around forward, or None."""
 
     compute: torch.dtype | None = None
     separate_masters: bool = False
     update_in_fp32: bool = True
-    cast_inputs: bool = True
     autocast: torch.dtype | None = None
 
     def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -46,7 +44,7 @@ class Precision:
 
     def cast(self, inputs: Any) -> Any:
         """``inputs`` with every floating tensor in the compute dtype, containers of any depth included."""
-        if self.compute is None or not self.cast_inputs:
+        if self.compute is None:
             return inputs
         return map_tensors(lambda t: t.to(self.compute) if t.is_floating_point() else t, inputs)
 

@@ -10,10 +10,8 @@ from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 
 
 def strided_view(flat: torch.Tensor, slot: Slot, like: torch.Tensor) -> torch.Tensor:
-    """The slot's elements of ``flat`` (a full bucket) in the shape and memory format of ``like``."""
-    return flat.narrow(0, slot.start, slot.numel).as_strided(
-        like.shape, dense_strides(like), flat.storage_offset() + slot.start
-    )
+    """The slot's elements of ``flat`` (a full bucket) in the shape and strides of ``like``, which has no holes."""
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + slot.start)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -83,7 +81,9 @@ class ParameterBuffer:
             else:
                 self.master.append(self._owned(bucket, flat).to(kept, copy=True))
             for slot, parameter in zip(bucket.slots, members, strict=True):
-                parameter.data = strided_view(compute, slot, parameter.data)
+                strides = dense_strides(parameter.data)
+                start = compute.storage_offset() + slot.start
+                parameter.data = compute.as_strided(parameter.shape, strides, start)
 
     def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
         if not self.shard:

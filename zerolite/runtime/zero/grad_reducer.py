@@ -45,8 +45,7 @@ class ReductionOptions:
     arrival_factor: float
     predivide: float
     copy_on_arrival: bool
-    eager: bool  # launch during backward
-    overlap: bool  # do not wait for a reduction before the next one is launched
+    overlap: bool  # launch during backward, and let one reduction run while the next bucket fills
 
 
 @dataclass
@@ -208,7 +207,7 @@ class GradReducer:
             state.held[slot.index] = gradient
         self._fires[slot.index] += 1
         state.missing -= 1
-        if state.missing == 0 and self._reducing and self._options.eager and self._learned:
+        if state.missing == 0 and self._reducing and self._options.overlap and self._learned:
             self._launch_ready()
 
     def _put(self, state: _BucketState, slot: Slot, gradient: torch.Tensor) -> None:

@@ -33,10 +33,6 @@ class Publisher:
         self._raced: set[int] = set()  # buckets that were in flight when the current forward began
         self.handles: list[Any] = []  # of the installed hooks
 
-    @property
-    def in_flight(self) -> bool:
-        return bool(self._pending)
-
     def publish_bucket(self, bucket: int) -> None:
         """Called for every bucket in index order by the update phase, on all ranks."""
         self.wait([bucket])  # of the step before, if no forward has needed it since
