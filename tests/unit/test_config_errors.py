@@ -49,6 +49,14 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
         ("max_consecutive_skiped_steps", "max_consecutive_skipped_steps"),
         ("zero_optimization.stage3_max_live_params", "zero_optimization.stage3_max_live_parameters"),
+        ("zero_optimization.stage3_prefetch_bucketsize", "zero_optimization.stage3_prefetch_bucket_size"),
+        (
+            "zero_optimization.stage3_param_persistance_threshold",
+            "zero_optimization.stage3_param_persistence_threshold",
+        ),
+        ("zero_optimization.leaf_moduls", "zero_optimization.leaf_modules"),
+        ("leaf_modules", "zero_optimization.leaf_modules"),
+        ("zero_optimization.leaf_module.clases", "zero_optimization.leaf_module.classes"),
         ("offload_optimizer", "zero_optimization.offload_optimizer"),
         ("tensorboard.output_pth", "tensorboard.output_path"),
         ("zero_optimization.offload_optimizer.devise", "zero_optimization.offload_optimizer.device"),
@@ -198,6 +206,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
         {"communication_data_type": "fp32", "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}},
         "lower_precision_safe_modules",
     ),
+    ("zero_optimization.reduce_scatter", {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "stage 3"),
 ]
 
 
@@ -213,6 +222,8 @@ def test_contradictions(path: str, source: dict[str, Any], names: str) -> None:
     [
         {"fp16": {"enabled": True}, "bf16": {"enabled": False}, "torch_autocast": {"enabled": False}},
         {"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}},
+        {"zero_optimization": {"stage": 2, "reduce_scatter": False}},
+        {"zero_optimization": {"stage": 3, "reduce_scatter": True}},
         {"prescale_gradients": True},
         {"gradient_predivide_factor": 4},
         {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 8}},
@@ -240,6 +251,8 @@ def test_a_wrong_value_causes_no_second_error() -> None:
     """The default that stands in for a wrong value must not be reported as contradicting the rest."""
     source = {"bf16": {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": "yes"}}
     assert list(errors_of(source)) == ["bf16.bf16_master_weights_and_grads"]
+    source = {"zero_optimization": {"stage": "three", "reduce_scatter": False}}
+    assert list(errors_of(source)) == ["zero_optimization.stage"]
     source = {"bf16": {"enabled": "yes"}, "data_types": {"grad_accum_dtype": "bf16"}}
     assert list(errors_of(source)) == ["bf16.enabled"]
 
@@ -268,7 +281,7 @@ def test_unsupported_keys_are_known_by_name(path: str, entry: Key) -> None:
             assert path == where or path.startswith(where + ".")
             assert "known to zerolite but not supported yet" in sentence
     else:
-        assert _under_a_switch_that_is_off(path)
+        assert entry.free or _under_a_switch_that_is_off(path)
 
 
 def _under_a_switch_that_is_off(path: str) -> bool:
@@ -328,9 +341,9 @@ def test_blocks_that_are_on_by_being_there(path: str) -> None:
     ("path", "value"),
     [("wall_clock_breakdown", True), ("wall_clock_breakdown", 0), ("zero_optimization.allgather_partitions", False),
      ("zero_optimization.offload_optimizer", {"device": "cpu"}), ("zero_optimization.zero_hpz_partition_size", True),
-     ("zero_optimization.stage3_max_live_parameters", 1e9), ("activation_checkpointing.profile", True),
+     ("zero_optimization.stage3_allgather_sequential", True), ("activation_checkpointing.profile", True),
      ("gradient_allreduce_op", "sum"), ("tensorboard", False), ("tensorboard", {"enabled": True}),
-     ("zero_optimization.sub_group_size", 1e9), ("amp", {"enabled": True, "opt_level": "O1"})],
+     ("amp", {"enabled": True, "opt_level": "O1"})],
 )  # fmt: skip
 def test_values_that_ask_for_more(path: str, value: Any) -> None:
     errors = errors_of(nested(path, value))
@@ -338,11 +351,63 @@ def test_values_that_ask_for_more(path: str, value: Any) -> None:
     assert "known to zerolite but not supported yet" in errors[path]
 
 
-def test_stage_3_is_known() -> None:
-    for value in (3, 3.0, "3"):
-        errors = errors_of({"zero_optimization": {"stage": value}})
-        assert "known to zerolite but not supported yet" in errors["zero_optimization.stage"]
-    assert "not supported yet" not in errors_of({"zero_optimization": {"stage": 4}})["zero_optimization.stage"]
+def test_stages_that_do_not_exist() -> None:
+    for value in (4, -1, "4"):
+        sentence = errors_of({"zero_optimization": {"stage": value}})["zero_optimization.stage"]
+        assert "expected an integer from 0 to 3" in sentence and "not supported yet" not in sentence
+
+
+@pytest.mark.parametrize("value", [1e9, "1e9", 1_000_000_000, 0, "auto", None])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sub_group_size_is_accepted(stage: int, value: Any) -> None:
+    """It only tunes offload, which is off."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "none"}}
+    assert load_config({"zero_optimization": {**zero, "sub_group_size": value}}) == load_config(
+        {"zero_optimization": zero}
+    )
+    errors = errors_of({"zero_optimization": {"sub_group_size": value, "offload_optimizer": {"device": "cpu"}}})
+    assert list(errors) == ["zero_optimization.offload_optimizer"]
+
+
+@pytest.mark.parametrize("value", [True, False, "auto"])
+def test_gathering_weights_on_save_is_accepted(value: Any) -> None:
+    config = load_config({"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": value}})
+    assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save is (value is True)
+
+
+@pytest.mark.parametrize("value", [None, [], "MoeBlock", ["MoeBlock"], True])
+def test_leaf_module_must_be_an_object(value: Any) -> None:
+    errors = errors_of({"zero_optimization": {"leaf_module": value}})
+    assert list(errors) == ["zero_optimization.leaf_module"]
+    assert "expected an object" in errors["zero_optimization.leaf_module"]
+
+
+def test_a_common_stage_3_configuration_is_accepted() -> None:
+    """As Hugging Face's and DeepSpeed's examples write it."""
+    zero = load_config(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "none", "pin_memory": True},
+                "offload_param": {"device": "none", "pin_memory": True},
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "sub_group_size": 1e9,
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+                "stage3_max_live_parameters": 1e9,
+                "stage3_max_reuse_distance": 1e9,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+        }
+    ).zero_optimization
+    assert (zero.stage, zero.reduce_bucket_size, zero.stage3_gather_16bit_weights_on_model_save) == (3, None, True)
+    assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (50_000_000, 100_000)
+    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (10**9, 10**9)
 
 
 def test_a_common_deepspeed_configuration_is_accepted() -> None:
@@ -392,7 +457,7 @@ def test_all_errors_in_one_message() -> None:
     text = json.dumps(
         {
             "stage": 2,
-            "zero_optimization": {"stage": 3, "reduce_bucket_sizes": 1, "reduce_bucket_size": 1.5},
+            "zero_optimization": {"stage": 4, "reduce_bucket_sizes": 1, "reduce_bucket_size": 1.5},
             "fp16": {"enabled": True, "loss_scale": -1},
             "bf16": {"enabled": True, "bf16_optimizer_states": True, "immediate_grad_update": False},
             "optimizer": {"params": {}},
@@ -425,6 +490,7 @@ def test_every_sentence_says_expected_got_and_what_to_do() -> None:
         {"fp16": {"enabled": 1}}, {"gradient_clipping": -1}, {"steps_per_print": 0.5}, {"steps_per_print": "x"},
         {"communication_data_type": "x"}, {"fp16": 3}, {"optimizer": {}}, {"optimizer": {"type": 1}},
         {"torch_autocast": {"lower_precision_safe_modules": 1}}, {"zero_optimization": {"stage": 9}},
+        {"zero_optimization": {"leaf_modules": "x"}}, {"zero_optimization": {"stage3_max_live_parameters": "all"}},
         {"bf16": {"immediate_grad_update": False}}, *(source for _, source, _ in CONTRADICTIONS),
     ]  # fmt: skip
     for source in sources:

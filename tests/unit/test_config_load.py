@@ -51,6 +51,15 @@ FULL: dict[str, Any] = {
         "contiguous_gradients": False,
         "reduce_scatter": False,
         "ignore_unused_parameters": False,
+        "stage3_prefetch_bucket_size": 1e7,
+        "stage3_param_persistence_threshold": 1000,
+        "stage3_model_persistence_threshold": 20_000,
+        "stage3_max_live_parameters": 5e8,
+        "stage3_max_reuse_distance": 3e8,
+        "stage3_module_granularity_threshold": 4096,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "leaf_modules": ["*MoeBlock", "decoder.*"],
+        "leaf_module": {"classes": ["package.Moe"], "names": ["layers.0.mlp"], "name_suffixes": ["mlp.experts"]},
     },
     "communication_data_type": "fp32",
     "prescale_gradients": False,
@@ -60,6 +69,14 @@ FULL: dict[str, Any] = {
     "dump_state": True,
     "max_consecutive_skipped_steps": 7,
 }
+
+NAMES = [
+    "torch_autocast.lower_precision_safe_modules",
+    "zero_optimization.leaf_modules",
+    "zero_optimization.leaf_module.classes",
+    "zero_optimization.leaf_module.names",
+    "zero_optimization.leaf_module.name_suffixes",
+]
 
 
 def errors_of(source: Any) -> dict[str, str]:
@@ -100,8 +117,9 @@ def test_every_key_is_kept() -> None:
             expected = expected[name]
         if path == "torch_autocast.dtype":
             expected = "fp16"
-        if path == "torch_autocast.lower_precision_safe_modules":
-            expected = ("torch.nn.Linear",)
+        if path in NAMES:
+            assert isinstance(expected, list)
+            expected = tuple(expected)
         assert get(config, path) == expected, path
 
 
@@ -138,6 +156,17 @@ def test_defaults() -> None:
         "zero_optimization.contiguous_gradients": True,
         "zero_optimization.reduce_scatter": True,
         "zero_optimization.ignore_unused_parameters": True,
+        "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
+        "zero_optimization.stage3_param_persistence_threshold": 100_000,
+        "zero_optimization.stage3_model_persistence_threshold": None,
+        "zero_optimization.stage3_max_live_parameters": 10**9,
+        "zero_optimization.stage3_max_reuse_distance": 10**9,
+        "zero_optimization.stage3_module_granularity_threshold": 2**20,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+        "zero_optimization.leaf_modules": (),
+        "zero_optimization.leaf_module.classes": (),
+        "zero_optimization.leaf_module.names": (),
+        "zero_optimization.leaf_module.name_suffixes": (),
         "communication_data_type": None,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
@@ -283,7 +312,9 @@ INTEGERS = [
     in {
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "initial_scale_power",
         "loss_scale_window", "hysteresis", "min_loss_scale", "stage", "reduce_bucket_size", "allgather_bucket_size",
-        "steps_per_print", "max_consecutive_skipped_steps",
+        "steps_per_print", "max_consecutive_skipped_steps", "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_module_granularity_threshold",
     }
 ]  # fmt: skip
 NUMBERS = ["fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor"]
@@ -291,13 +322,12 @@ DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autoc
 BOOLEANS = [
     path
     for path in plain_paths()
-    if path not in {*INTEGERS, *NUMBERS, *DTYPES, "torch_autocast.lower_precision_safe_modules"}
-    and not path.startswith(("optimizer.", "scheduler."))
+    if path not in {*INTEGERS, *NUMBERS, *DTYPES, *NAMES} and not path.startswith(("optimizer.", "scheduler."))
 ]
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 12 and len(BOOLEANS) == 16
+    assert len(INTEGERS) == 18 and len(BOOLEANS) == 17
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 
@@ -359,7 +389,8 @@ def test_not_finite_deep_in_params() -> None:
     [("train_batch_size", 0), ("steps_per_print", 0), ("zero_optimization.reduce_bucket_size", 0),
      ("fp16.loss_scale_window", 0), ("fp16.hysteresis", 0), ("fp16.min_loss_scale", 0),
      ("fp16.initial_scale_power", 128), ("gradient_predivide_factor", 0), ("train_batch_size", 2**31),
-     ("zero_optimization.stage", 4), ("gradient_accumulation_steps", 0), ("train_micro_batch_size_per_gpu", 0)],
+     ("zero_optimization.stage", 4), ("zero_optimization.stage", -1), ("gradient_accumulation_steps", 0),
+     ("train_micro_batch_size_per_gpu", 0)],
 )  # fmt: skip
 def test_out_of_range(path: str, value: int) -> None:
     assert list(errors_of(nested(path, value))) == [path]
@@ -379,8 +410,9 @@ def test_only_booleans_are_booleans(path: str, value: Any) -> None:
 
 @pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES])
 def test_null_only_where_it_means_something(path: str) -> None:
-    if get(load_config({}), path) is None:
-        assert get(load_config(nested(path, None)), path) is None
+    default = get(load_config({}), path)
+    if default is None or path == "zero_optimization.stage3_module_granularity_threshold":
+        assert get(load_config(nested(path, None)), path) == default
     else:
         assert list(errors_of(nested(path, None))) == [path]
 
@@ -420,9 +452,62 @@ def test_autocast_has_no_fp32() -> None:
 
 
 @pytest.mark.parametrize("value", ["torch.nn.Linear", [1], [""], {"a": 1}, True, [None]])
-def test_wrong_module_names(value: Any) -> None:
-    path = "torch_autocast.lower_precision_safe_modules"
-    assert list(errors_of(nested(path, value))) == [path]
+@pytest.mark.parametrize("path", NAMES)
+def test_wrong_module_names(path: str, value: Any) -> None:
+    errors = errors_of(nested(path, value))
+    assert list(errors) == [path]
+    assert "expected an array of strings" in errors[path] and "write names such as [" in errors[path]
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_module_names(path: str) -> None:
+    assert get(load_config(nested(path, ["a", "b.*"])), path) == ("a", "b.*")
+    assert get(load_config(nested(path, [])), path) == ()
+    assert get(load_config(nested(path, "auto")), path) == get(load_config({}), path)
+
+
+def test_null_for_module_names() -> None:
+    first, *others = NAMES
+    assert get(load_config(nested(first, None)), first) is None
+    for path in others:
+        (sentence,) = errors_of(nested(path, None)).values()
+        assert "expected an array of strings, got null" in sentence
+
+
+# ------------------------------------------------------------------ stage 3
+
+
+@pytest.mark.parametrize("value", [3, 3.0, "3"])
+def test_stage_3(value: Any) -> None:
+    assert load_config({"zero_optimization": {"stage": value}}).zero_optimization.stage == 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_keys_of_stage_3_are_kept_at_every_stage(stage: int) -> None:
+    keys = {key: value for key, value in FULL["zero_optimization"].items() if key.startswith(("stage3_", "leaf_"))}
+    assert len(keys) == 9
+    zero = load_config({"zero_optimization": {"stage": stage, **keys}}).zero_optimization
+    expected = load_config(FULL).zero_optimization
+    assert all(getattr(zero, key) == getattr(expected, key) for key in keys)
+
+
+@pytest.mark.parametrize("key", [path for path in INTEGERS if ".stage3_" in path])
+def test_sizes_of_stage_3(key: str) -> None:
+    """0 has a meaning of its own for each, and a fraction has none."""
+    assert get(load_config(nested(key, 0)), key) == 0
+    got = get(load_config(nested(key, 5e8)), key)
+    assert got == 5 * 10**8 and type(got) is int
+    assert "the nearest allowed value is 0" in errors_of(nested(key, -1))[key]
+
+
+def test_null_limits_of_stage_3() -> None:
+    keys = ["stage3_model_persistence_threshold", "stage3_module_granularity_threshold"]
+    zero = load_config({"zero_optimization": dict.fromkeys(keys)}).zero_optimization
+    assert [getattr(zero, key) for key in keys] == [None, 1_048_576]
+    errors = errors_of({"zero_optimization": dict.fromkeys(keys, "all")})
+    meanings = ["no limit", "chosen by zerolite"]
+    for key, means in zip(keys, meanings, strict=True):
+        assert f"null ({means})" in errors[f"zero_optimization.{key}"]
 
 
 # ------------------------------------------------------------------ "auto"

@@ -29,6 +29,8 @@ def test_every_key_is_in_it() -> None:
             assert any(f"| `{tail}` |" in text or f"`{tail}." in text for tail in tails), path
         else:
             assert any(f"`{tail}`" in text for tail in tails), path
+    for path in ("fp16", "zero_optimization", "zero_optimization.leaf_module"):
+        assert f"# `{path}`\n" in text and f"](#{path.replace('.', '')})" in text
     for old in RENAMED:
         assert f"| `{old}` |" in text
 

@@ -1,12 +1,15 @@
 """The only caller of torch.distributed: starting it, groups, collectives and the record of what was sent."""
 
-from zerolite.comm.communicator import Communicator, Pending, create_communicator
+from zerolite.comm.communicator import Communicator, Pending
+from zerolite.comm.create import create_communicator, second_communicator, use_communicator
+from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record
 
 __all__ = [
     "CollectiveCall",
     "Communicator",
+    "NullCommunicator",
     "Pending",
     "Recorder",
     "create_communicator",
@@ -14,4 +17,6 @@ __all__ = [
     "init_distributed",
     "local_rank",
     "record",
+    "second_communicator",
+    "use_communicator",
 ]

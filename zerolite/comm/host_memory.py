@@ -64,26 +64,26 @@ class HostMemory:
         """Let go of the group and the memory."""
         self._group, self._maps, self._bytes, self.exhausted = None, [], 0, True
 
-    def regions(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
-        """Region ``turn`` (modulo their number) of every rank, by rank, as tensors [numel] of ``dtype``; None if
-        there is no memory for them.
+    def holds(self, nbytes: int) -> bool:
+        """True if regions are that large already; the same answer on all ranks."""
+        return nbytes <= self._bytes
+
+    def regions(self, turn: int, nbytes: int) -> list[torch.Tensor] | None:
+        """Region ``turn`` (modulo their number) of every rank, by rank, as tensors uint8 [nbytes]; None if there is
+        no memory for them.
 
         Called on all ranks in the same order with the same arguments; all get regions or none does.
         """
-        needed = numel * dtype.itemsize
-        if needed > self._bytes and not self._grow(needed):
+        if nbytes > self._bytes and not self._grow(nbytes):
             return None
-        return [self._view(mapped, turn, needed, dtype) for mapped in self._maps]
+        start = turn % self.REGIONS * self._bytes
+        return [mapped.narrow(0, start, nbytes) for mapped in self._maps]
 
-    def own_region(self, turn: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def own_region(self, turn: int, nbytes: int) -> torch.Tensor | None:
         """This rank's region ``turn``, if it is large enough already. Called by one rank alone."""
-        needed = numel * dtype.itemsize
-        if needed > self._bytes:
+        if nbytes > self._bytes:
             return None
-        return self._view(self._maps[self._rank], turn, needed, dtype)
-
-    def _view(self, mapped: torch.Tensor, turn: int, needed: int, dtype: torch.dtype) -> torch.Tensor:
-        return mapped.narrow(0, turn % self.REGIONS * self._bytes, needed).view(dtype)
+        return self._maps[self._rank].narrow(0, turn % self.REGIONS * self._bytes, nbytes)
 
     def _grow(self, needed: int) -> bool:
         if self.exhausted or self._group is None:
@@ -118,7 +118,8 @@ class HostMemory:
 def _map_all(paths: list[str], size: int) -> list[torch.Tensor]:
     """The files as tensors [size] of bytes; none if one of them cannot be mapped."""
     try:
-        return [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+        with torch.inference_mode(False):  # the first collective may be an evaluation's; training goes on with these
+            return [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
     except (OSError, RuntimeError):
         return []
 

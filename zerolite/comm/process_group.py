@@ -35,6 +35,38 @@ def keep_track(user: _Closable) -> None:
     _users.add(user)
 
 
+SECOND_GROUP = "zerolite second group"  # the description of the groups that second_group makes
+_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def second_group(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    """A process group of ``parent``'s ranks, with its timeout, of one ``backend`` (a name such as "gloo").
+
+    The same one at every call: it is kept as long as ``parent``, since ending a group may wait for other ranks, and
+    nobody can say when they would collect the engine that used it. Called on all ranks of ``parent``, in the order
+    of their collectives.
+    """
+    known = _second_groups.setdefault(parent, {})
+    if backend not in known:
+        ranks = dist.get_process_group_ranks(parent)
+        known[backend] = dist.new_group(
+            ranks,
+            timeout=_timeout_of(parent),
+            backend=backend,
+            use_local_synchronization=len(ranks) < dist.get_world_size(),  # only these ranks are here
+            group_desc=SECOND_GROUP,
+        )
+    return known[backend]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return DEFAULT_TIMEOUT
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Where this process stands in its job, as read from an environment."""
@@ -145,6 +177,7 @@ def destroy() -> None:
     if _started_here and dist.is_initialized():
         for user in list(_users):
             user.close()
+        _second_groups.clear()
         dist.destroy_process_group()
         gc.collect()  # engines are cycles; what is left of them holds the group, whose threads end with it
     _started_here = False

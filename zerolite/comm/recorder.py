@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,13 +12,15 @@ import torch
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One logical collective. ``numel`` and ``nbytes`` count the full tensor that it concerns, on one rank."""
+    """One logical collective. ``numel`` and ``nbytes`` count the full tensors that it concerns, on one rank;
+    ``dtype`` is the first one's."""
 
     op: str  # all_reduce | reduce_scatter | all_gather | broadcast
     numel: int
     dtype: torch.dtype
     nbytes: int
     tag: str  # what it is for: "gradients", "parameters", "stats", "initial_sync", "buffers", …
+    tensors: int = 1  # how many travel in this launch
 
 
 @dataclass
@@ -62,5 +64,14 @@ def note(op: str, tensor: torch.Tensor, tag: str) -> None:
     """Called by the communicator, once per logical collective."""
     if _active:
         call = CollectiveCall(op, tensor.numel(), tensor.dtype, tensor.numel() * tensor.element_size(), tag)
+        for recorder in _active:
+            recorder.calls.append(call)
+
+
+def note_several(op: str, tensors: Sequence[torch.Tensor], tag: str) -> None:
+    """Called by the communicator for a collective over several tensors; one without any element is none."""
+    if _active and (numel := sum(tensor.numel() for tensor in tensors)):
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        call = CollectiveCall(op, numel, tensors[0].dtype, nbytes, tag, len(tensors))
         for recorder in _active:
             recorder.calls.append(call)

@@ -69,6 +69,16 @@ def _one_way_to_divide(config: ZeroliteConfig) -> Iterator[Contradiction]:
         )
 
 
+def _stage_3_reduce_scatters(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    zero = config.zero_optimization
+    if zero.stage == 3 and not zero.reduce_scatter:
+        yield Contradiction(
+            ("zero_optimization.reduce_scatter", "zero_optimization.stage"),
+            "expected true at stage 3, which always reduce-scatters gradients to their owners, got false; leave it out "
+            "or use a lower stage",
+        )
+
+
 def _accumulation_dtype(config: ZeroliteConfig) -> Iterator[Contradiction]:
     """Gradients accumulate in fp32 or in the dtype they are computed in; any other choice loses bits for nothing."""
     given = config.data_types.grad_accum_dtype
@@ -103,5 +113,6 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _initial_scale_above_minimum,
     _one_communication_dtype,
     _one_way_to_divide,
+    _stage_3_reduce_scatters,
     _accumulation_dtype,
 )

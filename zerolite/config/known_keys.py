@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MAX_SUPPORTED_ZERO_STAGE = 2
-MAX_ZERO_STAGE = 3
-
 
 class Key(NamedTuple):
-    """One key. `inert`: the values that are accepted; "auto" is too when there are any."""
+    """One key. `inert`: the values that are accepted; "auto" is too when there are any. `free`: every value is.
+
+    A free key tunes only what does not run.
+    """
 
     inert: tuple[object, ...] = ()
     note: str = ""
+    free: bool = False
 
 
 class Block(NamedTuple):
@@ -61,7 +62,6 @@ def _on_by_presence(*names: str, off: tuple[object, ...] = (), note: str = "") -
 
 
 _REMOVED = "DeepSpeed has removed it as well"
-_STAGE_3 = "stage 3"
 _OFFLOAD = "offload"
 
 _ZERO: dict[str, Key | Block] = {
@@ -105,23 +105,15 @@ _ZERO: dict[str, Key | Block] = {
         "pt_reserved_cores_perc",
         "steps_per_epoch",
     ),
-    "sub_group_size": Key(note=_OFFLOAD),
+    "sub_group_size": Key(note="tunes offload, which does not run", free=True),
     "save_muon_momentum_buffer_in_memory": OFF,
     # Stage 3.
-    "stage3_prefetch_bucket_size": Key(note=_STAGE_3),
-    "stage3_param_persistence_threshold": Key(note=_STAGE_3),
-    "stage3_model_persistence_threshold": Key(note=_STAGE_3),
-    "stage3_max_live_parameters": Key(note=_STAGE_3),
-    "stage3_max_reuse_distance": Key(note=_STAGE_3),
-    "stage3_gather_16bit_weights_on_model_save": OFF,
-    "stage3_module_granularity_threshold": Key((0,), _STAGE_3),
     "stage3_use_all_reduce_for_fetch_params": OFF,
     "stage3_allgather_sequential": OFF,
     "memory_efficient_linear": OFF,
     "pipeline_loading_checkpoint": OFF,
     "override_module_apply": OFF,
     "log_trace_cache_warnings": OFF,
-    "leaf_module": Block({"classes": Key(([],)), "names": Key(([],)), "name_suffixes": Key(([],))}),
     "zero_hpz_partition_size": Key((1,)),
     "zero_quantized_weights": OFF,
     "zero_quantized_nontrainable_weights": OFF,

@@ -178,7 +178,7 @@ class _Cleaner:
 
     def _unsupported(self, entry: Key | Block, value: Any, here: str) -> None:
         if isinstance(entry, Key):
-            if not _inert(entry.inert, value):
+            if not entry.free and not _inert(entry.inert, value):
                 self.errors.append((here, _not_yet(entry, entry.inert)))
             return
         if value is None or value == AUTO or (not entry.switch and _inert(entry.off, value)):

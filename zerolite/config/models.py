@@ -21,8 +21,7 @@ from pydantic import (
 from . import batch
 from .contradictions import find_contradictions
 from .errors import ConfigError
-from .known_keys import MAX_SUPPORTED_ZERO_STAGE, MAX_ZERO_STAGE
-from .rules import MAX_BATCH, Boolean, Dtype, FreeObject, Integer, Names, Number, Stage, Text
+from .rules import MAX_BATCH, Boolean, Dtype, FreeObject, Integer, Names, Number, Text
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 Immediate = Annotated[bool, BeforeValidator(Boolean(always="gradients always accumulate as they arrive"))]
@@ -35,6 +34,11 @@ BucketSize = Annotated[
     int | None,
     BeforeValidator(Integer(1, nullable=True, null_means="chosen from the model's size")),
 ]
+Elements = Annotated[int, BeforeValidator(Integer(0))]
+
+MAX_ZERO_STAGE = 3
+AUTO_GRANULARITY = 1_048_576
+"""Elements of a module that is gathered as one unit, where the configuration leaves the choice to zerolite."""
 
 
 class _Block(BaseModel):
@@ -131,12 +135,26 @@ class TorchAutocastConfig(_Block):
     )
 
 
+class LeafModuleConfig(_Block):
+    """Modules that stage 3 gathers whole, with all that they hold, in DeepSpeed's terms; adds to `leaf_modules`."""
+
+    classes: Annotated[tuple[str, ...], BeforeValidator(Names('["package.module.MoeBlock"]', nullable=False))] = Field(
+        default=(), description="Class names, bare (`MoeBlock`) or with their module (`package.module.MoeBlock`)."
+    )
+    names: Annotated[tuple[str, ...], BeforeValidator(Names('["model.layers.0.mlp"]', nullable=False))] = Field(
+        default=(), description="Qualified names in the model, exactly, such as `model.layers.0.mlp`."
+    )
+    name_suffixes: Annotated[tuple[str, ...], BeforeValidator(Names('["mlp.experts"]', nullable=False))] = Field(
+        default=(), description="Ends of qualified names, such as `mlp.experts`."
+    )
+
+
 class ZeroConfig(_Block):
     """What is spread over the ranks."""
 
-    stage: Annotated[int, BeforeValidator(Stage(MAX_SUPPORTED_ZERO_STAGE, MAX_ZERO_STAGE))] = Field(
+    stage: Annotated[int, BeforeValidator(Integer(0, MAX_ZERO_STAGE))] = Field(
         default=0,
-        description="0: nothing; 1: optimizer states and master weights; 2: gradients too.",
+        description="0: nothing; 1: optimizer states and master weights; 2: gradients too; 3: parameters too.",
     )
     reduce_bucket_size: BucketSize = Field(
         default=None,
@@ -158,12 +176,61 @@ class ZeroConfig(_Block):
         default=True, description="Move each gradient into its bucket as soon as it is ready."
     )
     reduce_scatter: Bool = Field(
-        default=True, description="Reduce to the owner of each part only; false: all-reduce, then keep a part."
+        default=True,
+        description="Reduce to the owner of each part only; false: all-reduce, then keep a part; not at stage 3.",
     )
     ignore_unused_parameters: Bool = Field(
         default=True,
         description="Parameters that got no gradient on any rank are left alone, as torch does; false: they are an "
         "error that names them.",
+    )
+    # Stage 3. Sizes are in elements of whole parameters, over all ranks. At lower stages these keys are without effect.
+    stage3_prefetch_bucket_size: Elements = Field(
+        default=50_000_000,
+        description="Stage 3: elements that are gathered ahead of the modules that need them. 0: no prefetch.",
+    )
+    stage3_param_persistence_threshold: Elements = Field(
+        default=100_000,
+        description="Stage 3: parameters of at most so many elements stay whole on every rank. 0: only empty ones do.",
+    )
+    stage3_model_persistence_threshold: Annotated[
+        int | None, BeforeValidator(Integer(0, nullable=True, null_means="no limit"))
+    ] = Field(
+        default=None,
+        description="Stage 3: most elements, over all parameters together, that may stay whole because of "
+        '`stage3_param_persistence_threshold`. null or `"auto"`: no limit.',
+    )
+    stage3_max_live_parameters: Elements = Field(
+        default=1_000_000_000,
+        description="Stage 3: most elements that are gathered on a rank at a time, unless one use alone needs more.",
+    )
+    stage3_max_reuse_distance: Elements = Field(
+        default=1_000_000_000,
+        description="Stage 3: a parameter stays gathered after a use if at most so many elements are used before it is "
+        "used again. 0: released after every use.",
+    )
+    stage3_module_granularity_threshold: Annotated[
+        int, BeforeValidator(Integer(0, nullable=True, null_means="chosen by zerolite", null_value=AUTO_GRANULARITY))
+    ] = Field(
+        default=AUTO_GRANULARITY,
+        description="Stage 3: a module that holds, with all modules in it, at most so many elements is gathered as one "
+        'unit. null or `"auto"`: chosen by zerolite, which is the default. 0: every module that owns parameters is a '
+        "unit.",
+    )
+    stage3_gather_16bit_weights_on_model_save: Bool = Field(
+        default=False,
+        description="Accepted, without effect: `engine.full_state_dict()` gives whole weights at every stage when it "
+        "is asked to.",
+    )
+    leaf_modules: Annotated[tuple[str, ...], BeforeValidator(Names('["*MoeBlock"]', nullable=False))] = Field(
+        default=(),
+        description='Stage 3: modules that are gathered as one unit whatever their size, such as `["*MoeBlock"]`: '
+        "patterns (`*`, `?`, `[...]`; upper and lower case differ) of class names or of qualified names in the model. "
+        "(zerolite's own key.)",
+    )
+    leaf_module: LeafModuleConfig = Field(
+        default_factory=LeafModuleConfig,
+        description="DeepSpeed's way to say the same as `leaf_modules`.",
     )
 
 

@@ -75,10 +75,7 @@ These are errors that name today's key.
 def render() -> str:
     """The whole reference as Markdown."""
     sections = [_INTRODUCTION, _table("", ZeroliteConfig)]
-    for name, info in ZeroliteConfig.model_fields.items():
-        model = block_model(info.annotation)
-        if model is not None:
-            sections.append(f"### `{name}`\n\n{(model.__doc__ or '').strip()}\n\n{_table(name, model)}")
+    sections += _blocks("", ZeroliteConfig)
     sections.append(_NOT_YET + "\n".join(_unsupported_rows()) + "\n")
     aliases = "\n".join(f"- `{alias}` is accepted as another spelling of `{name}`." for alias, name in ALIASES.items())
     renamed = "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())
@@ -86,17 +83,29 @@ def render() -> str:
     return "\n".join(sections)
 
 
+def _blocks(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    """A section for each block in the model, followed by those of the blocks in it."""
+    for name, info in model.model_fields.items():
+        inner = block_model(info.annotation)
+        if inner is not None:
+            path = f"{prefix}.{name}" if prefix else name
+            heading = "#" * (3 + path.count("."))
+            yield f"{heading} `{path}`\n\n{(inner.__doc__ or '').strip()}\n\n{_table(path, inner)}"
+            yield from _blocks(path, inner)
+
+
 def _table(prefix: str, model: type[BaseModel]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, info in model.model_fields.items():
         path = f"{prefix}.{name}" if prefix else name
-        rows.append(f"| `{path}` | {_type(name, info)} | {_default(info)} | {_cell(info.description or '')} |")
+        rows.append(f"| `{path}` | {_type(path, info)} | {_default(info)} | {_cell(info.description or '')} |")
     return "\n".join(rows) + "\n"
 
 
-def _type(name: str, info: FieldInfo) -> str:
+def _type(path: str, info: FieldInfo) -> str:
     if block_model(info.annotation) is not None:
-        return f"[object](#{name})" + ("" if info.is_required() or info.default is not None else " or null")
+        anchor = path.replace(".", "")
+        return f"[object](#{anchor})" + ("" if info.is_required() or info.default is not None else " or null")
     return _cell(str(_rule(info).expected))
 
 
@@ -143,7 +152,7 @@ def _inner_keys(entry: Block, prefix: str = "") -> Iterator[str]:
 def _accepted(entry: Key | Block) -> str:
     values = " or ".join(f"`{json.dumps(value)}`" for value in (entry.off if isinstance(entry, Block) else entry.inert))
     if isinstance(entry, Key):
-        return values
+        return "any value" if entry.free else values
     if entry.switch:
         return f"`{entry.switch}`: {values}"
     return values if entry.on_by_default else "by key, below"

@@ -89,12 +89,14 @@ class Boolean:
 
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from minimum to maximum, both included; 1e9 is one, 1.5 and true are not."""
+    """A whole number from minimum to maximum, both included; 1e9 is one, 1.5 and true are not. null, where allowed,
+    becomes `null_value`."""
 
     minimum: int = 0
     maximum: int = MAX_INT
     nullable: bool = False
     null_means: str = ""
+    null_value: int | None = None
 
     @property
     def expected(self) -> str:
@@ -106,7 +108,7 @@ class Integer:
 
     def __call__(self, value: object) -> int | None:
         if value is None and self.nullable:
-            return None
+            return self.null_value
         number = _as_number(value)
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             _fail(self.expected, value, self._null_hint("write a number such as 1000 or 1e3"))
@@ -121,27 +123,6 @@ class Integer:
 
     def _null_hint(self, remedy: str) -> str:
         return f"{remedy}, or null ({self.null_means})" if self.null_means else remedy
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A ZeRO stage. Stages above `supported` exist, and are said to be unsupported rather than wrong."""
-
-    supported: int
-    known: int
-
-    @property
-    def expected(self) -> str:
-        return f"an integer from 0 to {self.supported}"
-
-    def __call__(self, value: object) -> int:
-        stage = Integer(0, self.known)(value)
-        assert stage is not None
-        if stage > self.supported:
-            raise ValueError(
-                f"stage {stage} is known to zerolite but not supported yet; use a stage from 0 to {self.supported}"
-            )
-        return stage
 
 
 @dataclass(frozen=True)
@@ -218,17 +199,20 @@ class Text:
 
 @dataclass(frozen=True)
 class Names:
-    """A list of non-empty strings, or null."""
+    """A list of non-empty strings, or null. `example`: what the remedy tells to write."""
+
+    example: str = '["torch.nn.Linear"]'
+    nullable: bool = True
 
     @property
     def expected(self) -> str:
-        return "an array of strings or null"
+        return "an array of strings" + (" or null" if self.nullable else "")
 
     def __call__(self, value: object) -> tuple[str, ...] | None:
-        if value is None:
+        if value is None and self.nullable:
             return None
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v.strip() for v in value):
-            _fail(self.expected, value, 'write class names such as ["torch.nn.Linear"]')
+            _fail(self.expected, value, f"write names such as {self.example}")
         return tuple(value)
 
 

@@ -63,12 +63,12 @@ def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
     return [entry[1] if isinstance(entry, tuple) else entry for entry in params]
 
 
-def check_trained(trained: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+def check_trained(trained: list[torch.nn.Parameter], names: dict[int, str], meta_allowed: bool) -> None:
     if not trained:
         raise ValueError("zerolite.initialize: no parameter to train: none of the given parameters requires a gradient")
     for parameter in trained:
         name = names[id(parameter)]
-        if parameter.is_meta:
+        if parameter.is_meta and not meta_allowed:
             raise ValueError(
                 f"zerolite.initialize: parameter '{name}' is on the meta device and has no values; materialise "
                 "the model first, e.g. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from zerolite.accelerator import default_device, keep_freed_memory
-from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
+from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank, second_communicator
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.arguments import (
@@ -25,15 +26,20 @@ from zerolite.runtime.arguments import (
 )
 from zerolite.runtime.dataloader import build_dataloader
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.full_state import guard_state_dict
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
-from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.runtime.zero.fetch_schedule import FetchLimits
 from zerolite.runtime.zero.grad_reducer import GradReducer, ReductionOptions
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout, auto_bucket_numel
+from zerolite.runtime.zero.module_hooks import leaf_rule
+from zerolite.runtime.zero.partitioned_parameter import handle_of, move_shard, whole_numel, whole_shape
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
+from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, make_whole
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 
 logger = logging.getLogger("zerolite")
@@ -73,7 +79,9 @@ def initialize(
     comm = create_communicator(device)
     resolved = given.resolve(comm.world_size)
     policy = STAGES[resolved.zero_optimization.stage]
-    model.to(device)
+    if not policy.shard_parameters:
+        make_whole(model)
+        model.to(device)
     groups = param_groups_of(model, optimizer, model_parameters)
     make_inner = optimizer_maker(optimizer, resolved, policy, groups)
     precision = _precision(resolved)
@@ -110,34 +118,36 @@ def _assemble(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     trained = [p for p in model.parameters() if id(p) in chosen]
-    check_trained(trained, names)
+    check_trained(trained, names, meta_allowed=policy.shard_parameters)
+    _check_same_model(model, comm, device)
     communication = _communication_dtypes(model, config)
-    layout = _layout(trained, names, config, precision, communication, comm)
+    specs = _parameter_specs(trained, names, precision, communication)
+    partitioned: PartitionedModel | None = None
+    if policy.shard_parameters:
+        partitioned = PartitionedModel(model, comm, second_communicator(comm, device), device)
+        buffer = _partitioned_buffer(partitioned, trained, specs, config, precision, comm, device)
+    else:
+        buffer = _full_buffer(trained, specs, config, policy, precision, comm, device)
+    layout = buffer.layout
     _synchronize_rest(model, trained, precision, comm, device)
-
-    buffer = ParameterBuffer(layout, trained, comm.rank, policy.shard_optimizer)
-    different = differing(trained, comm, device)
-
-    def synchronize(bucket: Bucket, flat: torch.Tensor) -> None:
-        if any(different[slot.index] for slot in bucket.slots):
-            broadcast_into(flat, comm, device, "initial_sync")
-
-    buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
 
     accumulation = config.gradient_accumulation_steps or 1
     window = AccumulationWindow(accumulation)
     by_index = [communication(p) for p in trained]
     reduction = _reduction_options(config, policy, precision, comm, accumulation, by_index)
-    reducer = GradReducer(layout, trained, comm, reduction, window.next_backward_closes)
+    strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
+    reducer = GradReducer(layout, trained, comm, reduction, window.next_backward_closes, strides)
     sharded = ShardedOptimizer(make_inner, groups, buffer, precision.update_dtype)
-    overlap_forward = config.zero_optimization.overlap_comm is True
-    publisher = Publisher(buffer, comm, gather=policy.shard_optimizer, overlap_forward=overlap_forward)
+    overlap_forward = config.zero_optimization.overlap_comm is True and not policy.shard_parameters
+    gather = policy.shard_optimizer and not policy.shard_parameters
+    publisher = Publisher(buffer, comm, gather=gather, overlap_forward=overlap_forward)
     scaler = _loss_scaler(config)
     options = StepOptions(
         max_norm=config.gradient_clipping,
         check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         max_skipped_in_a_row=config.max_consecutive_skipped_steps,
         ignore_unused=config.zero_optimization.ignore_unused_parameters,
+        update_numel=_bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0,
     )
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, frozen, device)
@@ -161,8 +171,10 @@ def _assemble(
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
     pipeline.on_applied = lambda: _step_scheduler(known())
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)
-    loading = _watch_loading(model, pipeline)
-    weakref.finalize(engine, _remove_hooks, [*reducer.handles, *publisher.handles, *loading])
+    hooks = [*reducer.handles, *publisher.handles, *_watch_loading(model, pipeline, trained)]
+    if partitioned is not None:
+        hooks += _start_stage3(partitioned, engine, pipeline, publisher, trained)
+    weakref.finalize(engine, _remove_hooks, hooks)
     for parameter in trained:
         OWNERS[parameter] = known
     return engine
@@ -200,23 +212,111 @@ def _connect(
     return boundary
 
 
-def _layout(
+def _parameter_specs(
     trained: list[torch.nn.Parameter],
     names: dict[int, str],
-    config: ZeroliteConfig,
     precision: Precision,
     communication: Callable[[torch.nn.Parameter], torch.dtype | None],
-    comm: Communicator,
-) -> PartitionLayout:
-    specs = [
-        ParameterSpec(names[id(p)], p.numel(), f"{precision.compute_dtype(p)} sent as {communication(p)}")
+) -> list[ParameterSpec]:
+    return [
+        ParameterSpec(names[id(p)], whole_numel(p), f"{precision.compute_dtype(p)} sent as {communication(p)}")
         for p in trained
     ]
+
+
+def _bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig) -> int:
     zero = config.zero_optimization
     # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
     sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
-    numel = min(sizes) if sizes else auto_bucket_numel(sum(spec.numel for spec in specs))
-    return PartitionLayout.build(specs, comm.world_size, numel)
+    return min(sizes) if sizes else auto_bucket_numel(sum(spec.numel for spec in specs))
+
+
+def _full_buffer(
+    trained: list[torch.nn.Parameter],
+    specs: list[ParameterSpec],
+    config: ZeroliteConfig,
+    policy: StagePolicy,
+    precision: Precision,
+    comm: Communicator,
+    device: torch.device,
+) -> ParameterBuffer:
+    """Stages 0 to 2: parameters whole, in buckets."""
+    layout = PartitionLayout.build(specs, comm.world_size, _bucket_numel(specs, config))
+    buffer = ParameterBuffer(layout, trained, comm.rank, policy.shard_optimizer)
+    different = differing(trained, comm, device)
+
+    def synchronize(bucket: Bucket, flat: torch.Tensor) -> None:
+        if any(different[slot.index] for slot in bucket.slots):
+            broadcast_into(flat, comm, device, "initial_sync")
+
+    buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
+    return buffer
+
+
+def _partitioned_buffer(
+    partitioned: PartitionedModel,
+    trained: list[torch.nn.Parameter],
+    specs: list[ParameterSpec],
+    config: ZeroliteConfig,
+    precision: Precision,
+    comm: Communicator,
+    device: torch.device,
+) -> ParameterBuffer:
+    """Stage 3: shards in sliced buckets, one for each unit."""
+    plans = partitioned.plan(_stage3_options(config))
+    layout = PartitionLayout.build_sliced(
+        specs, bucket_groups(trained, plans, _bucket_numel(specs, config)), comm.world_size
+    )
+    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard)
+    buffer.fill_from_shards(device, precision.compute_dtype, precision.master_dtype)
+    in_layout = {id(p) for p in trained}
+    for parameter, handle in zip(partitioned.parameters, partitioned.handles, strict=True):
+        dtype = precision.compute_dtype(parameter)
+        if id(parameter) not in in_layout and handle.shard.dtype != dtype:
+            handle.move(torch.empty_like(handle.shard, dtype=dtype))
+    return buffer
+
+
+def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
+    zero = config.zero_optimization
+    leaf = zero.leaf_module
+    return Stage3Options(
+        persistence=zero.stage3_param_persistence_threshold,
+        model_persistence=zero.stage3_model_persistence_threshold,
+        granularity=zero.stage3_module_granularity_threshold,
+        is_leaf=leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes),
+        limits=FetchLimits(
+            prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
+            max_live_numel=zero.stage3_max_live_parameters,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+        ),
+    )
+
+
+def _start_stage3(
+    partitioned: PartitionedModel,
+    engine: Engine,
+    pipeline: StepPipeline,
+    publisher: Publisher,
+    trained: list[torch.nn.Parameter],
+) -> list[Any]:
+    """Install what gathers; returns the hooks. The engine keeps the coordinator alive, hooks know it weakly."""
+    coordinator = partitioned.start()
+    engine.coordinator = coordinator
+    publisher.on_published = coordinator.on_update
+    pipeline.trace = coordinator.schedule
+    known = weakref.ref(pipeline)
+    for index, parameter in enumerate(trained):
+        handle = handle_of(parameter)
+        assert handle is not None
+        handle.on_written = functools.partial(_written, known, index)
+    return [*partitioned.hooks, *guard_state_dict(partitioned.model)]
+
+
+def _written(known: weakref.ref[StepPipeline], index: int) -> None:
+    pipeline = known()
+    if pipeline is not None:
+        pipeline.on_values_loaded([index])
 
 
 def _reduction_options(
@@ -248,6 +348,7 @@ def _reduction_options(
         predivide=predivide,
         copy_on_arrival=zero.contiguous_gradients,
         overlap=zero.overlap_comm is not False,
+        learn_order=policy.shard_parameters,
     )
 
 
@@ -324,6 +425,13 @@ def _public_name(cls: type) -> str:
     return f"torch.nn.{cls.__qualname__}" if getattr(torch.nn, cls.__qualname__, None) is cls else ""
 
 
+def _check_same_model(model: torch.nn.Module, comm: Communicator, device: torch.device) -> None:
+    if comm.world_size > 1:
+        lines = [f"{n} {tuple(whole_shape(p))} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
+        lines += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+        check_same_model(lines, comm, device)
+
+
 def _synchronize_rest(
     model: torch.nn.Module,
     trained: list[torch.nn.Parameter],
@@ -331,15 +439,14 @@ def _synchronize_rest(
     comm: Communicator,
     device: torch.device,
 ) -> None:
-    """Check that ranks hold the same model; take rank 0's buffers and frozen parameters, the latter in the compute
-    dtype."""
-    if comm.world_size > 1:
-        lines = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
-        lines += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
-        check_same_model(lines, comm, device)
+    """Take rank 0's buffers and (where they are whole) frozen parameters, the latter in the compute dtype."""
     in_layout = {id(p) for p in trained}
-    others = [p for p in model.parameters() if id(p) not in in_layout]
+    others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
     rest += list(model.buffers())
     synchronize_tensors(rest, comm, device, "initial_sync")
     for parameter in others:
@@ -351,16 +458,17 @@ def _step_scheduler(engine: Engine | None) -> None:
         engine.step_scheduler()
 
 
-def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
+def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline, trained: list[torch.nn.Parameter]) -> list[Any]:
     """Hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
     parameters."""
     known = weakref.ref(pipeline)
     own = weakref.WeakSet(model.modules())  # a copy of the model carries the hooks but is somebody else's
+    index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
     def after_loading(module: torch.nn.Module, keys: Any) -> None:
         owner = known()
         if owner is not None and module in own:
-            owner.on_values_loaded()
+            owner.on_values_loaded([index_of[id(p)] for p in module.parameters() if id(p) in index_of])
 
     return [module.register_load_state_dict_post_hook(after_loading) for module in model.modules()]
 

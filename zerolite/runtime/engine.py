@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ import torch
 from zerolite.comm import Communicator, local_rank
 from zerolite.config import ZeroliteConfig
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.full_state import full_state_dict, load_full_state_dict
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 
@@ -68,6 +70,7 @@ class Engine:
         self._window = window
         self._boundary = boundary
         self._broadcast_buffers = broadcast_buffers
+        self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
 
     # ---------------------------------------------------------------- the loop
 
@@ -108,7 +111,12 @@ class Engine:
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas)
         self._reducer.probes.append(exact.detach().reshape(()).float())
         factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
-        exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
+        try:
+            exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
+        except BaseException:
+            if self.coordinator is not None:
+                self.coordinator.sweep()
+            raise
         self._pipeline.end_backward(complete=True)
         return loss
 
@@ -271,6 +279,20 @@ class Engine:
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict, names without a prefix, in the compute dtype."""
         return self.module.state_dict(*args, **kwargs)
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+        """The module's state dict at every stage: whole tensors in the compute dtype, copies on the CPU, tied ones
+        shared. ``rank0_only``: other ranks get an empty dict, and need no memory for it. Called on all ranks."""
+        return full_state_dict(self.module, self._comm, rank0_only)
+
+    def load_full_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
+        """Take rank 0's ``state`` (other ranks may pass None) as the module's values, at every stage; master weights
+        follow. Optimizer states stay. Raises RuntimeError on all ranks, before anything is changed, if shapes differ
+        or, with ``strict``, names are missing or unexpected. Called on all ranks."""
+        loaded = set(load_full_state_dict(self.module, state, self._comm, self.device, strict))
+        indices = {id(p): index for index, p in enumerate(self._reducer.parameters)}
+        named = self._module.named_parameters(remove_duplicate=False)
+        self._pipeline.on_values_loaded(indices[id(p)] for name, p in named if name in loaded and id(p) in indices)
 
     def __repr__(self) -> str:
         precision = self._precision.compute or self._precision.autocast or "parameters' own"

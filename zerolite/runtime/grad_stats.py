@@ -21,13 +21,15 @@ class GradStats:
 
     norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of
     those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
-    were not finite. used: indices of parameters that got a gradient on any rank.
+    were not finite. used: indices of parameters that got a gradient on any rank. votes: by rank, the number that it
+    gave to be compared.
     """
 
     norm: float
     bad_parameters: tuple[int, ...]
     bad_ranks: tuple[int, ...]
     used: frozenset[int]
+    votes: tuple[float, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -36,11 +38,12 @@ class GradStats:
 
 class StatsVector:
     """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad
-    ranks [world]."""
+    ranks [world], votes [world], and the sum of the squares."""
 
-    def __init__(self, values: torch.Tensor, count: int) -> None:
+    def __init__(self, values: torch.Tensor, count: int, world_size: int) -> None:
         self._values = values
         self._count = count
+        self._world_size = world_size
         self._read: HostRead | None = None
 
     def total_square(self) -> torch.Tensor:
@@ -61,10 +64,11 @@ class StatsVector:
         squares = values[:n]
         bad = torch.nonzero(~torch.isfinite(squares)).flatten().tolist()
         used = torch.nonzero(values[n : 2 * n]).flatten().tolist()
-        ranks = torch.nonzero(values[2 * n : -1]).flatten().tolist()
+        ranks = torch.nonzero(values[2 * n : 2 * n + self._world_size]).flatten().tolist()
+        votes = values[2 * n + self._world_size : -1].tolist()
         total = float(values[-1])
         norm = math.sqrt(total) if math.isfinite(total) else total
-        return GradStats(norm, tuple(bad), tuple(ranks), frozenset(used))
+        return GradStats(norm, tuple(bad), tuple(ranks), frozenset(used), tuple(votes))
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
@@ -98,12 +102,16 @@ class StatsCollector:
         self._all_used = torch.ones(self._count, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def collect(self, parts: Sequence[torch.Tensor], used: set[int], probes: Sequence[torch.Tensor]) -> StatsVector:
+    def collect(
+        self, parts: Sequence[torch.Tensor], used: set[int], probes: Sequence[torch.Tensor], vote: int = 0
+    ) -> StatsVector:
         """``parts[b]``: this rank's part of bucket ``b``'s mean gradient. ``used``: parameters that got a gradient
-        here. ``probes``: 0-dim tensors that are not finite if something of this rank's was not. Called once per
-        step, on all ranks."""
+        here. ``probes``: 0-dim tensors that are not finite if something of this rank's was not. ``vote``: below 2^53,
+        for every rank to see. Called once per step, on all ranks."""
         count, comm = self._count, self._comm
-        values = torch.zeros(2 * count + comm.world_size, dtype=torch.float64, device=self._device)
+        values = torch.zeros(2 * (count + comm.world_size), dtype=torch.float64, device=self._device)
+        if vote:
+            values[2 * count + comm.world_size + comm.rank] = float(vote)
         if self._fragments:
             flats = [parts[f.slot.bucket].narrow(0, f.shard_start, f.numel) for f in self._fragments]
             values[self._indices] = _squares(flats)
@@ -113,7 +121,8 @@ class StatsCollector:
         comm.all_reduce(values, tag="stats").wait()
         # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
         # two ranks.
-        return StatsVector(torch.cat([values, values[:count].sum().reshape(1)]), count)
+        total = values[:count].sum().reshape(1)
+        return StatsVector(torch.cat([values, total]), count, comm.world_size)
 
     def _flags(self, used: set[int]) -> torch.Tensor:
         flags = torch.zeros(self._count, dtype=torch.float64)

@@ -7,8 +7,9 @@ first backward, before anything can change it, and the loss scaler is told the o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -34,12 +35,24 @@ logger = logging.getLogger("zerolite")
 class StepOptions:
     """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients.
     max_skipped_in_a_row: raise after so many, 0 for never. ignore_unused: whether parameters without any gradient
-    are fine."""
+    are fine. update_numel: master elements that are updated in one call; a larger bucket is a call of its own."""
 
     max_norm: float
     check_finite: bool
     max_skipped_in_a_row: int
     ignore_unused: bool
+    update_numel: int = 0
+
+
+class TraceCheck(Protocol):
+    """What the pipeline knows of stage 3's schedule."""
+
+    @property
+    def candidate_hash(self) -> int: ...
+
+    def adopt(self) -> None: ...
+
+    def reject(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,8 @@ class StepPipeline:
         self._frozen = list(frozen)
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
         self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
-        self._masters_stale = False
+        self.trace: TraceCheck | None = None  # stage 3's schedule, whose trace the ranks compare
+        self._written: set[int] = set()  # parameters into which somebody has loaded values
         self._buffer = buffer
         self._reducer = reducer
         self._optimizer = optimizer
@@ -86,7 +100,9 @@ class StepPipeline:
         self._skipped_in_a_row = 0
         self._last_norm: float | None = None
         self._unsettled: _Unsettled | None = None
+        self._votes: tuple[float, ...] = ()  # every rank's trace, by the last step's statistics
         self._collector = StatsCollector(buffer.layout, list(buffer.layout.fragments(buffer.rank)), comm, device)
+        self._chunks = _chunks([master.numel() for master in buffer.master], options.update_numel)
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -137,7 +153,8 @@ class StepPipeline:
         if self._stats is None:
             self.reduce()
             parts = [self._reducer.owned_part(b.index) for b in self._buffer.layout.buckets]
-            self._stats = self._collector.collect(parts, self._reducer.used, self._reducer.probes)
+            vote = self.trace.candidate_hash if self.trace is not None else 0
+            self._stats = self._collector.collect(parts, self._reducer.used, self._reducer.probes, vote)
         return self._stats
 
     def grad_norm(self) -> float | None:
@@ -164,10 +181,11 @@ class StepPipeline:
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         self.settle()
+        self._decide_on_trace()
         self._check_frozen()
-        if self._masters_stale:
-            self._masters_stale = False
-            self._buffer.refresh_masters()
+        if self._written:
+            self._buffer.refresh_masters(self._written)
+            self._written.clear()
         stats = self.stats()
         divisor = self._divisor()
         self._updated = True
@@ -185,9 +203,26 @@ class StepPipeline:
             self._update_buckets(factor, outcome.used, None, publish)
         self._settle(outcome, divisor)
 
-    def on_values_loaded(self) -> None:
-        """Somebody loaded values into the module: they are what the next update starts from."""
-        self._masters_stale = True
+    def _decide_on_trace(self) -> None:
+        """Let stage 3 follow its recorded trace once all ranks have been seen to have the same. One step after it was
+        recorded, on all ranks in the same place: when the host reads the votes is each rank's own affair."""
+        votes, self._votes = self._votes, ()
+        if self.trace is None or not any(votes):
+            return
+        if len(set(votes)) > 1:
+            self.trace.reject()
+            if self._comm.rank == 0:
+                logger.warning(
+                    "stage 3: the ranks run their modules in different orders (trace hashes %s), so nothing is "
+                    "prefetched from now on",
+                    ", ".join(f"{int(vote):x}" for vote in votes),
+                )
+        elif self.trace.candidate_hash == votes[0]:
+            self.trace.adopt()
+
+    def on_values_loaded(self, indices: Iterable[int]) -> None:
+        """Somebody loaded values into these parameters of the module: they are what the next update starts from."""
+        self._written.update(indices)
 
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
@@ -262,17 +297,20 @@ class StepPipeline:
         found_inf: torch.Tensor | None,
         publish: bool,
     ) -> None:
-        for bucket in range(len(self._buffer.layout.buckets)):
-            self._optimizer.update_bucket(bucket, self._reducer.reduced(bucket), factor, used, found_inf)
-            self._reducer.release(bucket)
-            if publish:
-                self._publisher.publish_bucket(bucket)
+        for chunk in self._chunks:
+            gradients = [self._reducer.reduced(bucket) for bucket in chunk]
+            self._optimizer.update(chunk, gradients, factor, used, found_inf)
+            for bucket in chunk:
+                self._reducer.release(bucket)
+                if publish:
+                    self._publisher.publish_bucket(bucket)
         if publish:
             self._publisher.end_step()
 
     def _settle(self, outcome: GradStats, divisor: float) -> None:
         self._global_steps += 1
         self._last_norm = outcome.norm / divisor
+        self._votes = outcome.votes
         skipped = self._options.check_finite and not outcome.finite
         if skipped:
             self._skipped_steps += 1
@@ -338,3 +376,16 @@ class StepPipeline:
                 f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
                 "set the key to true."
             )
+
+
+def _chunks(numels: Sequence[int], limit: int) -> list[list[int]]:
+    """Consecutive buckets that are updated together: at most ``limit`` elements, or one bucket."""
+    chunks: list[list[int]] = []
+    size = 0
+    for bucket, numel in enumerate(numels):
+        if not chunks or size + numel > limit:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(bucket)
+        size += numel
+    return chunks

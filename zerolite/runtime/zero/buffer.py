@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
+
+MoveShard = Callable[[torch.nn.Parameter, torch.Tensor], None]
+"""Copy a parameter's shard into the given memory, which becomes its ``ds_tensor``."""
 
 
 def strided_view(flat: torch.Tensor, slot: Slot, like: torch.Tensor) -> torch.Tensor:
@@ -19,13 +22,42 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of ``tensor`` in the order in which its memory holds them, shape [numel]; a view where possible."""
-    strides = dense_strides(tensor)
+def flattened(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The elements of ``tensor`` in the order in which memory holds a tensor of ``strides`` (default: its own, made
+    dense), shape [numel]; a view where possible."""
+    strides = dense_strides(tensor) if strides is None else strides
     if strides != tensor.stride():
         dense = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = dense.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def destinations(
+    flat: torch.Tensor, bucket: Bucket, slot: Slot, values: torch.Tensor, strides: tuple[int, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (part of the full bucket ``flat``, part of ``values``) that bring ``values``, in the parameter's shape,
+    to the slot. ``strides``: of the parameter, without holes."""
+    offset = flat.storage_offset() + slot.start
+    if not bucket.rows:
+        return [(flat.as_strided(values.shape, strides, offset), values)]
+    part = slot.part
+    values = flattened(values, strides)
+    row = bucket.numel // bucket.rows
+    whole = slot.numel // part
+    pairs = [(flat.as_strided((whole, part), (row, 1), offset), values[: whole * part].view(whole, part))]
+    rest = slot.numel - whole * part
+    if rest:
+        pairs.append((flat.as_strided((rest,), (1,), offset + whole * row), values[whole * part :]))
+    return pairs
+
+
+def zero_slot(flat: torch.Tensor, bucket: Bucket, slot: Slot) -> None:
+    """Zeros into the slot's elements of the full bucket ``flat``."""
+    if bucket.rows:
+        row = bucket.numel // bucket.rows
+        flat.as_strided((bucket.rows, slot.part), (row, 1), flat.storage_offset() + slot.start).zero_()
+    else:
+        flat.narrow(0, slot.start, slot.numel).zero_()
 
 
 class ParameterBuffer:
@@ -116,8 +148,50 @@ class ParameterBuffer:
         return self.master[bucket].data_ptr() != self.owned_compute(bucket).data_ptr()
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the masters from the compute parameters, after somebody has loaded values into those."""
-        for bucket in range(len(self.master)):
-            if self.separate_master(bucket):
-                self.master[bucket].copy_(self.owned_compute(bucket))
+    def refresh_masters(self, indices: Collection[int]) -> None:
+        """Take the masters of these parameters from the compute parameters, after somebody has written values into
+        those."""
+        for bucket, fragments in enumerate(self.fragments):
+            if not self.separate_master(bucket):
+                continue
+            for fragment in fragments:
+                if fragment.slot.index in indices:
+                    compute = self.piece(fragment, self.owned_compute(bucket))
+                    self.piece(fragment, self.master[bucket]).copy_(compute)
+
+
+class PartitionedParameterBuffer(ParameterBuffer):
+    """The same over partitioned parameters: ``compute[b]`` is this rank's row of the sliced bucket ``b`` and every
+    ``ds_tensor`` is a view of it."""
+
+    def __init__(
+        self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], rank: int, move: MoveShard
+    ) -> None:
+        super().__init__(layout, parameters, rank, shard=True)
+        self._move = move
+
+    @torch.no_grad()
+    def fill_from_shards(
+        self,
+        device: torch.device,
+        compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
+        master_dtype: Callable[[torch.dtype], torch.dtype],
+    ) -> None:
+        """Move every shard into its row, one bucket at a time, and take the masters from the values before any
+        rounding."""
+        for bucket in self.layout.buckets:
+            members = [self.parameters[slot.index] for slot in bucket.slots]
+            dtype = compute_dtype(members[0])
+            kept = master_dtype(dtype)
+            numel = bucket.numel // self.layout.world_size
+            compute = torch.zeros(numel, dtype=dtype, device=device)
+            master = compute if kept == dtype else torch.zeros(numel, dtype=kept, device=device)
+            for slot, parameter in zip(bucket.slots, members, strict=True):
+                if master is not compute:
+                    master.narrow(0, slot.start, slot.part).copy_(parameter.ds_tensor)  # type: ignore[attr-defined]
+                self._move(parameter, compute.narrow(0, slot.start, slot.part))
+            self.compute.append(compute)
+            self.master.append(master)
+
+    def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
+        return full

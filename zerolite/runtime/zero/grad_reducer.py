@@ -2,7 +2,8 @@
 
 Every trainable parameter has a hook that fires when its gradient has been accumulated. The hook moves the gradient
 into its bucket and marks it ready. A backward is one *pass* over the buckets; a reducing pass reduces every bucket
-exactly once, in index order, so that all ranks launch the same collectives whatever their graphs look like. What a
+exactly once, in one order for all ranks (that of the index, or the one learned from rank 0's first pass), so that they
+launch the same collectives whatever their graphs look like. What a
 bucket holds between passes:
 
 - ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 
+from zerolite.accelerator import host_values
 from zerolite.comm import Communicator, Pending
-from zerolite.runtime.zero.buffer import strided_view
+from zerolite.runtime.zero.buffer import destinations, zero_slot
 from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -46,6 +48,7 @@ class ReductionOptions:
     predivide: float
     copy_on_arrival: bool
     overlap: bool  # launch during backward, and let one reduction run while the next bucket fills
+    learn_order: bool = False  # launch as rank 0's first pass completed the buckets; unused ones then hold back none
 
 
 @dataclass
@@ -100,11 +103,13 @@ class GradReducer:
         comm: Communicator,
         options: ReductionOptions,
         pass_reduces: Callable[[], bool],
+        strides: Sequence[tuple[int, ...]],
     ) -> None:
         self.layout = layout
+        self._strides = list(strides)  # of the parameters when they are whole
         self.used: set[int] = set()  # parameters that got a gradient in this window
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._comm = comm
         self._options = options
         self._pass_reduces = pass_reduces
@@ -112,15 +117,19 @@ class GradReducer:
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
         self._pool = _BucketPool(3 if options.shard else len(layout.buckets))
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
-        self._fires = [0] * len(self._parameters)  # contributions of each parameter in this pass
+        self._fires = [0] * len(self.parameters)  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
         # backward inside the backward. Known after the first complete pass, which therefore reduces at its end
         # only.
-        self._expected = [1] * len(self._parameters)
+        self._expected = [1] * len(self.parameters)
         self._learned = False
         self._pass_open = False
         self._reducing = False
-        self._next = 0  # the next bucket to launch in this pass
+        self._order = list(range(len(layout.buckets)))  # in which buckets are launched, the same on all ranks
+        self._position = list(self._order)  # of each bucket in that order
+        self._order_known = not options.learn_order
+        self._completed: list[int] = []  # buckets in the order in which this pass filled them
+        self._next = 0  # place in the order of the next bucket to launch in this pass
         self._in_flight: list[_BucketState] = []
         self.handles: list[Any] = []  # of the installed hooks
 
@@ -135,7 +144,7 @@ class GradReducer:
         self._on_gradient = on_gradient
         known = weakref.ref(self)
         for slot in self.layout.slots:
-            parameter = self._parameters[slot.index]
+            parameter = self.parameters[slot.index]
             self.handles.append(parameter.register_post_accumulate_grad_hook(_make_hook(known, slot)))
 
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
@@ -160,7 +169,8 @@ class GradReducer:
         self._reducing = self._options.reduce_each_pass or self._pass_reduces()
         self._passes_in_local += 1
         self._next = 0
-        self._fires = [0] * len(self._parameters)
+        self._completed.clear()
+        self._fires = [0] * len(self.parameters)
         for state in self._states:
             state.launched = False
             state.missing = sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel)
@@ -207,8 +217,10 @@ class GradReducer:
             state.held[slot.index] = gradient
         self._fires[slot.index] += 1
         state.missing -= 1
-        if state.missing == 0 and self._reducing and self._options.overlap and self._learned:
-            self._launch_ready()
+        if state.missing == 0:
+            self._completed.append(slot.bucket)
+            if self._reducing and self._options.overlap and self._learned:
+                self._launch_ready()
 
     def _put(self, state: _BucketState, slot: Slot, gradient: torch.Tensor) -> None:
         """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
@@ -224,14 +236,15 @@ class GradReducer:
         first = slot.index not in state.written
         if not first and options.accumulate_dtype is not None and state.local.dtype in _HALF:
             state.local, state.staged = state.local.to(options.accumulate_dtype), False
-        view = strided_view(state.local, slot, self._parameters[slot.index])
         factor = options.arrival_factor
-        if not first:
-            view.add_(gradient, alpha=factor)
-        elif factor != 1.0:
-            torch.mul(gradient, factor, out=view)
-        else:
-            view.copy_(gradient)
+        strides = self._strides[slot.index]
+        for place, values in destinations(state.local, state.bucket, slot, gradient, strides):
+            if not first:
+                place.add_(values, alpha=factor)
+            elif factor != 1.0:
+                torch.mul(values, factor, out=place)
+            else:
+                place.copy_(values)
         state.written.add(slot.index)
 
     def _memory_for(self, state: _BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -241,7 +254,7 @@ class GradReducer:
         if exchanged and options.communication_dtype(state.bucket) in (None, dtype):
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else.
-            staged = self._comm.staging(state.bucket.numel, dtype, state.bucket.index - self._next)
+            staged = self._comm.staging(state.bucket.numel, dtype, self._position[state.bucket.index] - self._next)
             if staged is not None:
                 state.staged = True
                 return staged
@@ -250,13 +263,13 @@ class GradReducer:
     # ---------------------------------------------------------------- reduction
 
     def _launch_ready(self) -> None:
-        while self._next < len(self._states) and self._states[self._next].missing <= 0:
+        while self._next < len(self._states) and self._states[self._order[self._next]].missing <= 0:
             self._launch_until(self._next + 1)
 
     @torch.no_grad()
     def _launch_until(self, end: int) -> None:
         while self._next < end:
-            self._launch(self._states[self._next])
+            self._launch(self._states[self._order[self._next]])
             self._next += 1
 
     def _launch(self, state: _BucketState) -> None:
@@ -297,7 +310,7 @@ class GradReducer:
         summed = (options.several_expected and not options.reduce_each_pass) or self._passes_in_local > 1
         if summed and options.accumulate_dtype is not None:
             return options.accumulate_dtype
-        return self._parameters[state.bucket.slots[0].index].dtype
+        return self.parameters[state.bucket.slots[0].index].dtype
 
     def _complete_local(self, state: _BucketState) -> torch.Tensor:
         """``local`` with zeros where no gradient came."""
@@ -305,11 +318,11 @@ class GradReducer:
             self._put(state, self.layout.slots[index], state.held[index])
         state.held.clear()
         if state.local is None:
-            like = self._parameters[state.bucket.slots[0].index]
+            like = self.parameters[state.bucket.slots[0].index]
             return torch.zeros(state.bucket.numel, dtype=like.dtype, device=like.device)
         for slot in state.bucket.slots:
             if slot.index not in state.written:
-                state.local.narrow(0, slot.start, slot.numel).zero_()
+                zero_slot(state.local, state.bucket, slot)
         return state.local
 
     def _wait_for_all(self) -> None:
@@ -337,7 +350,7 @@ class GradReducer:
         """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as
         there is one."""
         options = self._options
-        parameter_dtype = self._parameters[state.bucket.slots[0].index].dtype
+        parameter_dtype = self.parameters[state.bucket.slots[0].index].dtype
         if options.accumulate_dtype is not None and (options.several_expected or state.reduced is not None):
             return options.accumulate_dtype
         return parameter_dtype
@@ -355,6 +368,21 @@ class GradReducer:
             self._launch_until(len(self._states))
             self._passes_in_local = 0
         self._wait_for_all()
+        if not self._order_known:
+            self._share_order()
+
+    def _share_order(self) -> None:
+        """Take the order in which rank 0's last pass filled the buckets; those it did not fill come last. Called
+        once, on all ranks."""
+        self._order_known = True
+        rest = sorted(set(self._order) - set(self._completed))
+        order = torch.tensor([*dict.fromkeys(self._completed), *rest], dtype=torch.int64)
+        if not len(order):
+            return
+        order = order.to(self.parameters[0].device)
+        self._comm.broadcast(order, "initial_sync")
+        self._order = [int(value) for value in host_values(order)]
+        self._position = [self._order.index(bucket) for bucket in range(len(self._order))]
 
     # ---------------------------------------------------------------- what the step reads
 

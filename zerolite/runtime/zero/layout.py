@@ -13,6 +13,16 @@ gradients, master weights and every optimizer state.
 
 The design follows ZeRO (Rajbhandari et al., 2020, section 5); cutting every bucket in world_size equal parts,
 instead of cutting the whole flat model once, makes each bucket one uniform reduce-scatter and one all-gather.
+
+Where parameters themselves are partitioned (stage 3), every rank must hold an equal part of *each parameter*. Then a
+bucket is *sliced*: it has world_size rows, row r belongs to rank r, and every slot has the same place in each row. ::
+
+          slot a            slot b      padding of the last row
+    row 0 | a[0:k] |  pad  | b[0:m] |
+    row 1 | a[k:2k] | pad  | b[m:2m] |      shards: the rows, so ds_tensor is a view of one
+    row 2 | a[2k:] . | pad | b[2m:] .|
+
+It still is one reduce-scatter, straight into the shard, and every other range follows the same table.
 """
 
 from __future__ import annotations
@@ -24,6 +34,7 @@ from functools import cached_property
 ALIGNMENT = (
     32  # elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line
 )
+SLICE_ALIGNMENT = 8  # elements: 16 bytes in 16 bits; parts of sliced buckets are many and often small
 MIN_AUTO_BUCKET = 4 << 20
 MAX_AUTO_BUCKET = 40_000_000
 
@@ -39,13 +50,15 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter: elements ``[start, start + numel)`` of its bucket."""
+    """The place of one parameter: elements ``[start, start + numel)`` of its bucket; in a sliced bucket ``[start,
+    start + part)`` of every row, row r holding elements ``[r × part, (r + 1) × part)`` of the parameter."""
 
     name: str
     index: int  # position of the parameter in registration order
     bucket: int
     start: int
     numel: int
+    part: int = 0  # ceil(numel / world_size) in a sliced bucket, otherwise 0
 
     @property
     def end(self) -> int:
@@ -54,17 +67,23 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of slots that travels in one collective. ``numel`` is a multiple of world_size × alignment."""
+    """A run of slots that travels in one collective. ``numel`` is a multiple of world_size × alignment; ``rows`` is
+    world_size in a sliced bucket, otherwise 0."""
 
     index: int
     kind: str
     start: int  # in the flat index space of the whole layout, a multiple of world_size × alignment
     numel: int
     slots: tuple[Slot, ...]
+    rows: int = 0
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the bucket that belong to no parameter."""
+        """Ranges that cover all elements of the bucket that belong to no parameter; of a sliced one with padding
+        the whole."""
+        if self.rows:
+            full = sum(slot.numel for slot in self.slots) == self.numel
+            return () if full else ((0, self.numel),)
         ranges, position = [], 0
         for slot in self.slots:
             if slot.start > position:
@@ -123,6 +142,41 @@ class PartitionLayout:
             start += numel
         return cls(world_size, alignment, tuple(buckets))
 
+    @classmethod
+    def build_sliced(
+        cls,
+        specs: Sequence[ParameterSpec],
+        groups: Sequence[Sequence[int]],
+        world_size: int,
+        alignment: int = SLICE_ALIGNMENT,
+    ) -> PartitionLayout:
+        """One sliced bucket for every group of parameters (indices into ``specs``, each in one group) and kind.
+
+        Buckets are numbered in reverse order of ``groups``. Raises ValueError for sizes that make no sense.
+        """
+        if world_size < 1 or alignment < 1:
+            raise ValueError(
+                f"PartitionLayout: world_size and alignment must be at least 1, got {world_size} and {alignment}"
+            )
+        unit = world_size * alignment
+        buckets: list[Bucket] = []
+        start = 0
+        for group in reversed(groups):
+            kinds: dict[str, list[int]] = {}
+            for index in group:
+                kinds.setdefault(specs[index].kind, []).append(index)
+            for kind, members in kinds.items():
+                slots, row = [], 0
+                for index in members:
+                    numel = specs[index].numel
+                    part = -(-numel // world_size)
+                    slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
+                    row += _round_up(part, alignment)
+                numel = max(unit, row * world_size)
+                buckets.append(Bucket(len(buckets), kind, start, numel, tuple(slots), rows=world_size))
+                start += numel
+        return cls(world_size, alignment, tuple(buckets))
+
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """All slots in registration order."""
@@ -148,6 +202,11 @@ class PartitionLayout:
         for bucket in self.buckets:
             low, high = self.shard_range(bucket, rank)
             for slot in bucket.slots:
+                if bucket.rows:
+                    numel = min(slot.part, slot.numel - rank * slot.part)
+                    if numel > 0:
+                        yield Fragment(slot, numel, rank * slot.part, low + slot.start, slot.start)
+                    continue
                 start, end = max(low, slot.start), min(high, slot.end)
                 if start < end:
                     yield Fragment(slot, end - start, start - slot.start, start, start - low)

@@ -4,7 +4,7 @@ next forward."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Publisher:
         self._early: set[int] = set()  # buckets that hold parameters used outside their owner's forward
         self._raced: set[int] = set()  # buckets that were in flight when the current forward began
         self.handles: list[Any] = []  # of the installed hooks
+        self.on_published: Callable[[], None] = lambda: None  # after the last bucket of a step
 
     def publish_bucket(self, bucket: int) -> None:
         """Called for every bucket in index order by the update phase, on all ranks."""
@@ -47,6 +48,7 @@ class Publisher:
             self.wait_all()
         self._entered.clear()
         self._raced = set(self._pending)
+        self.on_published()
 
     def wait(self, buckets: Sequence[int]) -> None:
         """Closes the hazard of a forward that reads parameters whose gather is still writing them."""

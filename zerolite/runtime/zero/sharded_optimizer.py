@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
 from zerolite.runtime.zero.layout import Fragment
+from zerolite.runtime.zero.partitioned_parameter import whole_shape
 
 Groups = list[dict[str, Any]]
 
@@ -175,37 +176,43 @@ class ShardedOptimizer(Optimizer):
     # ---------------------------------------------------------------- the update
 
     @torch.no_grad()
-    def update_bucket(
+    def update(
         self,
-        bucket: int,
-        gradient: torch.Tensor,
+        buckets: Sequence[int],
+        gradients: Sequence[torch.Tensor],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """Update the pieces of one bucket from ``factor × gradient``.
+        """Update the pieces of some buckets from ``factor × gradient``, in one call of the inner optimizer.
 
-        ``gradient``: laid out like ``master[bucket]``, any floating dtype; scaled in place if it has the update's
-        dtype already. ``used``: indices of the parameters that got a gradient (None: all); the others are left
-        alone, as torch leaves alone parameters whose ``grad`` is None. ``found_inf``: 0-dim fp32 on the device, not
-        zero to skip the update there.
+        ``gradients``: laid out like the buckets' masters, any floating dtype; scaled in place where they have the
+        update's dtype already. ``used``: indices of the parameters that got a gradient (None: all); the others are
+        left alone, as torch leaves alone parameters whose ``grad`` is None. ``found_inf``: 0-dim fp32 on the device,
+        not zero to skip the update there.
         """
-        pieces = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
+        pieces: list[_Piece] = []
+        for bucket, gradient in zip(buckets, gradients, strict=True):
+            here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
+            if not here:
+                continue
+            gradient = gradient.to(self._update_dtypes[bucket])
+            if isinstance(factor, torch.Tensor) or factor != 1.0:
+                gradient.mul_(factor)
+            self._bind(bucket)
+            for piece in here:
+                piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
+            pieces += here
         if not pieces:
             return
-        gradient = gradient.to(self._update_dtypes[bucket])
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            gradient.mul_(factor)
-        self._bind(bucket)
-        for piece in pieces:
-            piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
         try:
             with self._only(pieces), self._skipping(found_inf):
                 type(self.inner).step(self.inner)
         finally:
             for piece in pieces:
                 piece.tensor.grad = None
-            self._unbind(bucket)
+            for bucket in {piece.fragment.slot.bucket for piece in pieces}:
+                self._unbind(bucket)
 
     def mark_called(self) -> None:
         """What torch's schedulers look for before they warn that step() was never called."""
@@ -309,10 +316,11 @@ class ShardedOptimizer(Optimizer):
     def _cut_state(value: Any, parameter: torch.Tensor, piece: _Piece) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.shape != parameter.shape or parameter.dim() == 0:
+        shape = whole_shape(parameter)
+        if value.shape != shape or not shape:
             return value.clone()
         fragment = piece.fragment
-        if piece.tensor.shape == parameter.shape:
+        if piece.tensor.shape == shape:
             return value.to(piece.tensor.dtype, copy=True)
         part = flattened(value).narrow(0, fragment.param_start, fragment.numel)
         return part.to(piece.tensor.dtype, copy=True)

@@ -21,5 +21,6 @@ STAGES: dict[int, StagePolicy] = {
         StagePolicy(0, shard_parameters=False, shard_gradients=False, shard_optimizer=False),
         StagePolicy(1, shard_parameters=False, shard_gradients=False, shard_optimizer=True),
         StagePolicy(2, shard_parameters=False, shard_gradients=True, shard_optimizer=True),
+        StagePolicy(3, shard_parameters=True, shard_gradients=True, shard_optimizer=True),
     )
 }

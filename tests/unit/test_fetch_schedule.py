@@ -1,0 +1,628 @@
+"""FetchSchedule against a machine that carries out its answers and checks each of them.
+
+Parameters of the worked examples have 10 elements each; an event is written u for ENTER of unit u and ~u for LEAVE.
+"""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from zerolite.runtime.zero.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
+
+INFINITE = 10**9
+NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
+SEEDS = range(200)
+
+
+class Machine:
+    """Carries out what a schedule answers, and asserts that it may be carried out."""
+
+    def __init__(self, schedule, units, numels, persistent, limits):
+        self.schedule, self.numels, self.limits = schedule, numels, limits
+        self.units, self.persistent = [list(unit) for unit in units], set(persistent)
+        self.live, self.flight, self.held, self.open = set(), set(), [], []
+        self.launched = 0  # elements
+        self.fetches, self.releases = [], []
+        self.touched = False  # from outside: then an ENTER makes room, not before
+
+    def own(self, unit):
+        return {p for p in self.units[unit] if p not in self.persistent}
+
+    def size(self, parameters):
+        return sum(self.numels[p] for p in parameters)
+
+    def needed(self):
+        return set().union(*(self.own(unit) for unit in self.open), self.held)
+
+    def start(self, parameters):
+        assert parameters
+        assert len(set(parameters)) == len(parameters)
+        assert not set(parameters) & (self.live | self.flight | self.persistent), "launched while live or in flight"
+        self.flight |= set(parameters)
+        self.launched += self.size(parameters)
+
+    def drop(self, parameters):
+        assert set(parameters) <= self.live | self.flight, "released what is not there"
+        assert len(set(parameters)) == len(parameters)
+        assert not set(parameters) & self.needed(), "released what is needed"
+        self.live -= set(parameters)
+        self.flight -= set(parameters)
+        self.releases.append(parameters)
+
+    def check(self, entered=False):
+        assert self.needed() <= self.live
+        if entered or not self.touched:
+            assert self.size(self.live | self.flight) <= max(self.limits.max_live_numel, self.size(self.needed()))
+
+    def event(self, event):
+        if event >= 0:
+            fetch = self.schedule.enter(event)
+            self.open.append(event)
+            self.drop(fetch.release)
+            if fetch.launch:
+                self.start(fetch.launch)
+            ahead = self.size(self.flight - self.own(event))
+            for launch in fetch.prefetch:
+                assert ahead < self.limits.prefetch_numel
+                ahead += self.size(launch)
+                self.start(launch)
+            assert set(fetch.launch) <= set(fetch.wait) <= self.flight
+            assert set(fetch.wait) == self.own(event) & self.flight
+            self.flight -= set(fetch.wait)
+            self.live |= set(fetch.wait)
+            self.fetches.append(fetch)
+        else:
+            self.close(~event)
+            self.drop(self.schedule.leave(~event))
+        self.check(entered=event >= 0)
+
+    def close(self, unit):
+        if unit in self.open:
+            del self.open[len(self.open) - 1 - self.open[::-1].index(unit)]
+
+    def hold(self, parameters):
+        self.touched = True
+        self.schedule.hold(parameters)
+        self.held += [p for p in parameters if p not in self.persistent]
+        self.live |= set(parameters) - self.persistent
+        self.flight -= set(parameters)
+
+    def unhold(self, parameters):
+        for p in set(parameters) - self.persistent:
+            self.held.remove(p)
+        self.drop(self.schedule.unhold(parameters))
+        self.check()
+
+    def forget(self):
+        self.open = []
+        self.drop(self.schedule.forget())
+        assert self.live | self.flight == set(self.held)
+
+    def end(self):
+        self.open = []
+        self.drop(self.schedule.end_step())
+        assert self.live | self.flight == set(self.held)
+
+    def step(self, trace, kind="train", adopt=True):
+        """A whole step; gives the elements it launched."""
+        before = self.launched
+        self.schedule.begin_step(kind)
+        for event in trace:
+            self.event(event)
+        self.end()
+        if adopt and self.schedule.candidate_hash:
+            self.schedule.adopt()
+        return self.launched - before
+
+
+def machine(units, numels, persistent=(), limits=NO_REUSE):
+    return Machine(FetchSchedule(units, numels, persistent, limits), units, numels, persistent, limits)
+
+
+def random_trace(rng, units, events=40):
+    """Nested uses; a second use of an open unit may begin only as its innermost one, as recomputation does."""
+    trace, stack = [], []
+    while len(trace) < events:
+        closed = [u for u in range(len(units)) if u not in stack]
+        again = [u for u in stack if stack.count(u) == 1]
+        if stack and (rng.random() < 0.5 or not closed):
+            trace.append(~stack.pop())
+        elif again and rng.random() < 0.1:
+            unit = rng.choice(again)
+            trace += [unit, ~unit]
+        else:
+            stack.append(rng.choice(closed))
+            trace.append(stack[-1])
+    if rng.random() < 0.8:  # otherwise leaves are missing
+        trace += [~unit for unit in reversed(stack)]
+    return trace
+
+
+def random_case(seed):
+    rng = random.Random(seed)
+    numels = [rng.choice([0, 1, 5, 10, rng.randrange(100)]) for _ in range(rng.randrange(1, 12))]
+    ids = range(len(numels))
+    units = [rng.sample(ids, rng.randrange(min(4, len(ids)) + 1)) for _ in range(rng.randrange(1, 8))]
+    persistent = [p for p in ids if rng.random() < 0.15]
+    limits = FetchLimits(*(rng.choice([0, 20, 100, 300, INFINITE]) for _ in range(3)))
+    return rng, units, numels, persistent, limits
+
+
+def chain(layers):
+    """Forward and backward through units 1 to `layers`, with a parameter each, inside of unit 0 which has none."""
+    forward = [event for u in range(1, layers + 1) for event in (u, ~u)]
+    backward = [event for u in range(layers, 0, -1) for event in (u, ~u)]
+    return [0, *forward, ~0, *backward]
+
+
+def chain_case(layers, limits):
+    units = [[], *([u] for u in range(layers))]
+    return units, [10] * layers, limits
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_traces_are_served_on_demand_and_by_plan(seed):
+    rng, units, numels, persistent, limits = random_case(seed)
+    trace = random_trace(rng, units)
+    one = machine(units, numels, persistent, limits)
+    on_demand = one.step(trace)
+    assert not one.schedule.following
+    by_plan = []
+    for _ in range(2):
+        one.schedule.begin_step("train")
+        before = one.launched
+        for event in trace:
+            one.event(event)
+            assert one.schedule.following
+        one.end()
+        assert one.schedule.following
+        assert one.schedule.candidate_hash == 0
+        by_plan.append(one.launched - before)
+    assert by_plan[0] == by_plan[1]
+    if limits.max_reuse_distance == 0:
+        assert by_plan[0] == on_demand
+    elif limits.prefetch_numel == 0:
+        assert by_plan[0] <= on_demand
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_departure_anywhere_is_served_and_becomes_the_new_plan(seed):
+    rng, units, numels, persistent, limits = random_case(seed)
+    first = random_trace(rng, units)
+    one = machine(units, numels, persistent, limits)
+    one.step(first)
+    cut = rng.randrange(len(first))
+    second = first[:cut] + random_trace(rng, units)[: rng.randrange(40)]
+    one.step(second)
+    assert one.schedule.following == (second == first)
+    if second:
+        one.step(second)
+        assert one.schedule.following
+    one.step(first[:cut])  # ends early, or departs from another plan
+    one.step(first, kind="eval")
+    one.step(first, kind="eval")
+    assert one.schedule.following
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_anything_from_outside_at_any_event_is_survived(seed):
+    rng, units, numels, persistent, limits = random_case(seed)
+    trace = random_trace(rng, units)
+    one = machine(units, numels, persistent, limits)
+    holds = []
+    for _ in range(6):
+        one.schedule.begin_step("train")
+        for event in trace:
+            chance = rng.random()
+            if chance < 0.03:
+                holds.append(rng.sample(range(len(numels)), rng.randrange(min(3, len(numels)) + 1)))
+                one.hold(holds[-1])
+            elif chance < 0.08 and holds:
+                one.unhold(holds.pop(rng.randrange(len(holds))))
+            elif chance < 0.09:
+                one.forget()
+            elif chance < 0.1 and rng.random() < 0.3:
+                add_parameter(one, rng.randrange(len(units)), rng.randrange(len(numels)))
+            one.event(event)
+        one.end()
+        if one.schedule.candidate_hash:
+            one.schedule.adopt()
+    while holds:
+        one.unhold(holds.pop())
+    assert not one.live | one.flight
+    one.step(trace)
+    one.step(trace)
+    assert one.schedule.following
+
+
+def add_parameter(one, unit, parameter):
+    one.touched = True
+    one.schedule.add_parameter(unit, parameter)
+    if parameter not in one.persistent and parameter not in one.units[unit]:
+        one.units[unit].append(parameter)
+        if unit in one.open:  # the caller gathers it
+            one.flight.discard(parameter)
+            one.live.add(parameter)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_equal_events_give_equal_answers(seed):
+    twins = []
+    for _ in range(2):
+        rng, units, numels, persistent, limits = random_case(seed)
+        trace, other = random_trace(rng, units), random_trace(rng, units)
+        one = machine(units, numels, persistent, limits)
+        hashes = []
+        for step in (trace, trace, trace[:7] + other, other):
+            one.step(step, adopt=False)
+            hashes.append(one.schedule.candidate_hash)
+            one.schedule.adopt()
+        twins.append((one.fetches, one.releases, hashes))
+    assert twins[0] == twins[1]
+
+
+def test_candidate_hash_does_not_depend_on_the_process():
+    code = (
+        "from zerolite.runtime.zero.fetch_schedule import FetchSchedule, FetchLimits\n"
+        "s = FetchSchedule([[0], [1]], [3, 4], [], FetchLimits(1, 1, 1))\n"
+        "for kind in ('train', 'eval'):\n"
+        "    s.begin_step(kind)\n"
+        "    s.enter(0), s.leave(0), s.enter(1), s.leave(1), s.end_step()\n"
+        "print(s.candidate_hash)"
+    )
+    values = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(values) == 1
+    assert 0 < int(values.pop()) < 1 << 40
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+def plan(trace, units, numels, limits):
+    return plan_step(trace, units, numels, limits)
+
+
+def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
+    units, numels, limits = chain_case(3, FetchLimits(1, INFINITE, 0))
+    fetches = plan(chain(3), units, numels, limits).fetches
+    entered = [fetch for event, fetch in zip(chain(3), fetches, strict=True) if event >= 0]
+    assert entered == [
+        Fetch((), (), ((0,),), ()),  # unit 0: without parameters, starts the first layer
+        Fetch((), (), ((1,),), (0,)),
+        Fetch((), (), ((2,),), (1,)),
+        Fetch((), (), (), (2,)),  # the turn: the next use is of the same layer, which is released before
+        Fetch((), (2,), ((1,),), (2,)),
+        Fetch((), (), ((0,),), (1,)),
+        Fetch((), (), (), (0,)),
+    ]
+
+
+def test_the_prefetch_limit_is_overshot_by_the_last_unit_only():
+    units, numels, limits = chain_case(5, FetchLimits(25, INFINITE, 0))
+    fetches = plan(chain(5), units, numels, limits).fetches
+    assert fetches[0].prefetch == ((0,), (1,), (2,))
+    assert fetches[1].prefetch == ((3,),)
+    limits = FetchLimits(20, INFINITE, 0)
+    assert plan(chain(5), units, numels, limits).fetches[0].prefetch == ((0,), (1,))
+    limits = FetchLimits(0, INFINITE, 0)
+    assert all(not fetch.prefetch for fetch in plan(chain(5), units, numels, limits).fetches)
+
+
+def test_prefetch_stops_at_the_first_unit_that_does_not_fit():
+    numels = [10, 50, 1]
+    trace = [0, ~0, 1, ~1, 2, ~2]
+    fetches = plan(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 40, 0)).fetches
+    assert fetches[0] == Fetch((), (0,), (), (0,))
+    assert fetches[2] == Fetch((), (1,), (), (1,))  # larger than the limit, and still served; unit 2 must wait
+    assert plan(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 61, 0)).fetches[0].prefetch == ((1,), (2,))
+
+
+def test_reuse_distance_counts_what_is_entered_in_between():
+    units, numels = [[0], [1], [2]], [10, 10, 10]
+    trace = [0, ~0, 1, ~1, 2, ~2, 0, ~0]
+
+    def left(distance):
+        return plan(trace, units, numels, FetchLimits(0, INFINITE, distance)).releases[1]
+
+    assert left(19) == (0,)
+    assert left(20) == ()
+    again = [0, ~0, 0, ~0]
+    assert plan(again, units, numels, FetchLimits(0, INFINITE, 1)).releases == ((), (), (), (0,))
+    assert plan(again, units, numels, FetchLimits(0, INFINITE, 0)).releases == ((), (0,), (), (0,))
+
+
+def test_persistent_parameters_count_for_nothing():
+    units, numels, persistent = [[0, 1], [2, 3], [0, 1]], [10, 1000, 1000, 10], [1, 2]
+    trace = [0, ~0, 1, ~1, 2, ~2]
+    one = machine(units, numels, persistent, FetchLimits(INFINITE, 20, 10))
+    assert one.step(trace) == 30
+    assert one.step(trace) == 20  # 0 is kept over unit 1, whose distance is 10
+    assert one.schedule.following
+
+
+def test_the_farthest_next_use_is_evicted_first():
+    units, numels = [[0], [1], [2], [3]], [10, 10, 10, 10]
+    trace = [0, ~0, 1, ~1, 2, ~2, 3, ~3, 1, ~1, 2, ~2, 0, ~0]
+    fetches = plan(trace, units, numels, FetchLimits(0, 30, INFINITE)).fetches
+    assert fetches[6] == Fetch((0,), (3,), (), (3,))
+    assert fetches[8] == fetches[10] == Fetch((), (), (), ())
+    assert fetches[12] == Fetch((), (0,), (), (0,))
+    fetches = plan(trace, units, numels, FetchLimits(0, 20, INFINITE)).fetches
+    assert [fetches[i].release for i in (4, 6)] == [(0,), (2,)]
+
+
+def test_nothing_is_kept_while_open_uses_exceed_the_limit():
+    units, numels = [[0], [1], [0]], [30, 30]
+    trace = [0, 1, ~1, ~0, 2, ~2]
+    releases = plan(trace, units, numels, FetchLimits(0, 40, INFINITE)).releases
+    assert releases[2] == (1,)
+    assert releases[3] == ()
+    assert plan([0, 1, ~0, ~1, 2, ~2], units, numels, FetchLimits(0, 40, INFINITE)).releases[2] == (0,)
+
+
+def test_tied_parameters_stay_while_any_open_use_needs_them():
+    units, numels = [[0, 1], [1, 2]], [10, 10, 10]
+    one = machine(units, numels, (), FetchLimits(INFINITE, INFINITE, 0))
+    trace = [0, 1, ~1, ~0, 1, ~1]
+    assert one.step(trace) == one.step(trace) == 50
+    found = plan_step(trace, units, numels, one.limits)
+    assert found.fetches[1].wait == (2,)
+    assert found.releases[2] == (2,)
+    assert found.releases[3] == (0, 1)
+
+
+def test_a_forward_use_inside_a_backward_use_of_the_same_unit_releases_nothing():
+    found = plan_step([0, 0, ~0, ~0], [[0]], [10], NO_REUSE)
+    assert found.releases == ((), (), (), (0,))
+    assert found.fetches[1] == Fetch((), (), (), ())
+
+
+def test_planning_takes_time_in_proportion_to_the_trace():
+    calls = {}
+    for layers in (50, 200):
+        units, numels, limits = chain_case(layers, FetchLimits(35, INFINITE, INFINITE))
+        count = 0
+
+        def trace_calls(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(trace_calls)
+        try:
+            plan_step(chain(layers), units, numels, limits)
+        finally:
+            sys.setprofile(None)
+        calls[layers] = count
+    assert calls[200] < 4.5 * calls[50]
+
+
+# --------------------------------------------------------------------------------------------------- the life of a step
+
+
+def test_the_plan_hands_out_objects_made_beforehand():
+    units, numels, limits = chain_case(3, FetchLimits(10, INFINITE, 0))
+    one = FetchSchedule(units, numels, [], limits)
+    answers = []
+    for _ in range(3):
+        one.begin_step("train")
+        answers.append([one.enter(e) if e >= 0 else one.leave(~e) for e in chain(3)])
+        one.end_step()
+        one.adopt()
+    assert all(a is b for a, b in zip(answers[1], answers[2], strict=True))
+
+
+def test_kinds_have_plans_of_their_own():
+    units, numels, limits = chain_case(3, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    train, evaluation = chain(3), chain(3)[:8]
+    one.step(train)
+    one.step(evaluation, kind="eval")
+    assert not one.schedule.following
+    for _ in range(2):
+        for kind, trace in (("train", train), ("eval", evaluation)):
+            one.step(trace, kind=kind)
+            assert one.schedule.following
+
+
+def test_a_trace_waits_for_adoption():
+    units, numels, limits = chain_case(2, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    assert one.schedule.candidate_hash == 0
+    for _ in range(2):
+        one.step(chain(2), adopt=False)
+        assert not one.schedule.following
+        assert one.schedule.candidate_hash != 0
+    one.schedule.adopt()
+    assert one.schedule.candidate_hash == 0
+    one.step(chain(2))
+    assert one.schedule.following
+
+
+def test_hash_tells_traces_kinds_and_units_apart():
+    def hash_of(trace, kind="train", units=((0,), (1,))):
+        one = machine(units, [10, 10])
+        one.step(trace, kind=kind, adopt=False)
+        return one.schedule.candidate_hash
+
+    values = [
+        hash_of([0, ~0, 1, ~1]),
+        hash_of([1, ~1, 0, ~0]),
+        hash_of([0, 1, ~1, ~0]),
+        hash_of([0, ~0, 1, ~1], "eval"),
+        hash_of([0, ~0, 1, ~1], units=((0,), (0, 1))),
+    ]
+    assert len(set(values)) == len(values)
+    assert hash_of([0, ~0, 1, ~1]) == values[0]
+
+
+def test_reject_serves_on_demand_for_good():
+    units, numels, limits = chain_case(2, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    one.step(chain(2))
+    one.schedule.begin_step("train")
+    for event in chain(2)[:3]:
+        one.event(event)
+    assert one.flight
+    one.schedule.reject()
+    assert one.schedule.on_demand_only
+    one.end()
+    for _ in range(2):
+        one.step(chain(2))
+        assert not one.schedule.following
+        assert one.schedule.candidate_hash == 0
+    assert not any(fetch.prefetch for fetch in one.fetches[-10:])
+    assert any(fetch.prefetch for fetch in one.fetches)
+
+
+def test_a_departed_step_that_had_the_trace_of_the_plan_after_all_changes_nothing():
+    units, numels, limits = chain_case(2, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    one.step(chain(2))
+    one.schedule.begin_step("train")
+    for index, event in enumerate(chain(2)):
+        one.event(event)
+        if index == 3:
+            one.hold([0])
+            assert not one.schedule.following
+    one.unhold([0])
+    one.end()
+    assert one.schedule.candidate_hash == 0
+    one.step(chain(2))
+    assert one.schedule.following
+
+
+def test_a_hold_over_the_beginning_of_a_step_puts_the_plan_off_until_it_ends():
+    units, numels, limits = chain_case(2, NO_REUSE)
+    one = machine(units, numels, [1], limits)
+    one.step(chain(2))
+    one.hold([0])
+    assert one.step(chain(2)) == 0
+    assert not one.schedule.following
+    assert one.live == {0}
+    one.schedule.begin_step("train")
+    assert not one.schedule.following
+    one.unhold([0])
+    assert one.schedule.following
+    one.hold([1])  # persistent: nothing changes
+    assert one.schedule.following
+    one.unhold([1])
+    for event in chain(2):
+        one.event(event)
+    assert one.schedule.following
+    one.end()
+
+
+def test_holds_are_counted_and_outlive_uses_steps_and_exceptions():
+    one = machine([[0]], [10])
+    one.schedule.begin_step("train")
+    one.hold([0])
+    one.hold([0])
+    one.event(0)
+    one.forget()
+    one.end()
+    one.unhold([0])
+    assert one.live == {0}
+    one.unhold([0])
+    assert one.live == set()
+    with pytest.raises(ValueError, match="unhold: expected a parameter that is held, got 0"):
+        one.schedule.unhold([0])
+
+
+def test_after_an_exception_the_next_step_follows_the_plan():
+    units, numels, limits = chain_case(3, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    one.step(chain(3))
+    one.schedule.begin_step("train")
+    for event in chain(3)[:5]:
+        one.event(event)
+    one.forget()
+    assert not one.schedule.following
+    one.event(~0)  # a hook that still runs while the exception travels
+    one.event(1)
+    one.end()
+    assert one.schedule.candidate_hash == 0
+    one.step(chain(3))
+    assert one.schedule.following
+
+
+def test_a_step_that_was_not_ended_is_no_trace_and_leaves_nothing_behind():
+    units, numels, limits = chain_case(3, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    one.step(chain(3))
+    one.schedule.begin_step("train")
+    for event in chain(3)[:4]:
+        one.event(event)
+    one.schedule.begin_step("train")
+    assert not one.schedule.following
+    for event in chain(3)[:4]:
+        one.event(event)
+    one.end()
+    assert one.schedule.candidate_hash == 0
+    one.step(chain(3))
+    assert one.schedule.following
+
+
+def test_an_external_parameter_is_live_from_its_discovery_and_gathered_ever_after():
+    one = machine([[0], [1]], [10, 10])
+    trace = [0, ~0, 1, ~1]
+    one.step(trace)
+    one.schedule.begin_step("train")
+    one.event(0)
+    add_parameter(one, 0, 1)
+    assert not one.schedule.following
+    one.event(~0)
+    assert one.live == set()  # released with the use that found it
+    one.event(1)
+    one.event(~1)
+    one.end()
+    assert one.schedule.candidate_hash != 0
+    one.schedule.adopt()
+    one.step(trace)
+    assert one.schedule.following
+    assert one.fetches[-2].wait == (0, 1)
+
+
+def test_events_outside_of_a_step_are_served_and_not_recorded():
+    units, numels, limits = chain_case(2, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    for event in chain(2):
+        one.event(event)
+    one.end()
+    assert one.schedule.candidate_hash == 0
+
+
+def test_where_names_event_kind_and_open_uses():
+    one = FetchSchedule([[0], [1], [2]], [1, 1, 1], [], NO_REUSE)
+    assert one.where() == "before the first event outside of a step; open uses: none"
+    for _ in range(2):  # on demand, then by the plan
+        one.begin_step("train")
+        assert one.where() == "before the first event of step kind 'train'; open uses: none"
+        one.enter(0)
+        one.enter(2)
+        assert one.where() == "event 2 of step kind 'train': unit 2 entered; open uses: 0, 2"
+        one.leave(2)
+        assert one.where() == "event 3 of step kind 'train': unit 2 left; open uses: 0"
+        one.leave(0)
+        one.end_step()
+        one.adopt()
+    assert one.following
+
+
+def test_ids_are_checked():
+    with pytest.raises(ValueError, match=r"unit 1: expected parameter ids from 0 to 1, .* got 2"):
+        FetchSchedule([[0], [2]], [1, 1], [], NO_REUSE)
+    one = FetchSchedule([[0]], [1], [], NO_REUSE)
+    with pytest.raises(ValueError, match="hold: expected parameter ids"):
+        one.hold([1])
+    with pytest.raises(ValueError, match="unit 0: expected parameter ids"):
+        one.add_parameter(0, -1)

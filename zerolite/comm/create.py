@@ -1,0 +1,62 @@
+"""Which communicator a group gets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from zerolite.comm.communicator import Communicator, NativeCommunicator
+from zerolite.comm.gloo import GlooCommunicator
+from zerolite.comm.host_memory import same_host
+from zerolite.comm.shared_memory import SharedMemoryCommunicator
+
+_factories: list[Callable[[int, int], Communicator]] = []
+
+
+def create_communicator(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
+    """The communicator of ``group`` (default: all processes) for tensors on ``device``. Called on all its ranks."""
+    group = group or dist.group.WORLD
+    assert group is not None, "create_communicator is called after init_distributed"
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if _factories:
+        return _factories[-1](rank, world_size)
+    if world_size == 1:
+        return Communicator(group, rank, world_size)
+    if _backend_name(group, device) == "gloo":
+        if device.type == "cpu" and same_host(group):
+            return SharedMemoryCommunicator(group, rank, world_size)
+        return GlooCommunicator(group, rank, world_size)
+    return NativeCommunicator(group, rank, world_size)
+
+
+def second_communicator(comm: Communicator, device: torch.device) -> Communicator:
+    """A communicator of ``comm``'s ranks and kind for tensors on ``device``, over a process group of its own: its
+    collectives and ``comm``'s may be launched in a different order on every rank, as long as each one's own order is
+    the same. Where nothing is sent it is ``comm`` itself.
+
+    The group is made once for each parent group and lives as long as that one. Closed with ``comm``. Called on all
+    ranks of ``comm``, in the same order as their other collectives.
+    """
+    return comm.second(_backend_name(comm.group, device)) if comm.group is not None else comm
+
+
+@contextlib.contextmanager
+def use_communicator(factory: Callable[[int, int], Communicator]) -> Iterator[None]:
+    """Inside, :func:`create_communicator` gives ``factory(rank, world_size)``, called with this process's place in
+    the group that was asked for: for measurements and tests. Its ``rank`` and ``world_size`` are those of the run,
+    whatever the group's: ``use_communicator(lambda rank, world: NullCommunicator(0, 64))``."""
+    _factories.append(factory)
+    try:
+        yield
+    finally:
+        _factories.remove(factory)
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves ``device``: a group may have one per device type, as in 'cpu:gloo,cuda:nccl'."""
+    config = str(dist.get_backend_config(group))
+    backends = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+    return backends.get(device.type, config)

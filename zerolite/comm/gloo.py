@@ -1,0 +1,172 @@
+"""Collectives over gloo's point-to-point messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
+from zerolite.comm.process_group import second_group
+
+HALF = (torch.float16, torch.bfloat16)
+_CHUNK = 1 << 16  # elements summed at once in fp32
+_LINE = 64  # bytes to which tensors that travel together are aligned
+_PACKED = 1 << 16  # bytes up to which several tensors travel as one message: a copy is cheaper than a message
+
+
+class GlooCommunicator(Communicator):
+    """Exchanges over gloo's point-to-point messages.
+
+    Sums are taken in rank order on every rank, so that all stages give the same bits at any world size. Messages of
+    different collectives carry different tags; a pair of ranks may have several in flight.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+        super().__init__(group, rank, world_size)
+        self._peers = [(peer, dist.get_global_rank(group, peer)) for peer in range(world_size) if peer != rank]
+        self._tag = 0
+
+    def second(self, backend: str) -> Communicator:
+        assert self.group is not None
+        self._second = type(self)(second_group(self.group, backend), self.rank, self.world_size)
+        return self._second
+
+    def _next_tag(self) -> int:
+        self._tag = (self._tag + 1) % (1 << 20)
+        return self._tag
+
+    def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
+        # Two terms have one sum, whatever their order, so at two ranks gloo's own algorithm gives the bits of the
+        # exchange (not in 16 bits, where the exchange divides before it rounds). Lengths that cannot be cut in
+        # equal parts take it as well: only small tensors have such.
+        cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
+        if not cut or (self.world_size == 2 and tensor.dtype not in HALF):
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            return Pending((work,), (tensor,), lambda: divide(tensor, divisor))
+        scattered = self._reduce_scatter(tensor, tag, divisor, tensor.dtype)
+
+        def finish() -> torch.Tensor:
+            self.part(tensor).copy_(scattered.wait())
+            return self._all_gather(tensor, tag).wait()
+
+        return Pending((), (tensor,), finish)
+
+    def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
+        sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
+        received = {peer: empty(full.numel() // self.world_size, full.dtype) for peer, _ in self._peers}
+        number = self._next_tag()
+        works = [dist.irecv(received[peer], src=source, group=self.group, tag=number) for peer, source in self._peers]
+        works += [
+            dist.isend(self.part(sent, peer), dst=target, group=self.group, tag=number) for peer, target in self._peers
+        ]
+
+        def finish() -> torch.Tensor:
+            out = received[1 if self.rank == 0 else 0]
+            if dtype != full.dtype:
+                out = empty(out.numel(), torch.float32 if full.dtype in HALF else full.dtype)
+            received[self.rank] = self.part(sent)
+            parts = [received[peer] for peer in range(self.world_size)]
+            return mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype)
+
+        return Pending(works, (full, sent, *received.values()), finish)
+
+    def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
+        host = full.cpu()
+        own = self.part(host)
+        number = self._next_tag()
+        works = [
+            dist.irecv(self.part(host, peer), src=source, group=self.group, tag=number) for peer, source in self._peers
+        ]
+        works += [dist.isend(own, dst=target, group=self.group, tag=number) for _, target in self._peers]
+
+        def finish() -> torch.Tensor:
+            if host is not full:
+                full.copy_(host)
+            return full
+
+        return Pending(works, (full, host), finish)
+
+    def _gather_shards(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
+    ) -> Pending:
+        starts, total = places_in_pack(shards)
+        if total == 0:
+            return done(NOTHING)
+        if total <= _PACKED or shards[0].device.type != "cpu":
+            return self._gather_packed(fulls, shards, starts, total)
+        works = []
+        for full, shard in zip(fulls, shards, strict=True):
+            numel = shard.numel()
+            if numel == 0:
+                continue
+            number = self._next_tag()
+            for peer, source in self._peers:
+                part = full.narrow(0, peer * numel, numel)
+                works.append(dist.irecv(part, src=source, group=self.group, tag=number))
+            works += [dist.isend(shard, dst=target, group=self.group, tag=number) for _, target in self._peers]
+
+        def finish() -> torch.Tensor:
+            for full, shard in zip(fulls, shards, strict=True):
+                self.part(full).copy_(shard)
+            return NOTHING
+
+        return Pending(works, (*fulls, *shards), finish)
+
+    def _gather_packed(
+        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], starts: list[int], total: int
+    ) -> Pending:
+        """All tensors in one message per pair of ranks."""
+        device = shards[0].device
+        rows = empty(self.world_size * total, torch.uint8).view(self.world_size, total)
+        own = rows[self.rank] if device.type == "cpu" else empty(total, torch.uint8, device)
+        pack(own, shards, starts)
+        if device.type != "cpu":
+            rows[self.rank].copy_(own)
+        number = self._next_tag()
+        works = [dist.irecv(rows[peer], src=source, group=self.group, tag=number) for peer, source in self._peers]
+        works += [dist.isend(rows[self.rank], dst=target, group=self.group, tag=number) for _, target in self._peers]
+
+        def finish() -> torch.Tensor:
+            arrived = rows.to(device)
+            for full, shard, start in zip(fulls, shards, starts, strict=True):
+                if numel := shard.numel():
+                    columns = arrived.narrow(1, start, numel * shard.element_size()).view(shard.dtype)
+                    full.view(self.world_size, numel).copy_(columns)
+            return NOTHING
+
+        return Pending(works, (rows, *fulls, *shards), finish)
+
+
+def places_in_pack(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins in a row of bytes, at multiples of 64, and how long that row is."""
+    starts, total = [], 0
+    for tensor in tensors:
+        starts.append(total)
+        total += (tensor.numel() * tensor.element_size() + _LINE - 1) // _LINE * _LINE
+    return starts, total
+
+
+def pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+    """Copy ``tensors`` into ``row``, uint8, at ``starts``."""
+    for tensor, start in zip(tensors, starts, strict=True):
+        row.narrow(0, start, tensor.numel() * tensor.element_size()).view(tensor.dtype).copy_(tensor)
+
+
+def mean_in_order(parts: list[torch.Tensor], divisor: float, out: torch.Tensor) -> torch.Tensor:
+    """The sum of ``parts`` from rank 0 upwards, divided, in ``out``, which may be one of them if it has their dtype.
+
+    16-bit parts are summed and divided in fp32, a chunk at a time, and rounded once, to ``out``'s dtype.
+    """
+    if parts[0].dtype not in HALF:
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        return divide(out, divisor)
+    for start in range(0, out.numel(), _CHUNK):
+        total = parts[0][start : start + _CHUNK].float()
+        for part in parts[1:]:
+            total.add_(part[start : start + _CHUNK])
+        out[start : start + _CHUNK].copy_(divide(total, divisor))
+    return out

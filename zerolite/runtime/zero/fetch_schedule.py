@@ -1,0 +1,501 @@
+"""What stage 3 gathers, prefetches and releases, decided from ids and element counts alone. Standard library only.
+
+A *unit* is a module (or a subtree) with its parameters; a *use* is one execution of one unit, forward or backward; a
+*trace* is the events of a step in order: ENTER unit, LEAVE unit. The first step of a kind ("train", "eval", ...) is
+served on demand and recorded. Once all ranks are known to have the same trace it becomes a plan: one answer per event,
+computed beforehand, so that following it is a comparison and a look-up. A step that departs from its plan goes on on
+demand and is recorded anew.
+
+Sizes are in elements. Persistent parameters are always there: they are neither counted nor ever part of an answer.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """Limits in elements: in flight ahead of their use, live or in flight at a time, and between two uses of what is
+    kept for reuse."""
+
+    prefetch_numel: int
+    max_live_numel: int
+    max_reuse_distance: int
+
+
+class Fetch(NamedTuple):
+    """The answer to an ENTER, parameter ids, to be carried out in this order."""
+
+    release: tuple[int, ...]  # drop these first; one of them may still be in flight
+    launch: tuple[int, ...]  # gather these now, in one launch
+    prefetch: tuple[tuple[int, ...], ...]  # then start these, one launch per inner tuple
+    wait: tuple[int, ...]  # then wait for these: launched now or in flight
+
+
+_NOTHING = Fetch((), (), (), ())
+_END = 1 << 62  # no unit has this id, so it matches no event
+
+
+@dataclass(frozen=True)
+class FetchPlan:
+    """A trace with one answer per event. ENTER of unit u is written u, LEAVE of it ~u.
+
+    `events` is the trace and an end mark; `fetches[i]` answers event i if it is an ENTER, `releases[i]` if it is a
+    LEAVE, and `final` is what the end of the step releases.
+    """
+
+    trace: tuple[int, ...]
+    events: tuple[int, ...]
+    fetches: tuple[Fetch, ...]
+    releases: tuple[tuple[int, ...], ...]
+    final: tuple[int, ...]
+
+
+class _Residency:
+    """What is live, in flight, needed by open uses and held, as events change it."""
+
+    def __init__(self, units: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
+        self.units, self.numels, self.max_live_numel = units, numels, max_live_numel
+        self.live: set[int] = set()
+        self.flight: set[int] = set()
+        self.total = 0  # elements live and in flight
+        self.open: list[int] = []  # units, outermost first
+        self.needs = [0] * len(numels)  # open uses of each parameter
+        self.held: dict[int, int] = {}  # how many times
+        self.due: dict[int, int] = {}  # index of the ENTER that a parameter without an open use is kept for, if known
+
+    def size(self, parameters: Iterable[int]) -> int:
+        return sum(self.numels[p] for p in parameters)
+
+    def enter(self, unit: int) -> Fetch:
+        """Begins a use; the answer without prefetches."""
+        wait = tuple(p for p in self.units[unit] if p not in self.live)
+        launch = tuple(p for p in wait if p not in self.flight)
+        self.begin_use(unit)
+        release = self._make_room(self.size(launch))
+        self.start(launch)
+        self.settle(wait)
+        return Fetch(release, launch, (), wait)
+
+    def begin_use(self, unit: int) -> None:
+        self.open.append(unit)
+        for p in self.units[unit]:
+            self.needs[p] += 1
+
+    def end_use(self, unit: int) -> tuple[int, ...]:
+        """Ends the latest open use of `unit`, if there is one; gives the parameters that no open use needs any more."""
+        if unit not in self.open:
+            return ()
+        del self.open[len(self.open) - 1 - self.open[::-1].index(unit)]
+        for p in self.units[unit]:
+            self.needs[p] -= 1
+        return tuple(p for p in self.units[unit] if not self.needs[p])
+
+    def start(self, parameters: Sequence[int]) -> None:
+        self.flight.update(parameters)
+        self.total += self.size(parameters)
+
+    def settle(self, parameters: Sequence[int]) -> None:
+        self.flight.difference_update(parameters)
+        self.live.update(parameters)
+
+    def make_live(self, parameter: int) -> None:
+        """The caller has gathered it, or has waited for it where it was in flight."""
+        if parameter not in self.live and parameter not in self.flight:
+            self.start((parameter,))
+        self.settle((parameter,))
+
+    def release(self, parameters: Iterable[int]) -> tuple[int, ...]:
+        """Drops those that are there and not held, and gives them back."""
+        released = tuple(p for p in parameters if p not in self.held and (p in self.live or p in self.flight))
+        self.live.difference_update(released)
+        self.flight.difference_update(released)
+        self.total -= self.size(released)
+        return released
+
+    def _make_room(self, size: int) -> tuple[int, ...]:
+        """Releases what no open use needs, the farthest next use first, until `size` more elements fit."""
+        released: list[int] = []
+        if self.total + size > self.max_live_numel:
+            idle = [p for p in self.live | self.flight if not self.needs[p] and p not in self.held]
+            for p in sorted(idle, key=lambda p: (-self.due.get(p, 0), p)):
+                if self.total + size <= self.max_live_numel:
+                    break
+                released.extend(self.release((p,)))
+        return tuple(released)
+
+    def end_all(self) -> tuple[int, ...]:
+        """Ends all uses and releases everything that is not held."""
+        self.open.clear()
+        self.needs = [0] * len(self.numels)
+        return self.release(sorted(self.live | self.flight))
+
+
+class _Arrival(NamedTuple):
+    """How a parameter comes to a use: `closed` is the LEAVE that ended its last use (-1: none; the index of this use
+    itself: it is inside an open one), `kept` whether it may be kept since then."""
+
+    parameter: int
+    closed: int
+    kept: bool
+
+
+class _LookAhead:
+    """What follows from a trace alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave, parameter]`
+    for those to keep."""
+
+    def __init__(
+        self, trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
+    ) -> None:
+        self.arrivals: list[tuple[_Arrival, ...]] = []
+        self.next_use: dict[tuple[int, int], int] = {}
+        sizes = [sum(numels[p] for p in unit) for unit in units]
+        entered = 0  # elements of all units entered so far
+        entered_at: list[int] = []
+        open_uses = [0] * len(units)
+        needs = [0] * len(numels)
+        closed_at: dict[int, int] = {}
+        for index, event in enumerate(trace):
+            entered_at.append(entered)
+            arrivals = []
+            if event >= 0:
+                for p in units[event]:
+                    closed = index if needs[p] else closed_at.get(p, -1)
+                    kept = bool(needs[p])
+                    if not kept and closed >= 0 and max_reuse_distance:
+                        kept = entered - entered_at[closed] <= max_reuse_distance
+                        if kept:
+                            self.next_use[closed, p] = index
+                    arrivals.append(_Arrival(p, closed, kept))
+                    needs[p] += 1
+                open_uses[event] += 1
+                entered += sizes[event]
+            elif open_uses[~event]:
+                open_uses[~event] -= 1
+                for p in units[~event]:
+                    needs[p] -= 1
+                    closed_at[p] = index
+            self.arrivals.append(tuple(arrivals))
+
+
+class _Planner:
+    """Walks a trace with a state and what follows from it."""
+
+    def __init__(
+        self, trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], limits: FetchLimits
+    ) -> None:
+        self.trace, self.limits = trace, limits
+        self.look_ahead = _LookAhead(trace, units, numels, limits.max_reuse_distance)
+        self.state = _Residency(units, numels, limits.max_live_numel)
+        self.frontier = 0  # every ENTER before this index is provided for
+
+    def enter(self, index: int, unit: int) -> Fetch:
+        return self.state.enter(unit)._replace(prefetch=self._prefetch(index))
+
+    def leave(self, index: int, unit: int) -> tuple[int, ...]:
+        state = self.state
+        released: list[int] = []
+        for p in state.end_use(unit):
+            next_use = self.look_ahead.next_use.get((index, p))
+            if next_use is not None and state.total - state.size(state.flight) <= self.limits.max_live_numel:
+                state.due[p] = next_use
+            else:
+                released.extend(state.release((p,)))
+        return tuple(released)
+
+    def _prefetch(self, now: int) -> tuple[tuple[int, ...], ...]:
+        """Starts the units of the ENTERs after `now`, in order, up to the first that must wait."""
+        state, launches = self.state, []
+        ahead = state.size(state.flight)
+        self.frontier = max(self.frontier, now + 1)
+        while self.frontier < len(self.trace) and ahead < self.limits.prefetch_numel:
+            missing = self._missing(self.frontier, now)
+            if missing is None:
+                break
+            if missing:
+                size = state.size(missing)
+                if state.total + size > self.limits.max_live_numel:
+                    break
+                ahead += size
+                state.start(missing)
+                state.due.update((p, self.frontier) for p in missing)
+                launches.append(missing)
+            self.frontier += 1
+        return tuple(launches)
+
+    def _missing(self, use: int, now: int) -> tuple[int, ...] | None:
+        """What has to be gathered for a later use; None where it is too early for it, because a parameter will be
+        released between `now` and that use."""
+        missing = []
+        for p, closed, kept in self.look_ahead.arrivals[use]:
+            present = p in self.state.live or p in self.state.flight
+            if closed > now and not (present and kept):
+                return None
+            if not present:
+                missing.append(p)
+        return tuple(missing)
+
+
+def plan_step(
+    trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], limits: FetchLimits
+) -> FetchPlan:
+    """Plans a step. `trace` holds u for ENTER u and ~u for LEAVE u; `units` lists each unit's parameters without the
+    persistent ones, each once; `numels` is indexed by parameter id."""
+    planner = _Planner(trace, units, numels, limits)
+    fetches, releases = [], []
+    for index, event in enumerate(trace):
+        fetches.append(planner.enter(index, event) if event >= 0 else _NOTHING)
+        releases.append(planner.leave(index, ~event) if event < 0 else ())
+    return FetchPlan(tuple(trace), (*trace, _END), tuple(fetches), tuple(releases), planner.state.end_all())
+
+
+class FetchSchedule:
+    """Answers the events of a step; see the module.
+
+    units: the parameter ids of each unit, by unit id; a parameter may belong to several. numels: elements of each
+    parameter, by parameter id. persistent: ids of the parameters that always stay whole. Raises ValueError for an id
+    without an entry in `numels`.
+
+    Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
+    rank calls, in this order: begin_step, then enter and leave for each use, then end_step; afterwards, where
+    `candidate_hash` is not 0, the ranks compare it and all of them call adopt, or all of them reject. Events outside of
+    a step are served on demand and not recorded.
+    """
+
+    def __init__(
+        self, units: Sequence[Sequence[int]], numels: Sequence[int], persistent: Collection[int], limits: FetchLimits
+    ) -> None:
+        self._numels = tuple(numels)
+        self._persistent = frozenset(persistent)
+        self._limits = limits
+        for unit, parameters in enumerate(units):
+            for p in parameters:
+                self._check(p, f"unit {unit}")
+        self._units = [tuple(dict.fromkeys(p for p in unit if p not in self._persistent)) for unit in units]
+        self._plans: dict[str, FetchPlan] = {}
+        self._candidates: dict[str, tuple[int, ...]] = {}
+        self._on_demand_only = False
+        # The plan that is followed, and its parts for the hot path.
+        self._plan: FetchPlan | None = None
+        self._position = 0
+        self._events: tuple[int, ...] = (_END,)
+        self._fetches: tuple[Fetch, ...] = ()
+        self._releases: tuple[tuple[int, ...], ...] = ()
+        self._following = False
+        # The state on demand; empty while a plan is followed.
+        self._state = _Residency(self._units, self._numels, limits.max_live_numel)
+        # The events of this step, on demand.
+        self._kind: str | None = None  # None: outside of a step
+        self._recording = False
+        self._trace: list[int] = []
+        self._count = 0
+        self._last: int | None = None
+
+    def _check(self, parameter: int, place: str) -> None:
+        if not 0 <= parameter < len(self._numels):
+            last = len(self._numels) - 1
+            raise ValueError(
+                f"{place}: expected parameter ids from 0 to {last}, one per entry of numels; got {parameter}."
+            )
+
+    def enter(self, unit: int) -> Fetch:
+        """A use of `unit` begins: what to release, launch, prefetch and wait for, in this order."""
+        position = self._position
+        if self._events[position] == unit:
+            self._position = position + 1
+            return self._fetches[position]
+        self._depart()
+        self._note(unit)
+        return self._state.enter(unit)
+
+    def leave(self, unit: int) -> tuple[int, ...]:
+        """The latest open use of `unit` ends: what to release. Without an open use of it nothing happens."""
+        position = self._position
+        if self._events[position] == ~unit:
+            self._position = position + 1
+            return self._releases[position]
+        self._depart()
+        self._note(~unit)
+        return self._state.release(self._state.end_use(unit))
+
+    def _note(self, event: int) -> None:
+        self._count += 1
+        self._last = event
+        if self._recording:
+            self._trace.append(event)
+
+    def begin_step(self, kind: str) -> None:
+        """Before the first event of a step. Every kind of step has a trace and a plan of its own.
+
+        A step that begins with something live (held, or left by a step that was not ended) is served on demand.
+        """
+        self._depart()
+        self._reset(kind)
+        self._following = False
+        self._follow()
+
+    def end_step(self) -> tuple[int, ...]:
+        """The step is over, open uses too: what to release, everything that is neither persistent nor held."""
+        plan = self._plan
+        if plan is not None and self._position == len(plan.trace):
+            self._stop_following()
+            self._reset(None)
+            return plan.final
+        self._depart()
+        trace = tuple(self._trace)
+        if self._kind is not None and self._recording and trace:
+            known = self._plans.get(self._kind)
+            if known is None or known.trace != trace:
+                self._candidates[self._kind] = trace
+        self._reset(None)
+        return self._state.end_all()
+
+    def forget(self) -> tuple[int, ...]:
+        """Values changed, or an exception ended the step: closes all uses and gives what to release, everything that is
+        neither persistent nor held. What follows in this step is served on demand, and its trace is not adopted."""
+        self._depart()
+        self._following = False
+        self._recording, self._trace = False, []
+        return self._state.end_all()
+
+    def _reset(self, kind: str | None) -> None:
+        self._kind, self._trace, self._count, self._last = kind, [], 0, None
+        self._recording = kind is not None and not self._state.open and not self._on_demand_only
+
+    def _follow(self) -> None:
+        """Starts on this kind's plan if nothing has happened in the step and nothing is live."""
+        fresh = self._recording and not self._count and not self._state.live and not self._state.flight
+        plan = self._plans.get(self._kind or "")
+        if self._plan is None and fresh and plan is not None:
+            self._plan, self._position = plan, 0
+            self._events, self._fetches, self._releases = plan.events, plan.fetches, plan.releases
+            self._following = True
+
+    def _stop_following(self) -> None:
+        self._plan, self._position = None, 0
+        self._events, self._fetches, self._releases = (_END,), (), ()
+
+    def _depart(self) -> None:
+        """Leaves the plan, if one is followed: from here on this step is served on demand and recorded."""
+        plan, position = self._plan, self._position
+        if plan is None:
+            return
+        self._state = self._replay(plan, position)
+        self._stop_following()
+        self._following = False
+        self._trace = list(plan.trace[:position])
+        self._count = position
+        self._last = self._trace[-1] if self._trace else None
+
+    def _replay(self, plan: FetchPlan, position: int) -> _Residency:
+        """The state before event `position` of a plan."""
+        state = _Residency(self._units, self._numels, self._limits.max_live_numel)
+        for event, fetch, releases in zip(plan.trace[:position], plan.fetches, plan.releases, strict=False):
+            state.release(fetch.release)
+            for launch in (fetch.launch, *fetch.prefetch):
+                state.start(launch)
+            state.settle(fetch.wait)
+            if event >= 0:
+                state.begin_use(event)
+            else:
+                state.end_use(~event)
+            state.release(releases)
+        return state
+
+    def hold(self, parameters: Iterable[int]) -> None:
+        """Pins parameters that the caller has gathered, or found gathered: they are live from now on, and nothing
+        releases them before `unhold`. Holds are counted. One that is in flight stays so: the next use of it still lists
+        it in `wait`. Departs from the plan."""
+        held = [p for p in parameters if p not in self._persistent]
+        for p in held:
+            self._check(p, "hold")
+        if held:
+            self._depart()
+        for p in held:
+            self._state.held[p] = self._state.held.get(p, 0) + 1
+            self._state.make_live(p)
+
+    def unhold(self, parameters: Iterable[int]) -> tuple[int, ...]:
+        """Ends a hold: what to release, the parameters that no other hold and no open use needs.
+
+        Raises ValueError for a parameter that is not held.
+        """
+        state, ended = self._state, []
+        for p in parameters:
+            if p in self._persistent:
+                continue
+            if p not in state.held:
+                raise ValueError(f"unhold: expected a parameter that is held, got {p}; call hold before unhold.")
+            state.held[p] -= 1
+            if not state.held[p]:
+                del state.held[p]
+                ended.append(p)
+        released = state.release([p for p in ended if not state.needs[p]])
+        self._follow()
+        return released
+
+    def add_parameter(self, unit: int, parameter: int) -> None:
+        """An external parameter of `unit` was found. Drops all plans and candidates; records the rest of the step.
+
+        If a use of the unit is open, the caller gathers the parameter: it is live, and released when that use ends.
+        """
+        self._check(parameter, f"unit {unit}")
+        if parameter in self._persistent or parameter in self._units[unit]:
+            return
+        self._depart()
+        self._plans.clear()
+        self._candidates.clear()
+        self._units[unit] = (*self._units[unit], parameter)
+        uses = self._state.open.count(unit)
+        if uses:
+            self._state.needs[parameter] += uses
+            self._state.make_live(parameter)
+
+    @property
+    def candidate_hash(self) -> int:
+        """40 bits over the traces that wait for adoption and the units they speak of; 0 if no trace waits."""
+        if not self._candidates:
+            return 0
+        text = repr((sorted(self._candidates.items()), self._units))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") or 1
+
+    def adopt(self) -> None:
+        """All ranks have the same `candidate_hash`: their traces become plans, from the next step of their kind on.
+        Called by all ranks."""
+        for kind, trace in self._candidates.items():
+            self._plans[kind] = plan_step(trace, self._units, self._numels, self._limits)
+        self._candidates.clear()
+
+    def reject(self) -> None:
+        """The ranks' traces differ: from now on everything is served on demand. Called by all ranks."""
+        self._depart()
+        self._plans.clear()
+        self._candidates.clear()
+        self._recording, self._trace = False, []
+        self._on_demand_only = True
+
+    @property
+    def on_demand_only(self) -> bool:
+        """Whether `reject` was called."""
+        return self._on_demand_only
+
+    @property
+    def following(self) -> bool:
+        """Whether the events of this step agree with its plan; between steps, whether all of the last one did."""
+        return self._following
+
+    def where(self) -> str:
+        """Where this rank stands, for messages: the event, counted from 1, and the open uses, outermost first."""
+        count, last, open_uses = self._count, self._last, self._state.open
+        if self._plan is not None:
+            count = self._position
+            last = self._plan.trace[count - 1] if count else None
+            open_uses = self._replay(self._plan, count).open
+        step = "outside of a step" if self._kind is None else f"of step kind {self._kind!r}"
+        event = f"before the first event {step}"
+        if last is not None:
+            use = f"unit {last} entered" if last >= 0 else f"unit {~last} left"
+            event = f"event {count} {step}: {use}"
+        return f"{event}; open uses: {', '.join(map(str, open_uses)) or 'none'}"

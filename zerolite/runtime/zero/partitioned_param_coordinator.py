@@ -1,0 +1,350 @@
+"""Executes what :class:`FetchSchedule` says: gathers parameters before they are used, releases them after.
+
+Modules' hooks report the uses of *units* (a module, or a subtree gathered as one). A forward use lasts from the
+module's pre-forward hook to its forward hook. A backward use begins when a gradient reaches one of the outputs; it
+ends when a use begins that is not inside it, because autograd runs nodes in reverse order of their creation: by then
+everything that the unit did in its forward has been undone. Gradient hooks could not tell (frozen weights have none).
+
+All ranks call everything here in the same order, by running the same model.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zerolite.runtime.zero.fetch_schedule import Fetch, FetchLimits, FetchSchedule
+from zerolite.runtime.zero.partitioned_parameter import (
+    AVAILABLE,
+    NOT_AVAILABLE,
+    PartitionedParameter,
+    finish,
+    gather,
+    handle_of,
+    launch,
+    refresh,
+)
+
+_current_graph_task = torch._C._current_graph_task_id
+
+
+class Unit:
+    """What is gathered as one: a module or a subtree. ``open``: its forward uses under way."""
+
+    __slots__ = ("index", "is_root", "name", "open")
+
+    def __init__(self, index: int, name: str, is_root: bool) -> None:
+        self.index = index
+        self.name = name
+        self.is_root = is_root
+        self.open = 0
+
+
+class Use:
+    """One forward of a unit, remembered by the hooks on its outputs until its backward. ``start`` and ``end`` are
+    times of a clock that ticks at every begin and end, so that nesting is a comparison."""
+
+    __slots__ = ("end", "start", "task", "unit")
+
+    def __init__(self, unit: Unit, start: int) -> None:
+        self.unit = unit
+        self.start = start
+        self.end = start
+        self.task = -1  # the backward (autograd's graph task) that has entered it last
+
+    def contains(self, other: Use) -> bool:
+        return self.start <= other.start and other.end <= self.end
+
+
+class PartitionedParameterCoordinator:
+    """See the module. ``handles[i]`` is parameter ``i`` of the schedule; ``units[u]`` lists unit ``u``'s parameters."""
+
+    def __init__(
+        self,
+        handles: Sequence[PartitionedParameter],
+        unit_names: Sequence[str],
+        units: Sequence[Sequence[int]],
+        limits: FetchLimits,
+    ) -> None:
+        self.handles = list(handles)
+        self.units = [Unit(index, name, is_root=not index) for index, name in enumerate(unit_names)]
+        self._index = {id(handle): index for index, handle in enumerate(self.handles)}
+        persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
+        self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
+        self._stack: list[Use] = []  # forward uses under way
+        self._backward: list[Use] = []  # backward uses under way
+        self._in_backward = False
+        self._step_open = False
+        self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
+        self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
+        self._clock = 0
+        self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
+        for index, handle in enumerate(self.handles):
+            handle.manager, handle.key = weakref.ref(self), index + 1
+
+    def assign(self, module: torch.nn.Module, unit: Unit) -> None:
+        """``module`` is the unit, or part of it."""
+        self._unit_of[id(module)] = unit.index
+
+    def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
+        """Gather a parameter with ``module``'s unit (the root where it has none) from its next use on. Called on all
+        ranks."""
+        index = self._index.get(id(handle))
+        if index is not None and not handle.persistent:
+            self.schedule.add_parameter(self._unit_of.get(id(module), 0), index)
+
+    # ---------------------------------------------------------------- forward
+
+    def enter_forward(self, unit: Unit) -> None:
+        """Before the unit's forward, recomputations in backward included."""
+        if not self._stack or unit.is_root:
+            self._begin_outermost()
+        self._clock += 1
+        self._stack.append(Use(unit, self._clock))
+        unit.open += 1
+        self._execute(self.schedule.enter(unit.index))
+
+    def leave_forward(self, unit: Unit, outputs: Any) -> None:
+        """After the unit's forward; ``outputs`` is None if it raised."""
+        stack = self._stack
+        if not stack or stack[-1].unit is not unit:
+            if not any(use.unit is unit for use in stack):
+                return  # swept meanwhile
+            while stack[-1].unit is not unit:
+                self._close(stack.pop())
+        use = stack.pop()
+        watched = self._watch(use, outputs) if torch.is_grad_enabled() else self._escaped(use, outputs)
+        self._close(use)
+        if not stack and not self._in_backward and not watched:
+            self._end_step()
+
+    def _close(self, use: Use) -> None:
+        self._clock += 1
+        use.end = self._clock
+        use.unit.open -= 1
+        self._release(self.schedule.leave(use.unit.index))
+
+    def _begin_outermost(self) -> None:
+        if self._in_backward:
+            if _current_graph_task() != -1:
+                return  # a recomputation inside backward
+            self.sweep()  # that backward ended with an exception
+        elif self._stack:
+            self.sweep()  # that forward ended with an exception that skipped the hooks
+        if not self._step_open:
+            self._begin_step("train" if torch.is_grad_enabled() else "eval")
+
+    def _watch(self, use: Use, outputs: Any) -> bool:
+        """Hook every output through which a backward may come; True if there is one."""
+        if type(outputs) is torch.Tensor:  # nearly always
+            if outputs.requires_grad and outputs.grad_fn is not None and outputs._base is None:
+                outputs.register_hook(functools.partial(self._on_output_gradient, use))
+                return True
+            found = [outputs]
+        else:
+            found = list(tensors_in(outputs))
+        watched = False
+        for tensor in found:
+            self._check_escape(use, tensor)
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self._on_output_gradient, use))
+                watched = True
+        return watched
+
+    def _escaped(self, use: Use, outputs: Any) -> bool:
+        for tensor in tensors_in(outputs):
+            self._check_escape(use, tensor)
+        return False
+
+    def _check_escape(self, use: Use, tensor: torch.Tensor) -> None:
+        """A parameter, or a view of one, that a unit returns stays gathered with whoever called the unit."""
+        handle = handle_of(tensor) or handle_of(tensor._base)
+        if handle is None or handle.persistent:
+            return
+        index = self._index.get(id(handle))
+        if index is not None:
+            self._attach(index)
+
+    # ---------------------------------------------------------------- backward
+
+    def _on_output_gradient(self, use: Use, gradient: torch.Tensor) -> None:
+        task = _current_graph_task()
+        if use.task == task:
+            return
+        use.task = task
+        if not self._in_backward:
+            self._begin_backward()
+        if torch.is_grad_enabled():
+            self._second_order = True
+        open_uses = self._backward
+        position = len(open_uses)
+        while position:
+            last = open_uses[position - 1]
+            if last.task != task or last.contains(use):
+                break
+            position -= 1
+            if not use.contains(last):  # else: both return the same tensor, whose hooks run from the inside out
+                del open_uses[position]
+                self._end_backward_use(last)
+        open_uses.insert(position, use)
+        self._execute(self.schedule.enter(use.unit.index))
+
+    def _end_backward_use(self, use: Use) -> None:
+        if not self._second_order:
+            self._release(self.schedule.leave(use.unit.index))
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        if not self._step_open:
+            self._begin_step("backward")
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if not self._in_backward:
+            return  # swept
+        self._in_backward = False
+        while self._backward:
+            self._end_backward_use(self._backward.pop())
+        if not self._stack and not self._second_order:
+            self._end_step()
+
+    # ---------------------------------------------------------------- steps of the schedule
+
+    def _begin_step(self, kind: str) -> None:
+        self._step_open = True
+        self.schedule.begin_step(kind)
+
+    def _end_step(self) -> None:
+        self._step_open = False
+        self._release(self.schedule.end_step())
+        self._let_strays_go()
+
+    def sweep(self) -> None:
+        """End everything under way and release all that nobody holds: after an exception, and when values have
+        changed. Called on all ranks."""
+        self._in_backward = self._step_open = self._second_order = False
+        for use in self._stack:
+            use.unit.open = 0
+        self._stack.clear()
+        self._backward.clear()
+        self._release(self.schedule.forget())
+        self._let_strays_go()
+
+    def _let_strays_go(self) -> None:
+        if self._strays:
+            strays, self._strays = self._strays, []
+            self.unhold(strays)
+
+    def on_update(self) -> None:
+        """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
+        stay. Called on all ranks, by the publisher."""
+        self.sweep()
+        stale = [handle for handle in self.handles if handle.status is AVAILABLE]
+        if stale:
+            refresh(stale)
+
+    # ---------------------------------------------------------------- uses that no hook sees
+
+    def on_access(self, handle: PartitionedParameter) -> None:
+        """A parameter that is not available was read from its module, inside some forward or backward: gather it,
+        for the unit under way from now on."""
+        index = self._index.get(id(handle))
+        if index is None:
+            gather([handle])
+            return
+        self._attach(index)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return bool(self._stack) or self._in_backward
+
+    def _attach(self, index: int) -> None:
+        if self._stack and not self._in_backward:
+            self.schedule.add_parameter(self._stack[-1].unit.index, index)
+        self.gather_stray([index])
+
+    def gather_stray(self, indices: Iterable[int]) -> None:
+        """Gather parameters for a use whose end no hook reports; they stay until the step of the schedule ends."""
+        new = [index for index in indices if index not in self._strays]
+        self.hold(new)
+        self._strays += new
+
+    def hold(self, indices: Sequence[int]) -> None:
+        """Gather these parameters and keep them until :meth:`unhold`; calls nest. Called on all ranks."""
+        gather([self.handles[index] for index in indices])
+        for index in indices:
+            self.handles[index].held += 1
+        self.schedule.hold(indices)
+
+    def unhold(self, indices: Sequence[int]) -> None:
+        """End one :meth:`hold`. Called on all ranks."""
+        for index in indices:
+            self.handles[index].held -= 1
+        self._release(self.schedule.unhold(indices))
+
+    def index_of(self, handle: PartitionedParameter) -> int | None:
+        """The schedule's number of a parameter of this model."""
+        return self._index.get(id(handle))
+
+    # ---------------------------------------------------------------- doing it
+
+    def _execute(self, fetch: Fetch) -> None:
+        release, starting, prefetch, needed = fetch
+        try:
+            if release:
+                self._release(release)
+            if starting:
+                self._launch(starting)
+            for ahead in prefetch:
+                self._launch(ahead)
+            for index in needed:
+                started = self.handles[index].launch
+                if started is not None:
+                    finish(started)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}\nThis rank stood at {self.where()}.") from error
+
+    def _launch(self, indices: Iterable[int]) -> None:
+        handles = self.handles
+        missing = [handles[index] for index in indices if handles[index].status is NOT_AVAILABLE]
+        if missing:
+            launch(missing)
+
+    def _release(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            handle = self.handles[index]
+            if not handle.held and not handle.persistent:
+                handle.release()
+
+    def where(self) -> str:
+        """At which use of which module this rank stands, for people."""
+        forward = [use.unit.name or "the model" for use in self._stack]
+        backward = [use.unit.name or "the model" for use in self._backward]
+        return (
+            f"{self.schedule.where()} (forward of {', '.join(forward) or 'nothing'}; backward of "
+            f"{', '.join(backward) or 'nothing'})"
+        )
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterable[torch.Tensor]:
+    """Every tensor in lists, tuples, mappings, dataclasses and plain objects, down to ``depth`` levels."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, (str, bytes, int, float, bool, type(None), torch.nn.Module)):
+        if isinstance(value, dict):
+            inside: Iterable[Any] = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inside = value
+        elif hasattr(value, "__dict__"):
+            inside = vars(value).values()
+        elif hasattr(value, "__slots__"):
+            inside = [getattr(value, name, None) for name in value.__slots__]
+        else:
+            return
+        for item in inside:
+            yield from tensors_in(item, depth - 1)

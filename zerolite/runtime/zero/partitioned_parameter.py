@@ -1,0 +1,300 @@
+"""One parameter of which every rank holds an equal part: partition, gather, release.
+
+A parameter's whole values live in one tensor, ``full``, that exists for good and whose *storage* is resized: to its
+length when the parameter is gathered, to nothing when it is released. Autograd may hold views of a weight (``x @
+w.t()``); they keep the storage, not the parameter's ``data``, so only this frees the memory and brings it back under
+them. ``param.data`` is a view of ``full`` while the parameter is available and an empty tensor of shape [0] otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator, Pending
+from zerolite.runtime.zero.buffer import dense_strides, flattened
+
+_ids = itertools.count()
+
+
+class ZeroParamStatus(enum.Enum):
+    """Where a partitioned parameter's whole values are: on this rank, nowhere, or on their way."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
+
+
+class _Launch:
+    """One gather of several parameters, until somebody needs one of them."""
+
+    __slots__ = ("members", "pending")
+
+    def __init__(self, members: Sequence[PartitionedParameter], pending: Pending | None) -> None:
+        self.members = members
+        self.pending = pending
+
+
+class PartitionedParameter:
+    """What stands behind the ``ds_*`` attributes of a partitioned parameter. Knows the parameter weakly."""
+
+    __slots__ = (
+        "__weakref__",
+        "comm",
+        "empty",
+        "full",
+        "held",
+        "key",
+        "launch",
+        "manager",
+        "name",
+        "nbytes",
+        "numel",
+        "on_written",
+        "persistent",
+        "ref",
+        "shape",
+        "shard",
+        "status",
+        "storage",
+        "strides",
+        "view",
+    )
+
+    def __init__(
+        self, parameter: torch.nn.Parameter, name: str, comm: Communicator, device: torch.device
+    ) -> None:
+        """Cut ``parameter``, whose values are the same on all ranks, on ``device``; keeps its dtype."""
+        self.ref = weakref.ref(parameter)
+        self.name = name
+        self.key = 0  # tells gathers apart where ranks compare what they launch; equal on all ranks
+        self.comm = comm
+        self.shape = parameter.shape
+        self.numel = parameter.numel()
+        self.strides = dense_strides(parameter.data)
+        self.launch: _Launch | None = None
+        self.held = 0  # open gather contexts
+        self.persistent = False  # never released
+        self.manager: Any = None  # weak reference to the coordinator that gathers it
+        self.on_written: Callable[[], None] | None = None  # somebody wrote new values: masters must follow
+        part = -(-self.numel // comm.world_size)
+        values = flattened(parameter.data)
+        shard = torch.zeros(part, dtype=parameter.dtype, device=device)
+        own = values[comm.rank * part : (comm.rank + 1) * part]
+        shard[: own.numel()].copy_(own)
+        self.status = AVAILABLE
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
+        del values, own
+        self._adopt(parameter, shard)
+        self._expose(parameter)
+        self._set_status(parameter, NOT_AVAILABLE)
+
+    # ---------------------------------------------------------------- memory
+
+    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
+        """``shard`` [ceil(numel / world_size)] is this rank's part from now on; its dtype is the parameter's."""
+        self.shard = shard
+        self.empty = torch.empty(0, dtype=shard.dtype, device=shard.device)
+        self.storage: torch.UntypedStorage | None = None
+        if self.comm.world_size == 1:
+            self.full = shard
+        else:
+            self.full = torch.empty(shard.numel() * self.comm.world_size, dtype=shard.dtype, device=shard.device)
+            self.storage = self.full.untyped_storage()
+        self.nbytes = self.full.numel() * self.full.element_size()
+        self.view = self.full.as_strided(self.shape, self.strides)
+        if self.storage is not None:
+            self.storage.resize_(0)
+        parameter.data = self.empty
+        parameter.ds_tensor = shard  # type: ignore[attr-defined]
+
+    def move(self, place: torch.Tensor) -> None:
+        """Copy the shard, rounded to ``place``'s dtype, into ``place``, which is the shard from now on."""
+        parameter = self.parameter
+        whole = self.status is AVAILABLE
+        self.release()
+        place.copy_(self.shard)
+        self._adopt(parameter, place)
+        self._set_status(parameter, NOT_AVAILABLE)
+        if whole:
+            gather([self])
+
+    def _expose(self, parameter: torch.nn.Parameter) -> None:
+        named: dict[str, Any] = {
+            "ds_id": next(_ids),
+            "ds_shape": self.shape,
+            "ds_numel": self.numel,
+            "partition": self.partition,
+            "all_gather": self.all_gather,
+            "partition_numel": self.partition_numel,
+            "__deepcopy__": self.whole_copy,
+            "_zero_handle": self,
+        }
+        for name, value in named.items():
+            setattr(parameter, name, value)
+
+    def _set_status(self, parameter: torch.nn.Parameter, status: ZeroParamStatus) -> None:
+        self.status = status
+        parameter.ds_status = status  # type: ignore[attr-defined]
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        parameter = self.ref()
+        assert parameter is not None, "a parameter outlives whoever works on it"
+        return parameter
+
+    def own_part(self) -> torch.Tensor:
+        """This rank's part of ``full``, without padding; valid while the parameter is available."""
+        part = self.shard.numel()
+        start = min(self.comm.rank * part, self.numel)
+        return self.full[start : min(start + part, self.numel)]
+
+    # ---------------------------------------------------------------- what users call
+
+    def all_gather(self) -> None:
+        """Make the parameter whole until :meth:`partition` is called or the engine releases it. Called on all ranks,
+        in the same order."""
+        gather([self])
+
+    def partition(self) -> None:
+        """Drop the whole values. Changes to them are lost: see ``zero.GatheredParameters`` for how to make some."""
+        self.release()
+
+    def partition_numel(self) -> int:
+        """Elements in ``ds_tensor``: ceil(numel / world_size)."""
+        return self.shard.numel()
+
+    def whole_copy(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """``copy.deepcopy``: an ordinary whole parameter of its own. Called on all ranks, in the same order."""
+        parameter = self.parameter
+        known = memo.get(id(parameter))
+        if known is not None:
+            return known
+        whole = self.status is AVAILABLE
+        gather([self])
+        values = torch.empty_strided(self.shape, self.strides, dtype=self.full.dtype, device=self.full.device)
+        values.copy_(self.view)
+        if not whole:
+            self.release()
+        copied = torch.nn.Parameter(values, parameter.requires_grad)
+        for name, value in vars(parameter).items():
+            if not (name.startswith("ds_") or name in _OURS):
+                setattr(copied, name, value)
+        memo[id(parameter)] = copied
+        return copied
+
+    def make_whole(self) -> None:
+        """Turn the parameter back into an ordinary one. Called on all ranks, in the same order."""
+        parameter = self.parameter
+        gather([self])
+        parameter.data = self.view
+        for name in [name for name in vars(parameter) if name.startswith("ds_") or name in _OURS]:
+            delattr(parameter, name)
+
+    def write(self) -> None:
+        """The whole values have been changed, alike on all ranks: this rank's part follows, and so do masters."""
+        if self.comm.world_size > 1:
+            own = self.own_part()
+            self.shard[: own.numel()].copy_(own)
+        if self.on_written is not None:
+            self.on_written()
+
+    def release(self) -> None:
+        """Drop the whole values, or end the gather that brings them. Nothing if they are not there."""
+        if self.launch is not None:
+            finish(self.launch)
+        if self.status is AVAILABLE:
+            parameter = self.ref()
+            if parameter is not None:
+                parameter.data = self.empty
+                parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
+            if self.storage is not None:
+                self.storage.resize_(0)
+            self.status = NOT_AVAILABLE
+
+
+_OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_handle")
+
+
+def handle_of(tensor: Any) -> PartitionedParameter | None:
+    """What stands behind a partitioned parameter; None for anything else."""
+    return getattr(tensor, "_zero_handle", None)
+
+
+def move_shard(parameter: torch.nn.Parameter, place: torch.Tensor) -> None:
+    """Bring a partitioned parameter's shard to ``place``, in its dtype."""
+    handle = handle_of(parameter)
+    assert handle is not None
+    handle.move(place)
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of ``parameter`` when it is whole."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def whole_numel(parameter: torch.Tensor) -> int:
+    """The elements of ``parameter`` when it is whole."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+# -------------------------------------------------------------------- gathers
+
+
+def launch(members: Sequence[PartitionedParameter]) -> None:
+    """Start to gather ``members``, of one communicator and not available, in one launch. Called on all ranks, in the
+    same order."""
+    fulls, shards = [], []
+    for member in members:
+        if member.storage is not None:
+            member.storage.resize_(member.nbytes)
+        member.status = INFLIGHT
+        fulls.append(member.full)
+        shards.append(member.shard)
+    comm = members[0].comm
+    pending = comm.gather_shards(fulls, shards, "parameters", members[0].key) if comm.world_size > 1 else None
+    started = _Launch(members, pending)
+    for member in members:
+        member.launch = started
+        member.ref().ds_status = INFLIGHT  # type: ignore[union-attr]
+
+
+def finish(started: _Launch) -> None:
+    """Wait for a gather: its parameters may be read from now on. On CUDA the stream waits, not the host."""
+    if started.pending is not None:
+        started.pending.wait()
+    for member in started.members:
+        member.launch = None
+        member.status = AVAILABLE
+        parameter = member.ref()
+        if parameter is not None:
+            parameter.data = member.view
+            parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
+
+
+def gather(members: Sequence[PartitionedParameter]) -> None:
+    """Make ``members`` whole and wait for it: one launch per communicator. Called on all ranks, in the same order."""
+    missing: dict[int, dict[int, PartitionedParameter]] = {}
+    for member in members:
+        if member.status is NOT_AVAILABLE:
+            missing.setdefault(id(member.comm), {})[id(member)] = member
+    for group in missing.values():
+        launch(list(group.values()))
+    for member in members:
+        if member.launch is not None:
+            finish(member.launch)
+
+
+def refresh(handles: Sequence[PartitionedParameter]) -> None:
+    """Gather new values into parameters that are available: one launch per communicator. Called on all ranks."""
+    for handle in handles:
+        handle.status = NOT_AVAILABLE
+    gather(handles)
