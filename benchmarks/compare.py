@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.competitors import COMPETITORS, Setting
 from benchmarks.model import ModelSize
-from benchmarks.report import Row, render_table, summarise
-from benchmarks.workers import CompetitorFailed, RoundResult, Started, Workers
+from benchmarks.report import Row, disagreement, render_table, summarise
+from benchmarks.workers import CompetitorFailed, RoundResult, Started, Workers, serve_gpt
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -65,7 +65,8 @@ class Contest:
             return
         self._stores += 1
         store = Path(self._directory.name) / f"store-{self._stores}"
-        workers = self.workers[name] = Workers(name, self.setting, self.size, self.args.warmup, store)
+        workers = Workers(serve_gpt, self.setting, (name, self.size, self.args.warmup), store)
+        self.workers[name] = workers
         try:
             self.started[name] = workers.start()
         except CompetitorFailed as failure:
@@ -104,12 +105,10 @@ class Contest:
         reference, tolerance = together[0], LOSS_TOLERANCE[self.setting.dtype]
         found = []
         for name, values in losses.items():
-            pairs = list(zip(values, losses[reference], strict=True))[: None if name in together else 1]
-            gap, at = max((abs(a - b), step) for step, (a, b) in enumerate(pairs, 1))
-            if not gap <= tolerance:  # also true for NaN
-                found.append(
-                    f"{name}: the loss of step {at} is {gap:.2e} from {reference}'s, allowed is {tolerance:.0e}"
-                )
+            length = None if name in together else 1
+            sentence = disagreement(values[:length], losses[reference][:length], tolerance)
+            if sentence:
+                found.append(f"{name}: {sentence} ({reference})")
         return found
 
 
@@ -119,7 +118,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
     parser.add_argument("--rounds", type=_positive, default=5)
     parser.add_argument("--steps", type=_positive, default=8, help="timed steps of each competitor in a round")
-    parser.add_argument("--warmup", type=_positive, default=3, help="steps before the first round, not timed")
+    parser.add_argument(
+        "--warmup",
+        type=_positive,
+        default=6,
+        help="steps before the first round, not timed; zerolite's stage 3 follows its plan from the fourth on",
+    )
     parser.add_argument("--nproc", type=_positive, default=2, help="ranks")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute dtype; masters are fp32")
     parser.add_argument(

@@ -42,7 +42,7 @@ class Competitor:
     """`build(model, setting, **options)` gives the step; `package` is what must be installed for it."""
 
     name: str
-    build: Callable[..., Step]
+    build: Callable[..., Any]
     package: str = "torch"
     options: dict[str, Any] = field(default_factory=dict)
     communicates: bool = True
@@ -54,7 +54,8 @@ class Competitor:
         return None
 
     def make_step(self, model: nn.Module, setting: Setting) -> Step:
-        return self.build(model, setting, **self.options)
+        step: Step = self.build(model, setting, **self.options)
+        return step
 
 
 def optimizer_for(model: nn.Module, **kind: bool) -> torch.optim.Optimizer:
@@ -94,7 +95,8 @@ def build_ddp(model: nn.Module, setting: Setting, foreach: bool = False) -> Step
     return _plain_loop(wrapped, optimizer_for(wrapped, **kind), setting, autocast=True)
 
 
-def build_fsdp2(model: nn.Module, setting: Setting) -> Step:
+def build_fsdp2(model: nn.Module, setting: Setting, **options: Any) -> Step:
+    """As its users write it: each block and the model. `options`: further arguments of `fully_shard`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -103,8 +105,8 @@ def build_fsdp2(model: nn.Module, setting: Setting) -> Step:
     if setting.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, **options)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **options)
     return _plain_loop(model, optimizer_for(model, fused=True), setting, autocast=False)
 
 
@@ -121,12 +123,15 @@ def _json_config(setting: Setting, stage: int) -> dict[str, Any]:
     return config
 
 
-def build_deepspeed(model: nn.Module, setting: Setting, stage: int) -> Step:
+def build_deepspeed(model: nn.Module, setting: Setting, stage: int, small_buckets: bool = False) -> Step:
+    """`small_buckets`: of 4 M elements instead of its default, 5e8, which reserves 2 GB."""
     import deepspeed  # type: ignore[import-not-found]
 
     config = _json_config(setting, stage)
-    if stage:  # its default, 5e8 elements, reserves 2 GB and was slower at stages 1 and 2
-        config["zero_optimization"].update(reduce_bucket_size=4_000_000, allgather_bucket_size=4_000_000)
+    if small_buckets:
+        config["zero_optimization"]["reduce_bucket_size"] = 4_000_000
+        if stage < 3:
+            config["zero_optimization"]["allgather_bucket_size"] = 4_000_000
     config["steps_per_print"] = 10**9
     config["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer_for(model, fused=True))
@@ -144,8 +149,8 @@ def make_zerolite_engine(model: nn.Module, setting: Setting, stage: int, zero: d
     return zerolite.initialize(model, config)
 
 
-def build_zerolite(model: nn.Module, setting: Setting, stage: int) -> Step:
-    return _engine_loop(make_zerolite_engine(model, setting, stage))
+def build_zerolite(model: nn.Module, setting: Setting, stage: int, **zero: Any) -> Step:
+    return _engine_loop(make_zerolite_engine(model, setting, stage, zero))
 
 
 def _engine_loop(engine: Any) -> Step:
@@ -158,15 +163,25 @@ def _engine_loop(engine: Any) -> Step:
     return step
 
 
+# Every parameter moves for every use, as under FSDP2's defaults.
+RESHARD = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
 def _all_competitors() -> dict[str, Competitor]:
     found = [
         Competitor("compute", build_compute, communicates=False),
         Competitor("ddp", build_ddp),
         Competitor("ddp-foreach", build_ddp, options={"foreach": True}),
         Competitor("fsdp2", build_fsdp2),
+        Competitor("fsdp2-keep", build_fsdp2, options={"reshard_after_forward": False}),
     ]
-    found += [Competitor(f"deepspeed-{s}", build_deepspeed, "deepspeed", {"stage": s}) for s in range(4)]
+    for stage in range(4):  # stages 1 and 2 were slower with its default buckets
+        options = {"stage": stage, "small_buckets": stage in (1, 2)}
+        found.append(Competitor(f"deepspeed-{stage}", build_deepspeed, "deepspeed", options))
+    options = {"stage": 3, "small_buckets": True}
+    found.append(Competitor("deepspeed-3-small", build_deepspeed, "deepspeed", options))
     found += [Competitor(f"zerolite-{s}", build_zerolite, "zerolite", {"stage": s}) for s in range(4)]
+    found.append(Competitor("zerolite-3-reshard", build_zerolite, "zerolite", {"stage": 3, **RESHARD}))
     return {competitor.name: competitor for competitor in found}
 
 

@@ -37,10 +37,20 @@ PHASES = {
     ("_reducer", "_complete"): "wait for reductions",
     ("_reducer", "clear"): "clear",
     ("_pipeline", "stats"): "norm and finiteness",
-    ("optimizer", "update_bucket"): "update",
+    ("optimizer", "update"): "update",
     ("_publisher", "publish_bucket"): "publish: launch",
     ("_publisher", "wait"): "publish: wait",
 }
+STAGE_3 = {
+    ("coordinator", "enter_forward"): "hooks and schedule",
+    ("coordinator", "leave_forward"): "hooks and schedule",
+    ("coordinator", "_on_output_gradient"): "hooks and schedule",
+    ("coordinator", "_execute"): "gather: wait",
+    ("coordinator", "_launch"): "gather: launch",
+    ("coordinator", "_release"): "release",
+    ("coordinator", "on_update"): "release",
+}
+WARMUP = 6  # steps before anything is counted: stage 3 then follows its plan
 
 
 class PhaseTimer:
@@ -123,7 +133,7 @@ def _alone(setting: Setting, size: ModelSize) -> Step:
 
 def _zerolite(setting: Setting, size: ModelSize, stage: int, zero: dict[str, Any], timer: PhaseTimer) -> Step:
     engine = make_zerolite_engine(build_model(size), setting, stage, zero)
-    for (path, method), name in PHASES.items():
+    for (path, method), name in {**PHASES, **(STAGE_3 if stage == 3 else {})}.items():
         timer.wrap(getattr(engine, path), method, name)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor, timer: PhaseTimer) -> None:
@@ -136,14 +146,16 @@ def _zerolite(setting: Setting, size: ModelSize, stage: int, zero: dict[str, Any
     return step
 
 
-def _measure(timer: PhaseTimer, step: Step, setting: Setting, size: ModelSize, rank: int, steps: int) -> None:
-    """`steps` timed steps after two that are thrown away."""
+def _measure(
+    timer: PhaseTimer, step: Step, setting: Setting, size: ModelSize, rank: int, steps: int, warmup: int
+) -> None:
+    """`steps` timed steps after `warmup` that are thrown away."""
     batches = make_batches(size, setting.micro_batch, rank)
     kept, timer.steps = timer.steps, []
-    for number in range(steps + 2):
+    for number in range(warmup + steps):
         with timer.step():
             step(*batches[number % len(batches)], timer)
-    timer.steps = kept + timer.steps[2:]
+    timer.steps = kept + timer.steps[warmup:]
 
 
 def _rank_main(rank: int, setting: Setting, size: ModelSize, args: argparse.Namespace, store: str) -> None:
@@ -151,10 +163,10 @@ def _rank_main(rank: int, setting: Setting, size: ModelSize, args: argparse.Name
     zero = {} if args.bucket is None else {"reduce_bucket_size": args.bucket, "allgather_bucket_size": args.bucket}
     alone, together = PhaseTimer(), PhaseTimer()
     alone_step, zerolite_step = _alone(setting, size), _zerolite(setting, size, args.stage, zero, together)
-    for _ in range(args.rounds):
+    for number in range(args.rounds):
         for timer, step in ((alone, alone_step), (together, zerolite_step)):
             dist.barrier()
-            _measure(timer, step, setting, size, rank, args.steps)
+            _measure(timer, step, setting, size, rank, args.steps, 2 if number else WARMUP)
     if rank == 0:
         print(render(alone.table(), together.table(), args.stage))
     dist.destroy_process_group()

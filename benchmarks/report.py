@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -43,6 +44,8 @@ class Row:
     resident_bytes: int | None = None
     to_ddp: float | None = None
     to_compute: float | None = None
+    to_fsdp2: float | None = None
+    to_deepspeed_3: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,6 +81,8 @@ def _row(
         resident_bytes=footprint.resident_bytes,
         to_ddp=_ratio(results, present.get("ddp")),
         to_compute=_ratio(results, present.get("compute")),
+        to_fsdp2=_ratio(results, present.get("fsdp2")),
+        to_deepspeed_3=_ratio(results, present.get("deepspeed-3")),
     )
 
 
@@ -89,7 +94,18 @@ def _ratio(ours: list[Measured], theirs: list[Measured] | None) -> float | None:
     return statistics.median(statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in pairs)
 
 
-COLUMNS = (
+def disagreement(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str | None:
+    """Where the losses first leave the reference's by more than `tolerance` (not a number counts), in words."""
+    for step, (ours, theirs) in enumerate(zip(losses, reference, strict=True), 1):
+        gap = abs(ours - theirs)
+        if not gap <= tolerance:  # also true for NaN
+            return f"the loss of step {step} is {gap:.2e} from the reference's, allowed is {tolerance:.0e}"
+    return None
+
+
+# Title, attribute of the row, format. Attributes that end in _bytes are shown in MB.
+Columns = Sequence[tuple[str, str, str]]
+COLUMNS: Columns = (
     ("competitor", "name", "{}"),
     ("step ms", "step_ms", "{:.0f}"),
     ("min", "min_ms", "{:.0f}"),
@@ -100,13 +116,19 @@ COLUMNS = (
     ("resident MB", "resident_bytes", "{:.0f}"),
     ("x DDP", "to_ddp", "{:.2f}"),
     ("x compute", "to_compute", "{:.2f}"),
+    ("x FSDP2", "to_fsdp2", "{:.2f}"),
+    ("x DeepSpeed 3", "to_deepspeed_3", "{:.2f}"),
 )
 
 
-def render_table(rows: list[Row], markdown: bool = False) -> str:
-    """The table as aligned text or Markdown. MB are 10^6 bytes. Absent competitors keep their line, with the reason."""
-    header = [title for title, _, _ in COLUMNS]
-    cells = [_cells(row) for row in rows]
+def render_table(rows: Sequence[Any], markdown: bool = False, columns: Columns = COLUMNS) -> str:
+    """The table as aligned text or Markdown. MB are 10^6 bytes.
+
+    Rows have the attributes that `columns` names, and `name` and `absent`; absent ones keep their line, with the
+    reason.
+    """
+    header = [title for title, _, _ in columns]
+    cells = [_cells(row, columns) for row in rows]
     if markdown:
         ruler = ["---"] + ["---:"] * (len(header) - 1)
         return "\n".join("| " + " | ".join(line) + " |" for line in [header, ruler, *cells])
@@ -123,11 +145,11 @@ def render_table(rows: list[Row], markdown: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Any, columns: Columns) -> list[str]:
     if row.absent is not None:
-        return [row.name, f"absent ({row.absent})"] + [""] * (len(COLUMNS) - 2)
+        return [row.name, f"absent ({row.absent})"] + [""] * (len(columns) - 2)
     cells = []
-    for _, attribute, form in COLUMNS:
+    for _, attribute, form in columns:
         value = getattr(row, attribute)
         if attribute.endswith("_bytes") and value is not None:
             value /= 1e6

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -59,31 +60,34 @@ class RoundResult:
 
 
 class Workers:
-    """The ranks of one competitor. Use `start`, then `run` as often as wanted, then `close`."""
+    """The ranks of one competitor. Use `start`, then `run` as often as wanted, then `close`.
 
-    def __init__(self, name: str, setting: Setting, size: ModelSize, warmup: int, store: Path) -> None:
+    A rank calls `serve(pipe, rank, setting, *arguments)`, a function at the top of a module: it sends one reply when it
+    is ready and one for each number of steps that it receives, until that is 0. The ranks meet at the file `store`.
+    """
+
+    def __init__(self, serve: Callable[..., None], setting: Setting, arguments: tuple[Any, ...], store: Path) -> None:
         # Forked from a server that has imported torch once and started nothing: a rank starts in a moment.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch.profiler", "torch.distributed.fsdp"])
-        self.name = name
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(setting.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(name, rank, setting, size, warmup, str(store), theirs), daemon=True
+                target=_rank_main, args=(serve, rank, setting, arguments, str(store), theirs), daemon=True
             )
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def start(self) -> Started:
-        """Wait until the model is built and the warm-up steps are done."""
+    def start(self) -> Any:
+        """Wait until the model is built and the warm-up steps are done; rank 0's first reply."""
         return self._receive()
 
-    def run(self, steps: int) -> RoundResult:
-        """Train `steps` more steps."""
+    def run(self, steps: int) -> Any:
+        """Train `steps` more steps; rank 0's reply."""
         for pipe in self.pipes:
             pipe.send(steps)
         return self._receive()
@@ -122,12 +126,12 @@ class Workers:
 
 
 def _rank_main(
-    name: str, rank: int, setting: Setting, size: ModelSize, warmup: int, store: str, pipe: Connection
+    serve: Callable[..., None], rank: int, setting: Setting, arguments: tuple[Any, ...], store: str, pipe: Connection
 ) -> None:
     os.dup2(2, 1)  # what a library prints is not part of the report
     try:
         join_group(rank, setting, store)
-        _serve(name, rank, setting, size, warmup, pipe)
+        serve(pipe, rank, setting, *arguments)
         dist.destroy_process_group()
     except BaseException as error:
         pipe.send(_Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
@@ -150,7 +154,8 @@ def join_group(rank: int, setting: Setting, store: str) -> None:
     )
 
 
-def _serve(name: str, rank: int, setting: Setting, size: ModelSize, warmup: int, pipe: Connection) -> None:
+def serve_gpt(pipe: Connection, rank: int, setting: Setting, name: str, size: ModelSize, warmup: int) -> None:
+    """What `Workers` runs for `compare.py`: replies are a `Started`, then `RoundResult`s."""
     batches = [(x.to(setting.device), y.to(setting.device)) for x, y in make_batches(size, setting.micro_batch, rank)]
     taken = 0
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zerolite.version import __version__
 
 if TYPE_CHECKING:
-    from zerolite import comm
+    from zerolite import comm, zero
     from zerolite.comm import destroy, init_distributed
     from zerolite.config import ConfigError, ZeroliteConfig
     from zerolite.runtime.build import initialize
@@ -30,6 +30,7 @@ _LAZY = {
     "ConfigError": "zerolite.config",
     "ZeroliteConfig": "zerolite.config",
     "comm": "",
+    "zero": "",
 }
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "destroy",
     "init_distributed",
     "initialize",
+    "zero",
 ]
 
 

@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from benchmarks import host_overhead as overhead
 from benchmarks.report import Row, render_table, summarise
+from benchmarks.tiny_layers import CollectiveClock, Ready, Trainee, Turn, make_inputs, warm_up
 from benchmarks.workers import RoundResult, Started
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +34,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_compare_measures_trains_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    names = ["ddp", "zerolite-1"]
+    names = ["ddp", "zerolite-1", "zerolite-3", "zerolite-3-reshard"]
     if importlib.util.find_spec("deepspeed") is None:
         names.append("deepspeed-1")  # must be named as absent
     done = run(
@@ -42,12 +45,12 @@ def test_compare_measures_trains_and_reports(tmp_path: Path) -> None:
     assert document["disagreements"] == []
     assert list(document["results"]) == names
     assert all(name in done.stdout for name in names)
-    for name in ("ddp", "zerolite-1"):
+    for name in names[:4]:
         result = document["results"][name]
         assert result["absent"] is None
         assert 0 < result["min_ms"] <= result["step_ms"] <= result["max_ms"]
         assert 0 < result["resident_bytes"] <= result["peak_bytes"]
-        assert len(result["losses"]) == 5 and len(result["step_s"]) == 1 and len(result["step_s"][0]) == 2
+        assert len(result["losses"]) == 8 and len(result["step_s"]) == 1 and len(result["step_s"][0]) == 2
     assert document["results"]["ddp"]["to_ddp"] == 1.0
     parameters = document["results"]["ddp"]["parameters"]
     assert document["results"]["ddp"]["resident_bytes"] >= 12 * parameters  # weights and two Adam moments, fp32
@@ -87,14 +90,138 @@ def test_compare_tells_of_wrong_losses_and_failures(tmp_path: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_profile_step_names_the_phases() -> None:
-    done = run("profile_step.py", *TINY, "--stage", "1", "--steps", "2", "--rounds", "1")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_profile_step_names_the_phases(stage: int) -> None:
+    done = run("profile_step.py", *TINY, "--stage", str(stage), "--steps", "2", "--rounds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     phases = {line[:24].strip(): [float(value) for value in line[24:].split()] for line in done.stdout.splitlines()[1:]}
     for name in ("forward", "backward", "update"):
         assert all(value > 0 for value in phases[name][:4]), (name, done.stdout)
-    for name in ("gradients into buckets", "launch reductions", "publish: launch"):
+    own = {1: "publish: launch", 3: "hooks and schedule"}[stage]
+    for name in ("gradients into buckets", "launch reductions", own):
         assert phases[name][0] == 0 < phases[name][2], (name, done.stdout)
+
+
+# Two layers of two modules with parameters: launches of a step of zerolite as rank 0 of 64.
+LAUNCHES = {
+    "zerolite-3-w64": (1, 1),
+    "zerolite-3-w64-modules": (4, 4),
+    "zerolite-3-w64-modules-reshard": (8, 4),
+}
+
+
+def test_host_overhead_measures_what_it_says(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    names = ["plain", "zerolite-0", "zerolite-3", *LAUNCHES]
+    if importlib.util.find_spec("deepspeed") is None:
+        names.append("deepspeed-3")
+    sizes = "--layers 2 --rounds 2 --steps 2 --warmup 5".split()
+    done = run("host_overhead.py", *sizes, "--competitors", ",".join(names), "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(out.read_text(encoding="utf-8"))
+    results = {row["name"]: row for row in document["results"]}
+    assert list(results) == names and document["disagreements"] == []
+    assert all(name in done.stdout for name in names)
+    for name in names[:6]:
+        row = results[name]
+        assert row["absent"] is None and row["layers"] == 2
+        assert 0 < row["min_ms"] <= row["step_ms"] and 0 < row["cpu_to_plain"]
+        assert (row["fake_ms"] or 0) > 0 if name in LAUNCHES else row["fake_ms"] is None
+        assert 0 < row["to_plain"] <= row["wall_to_plain"]
+    launches = {name: (results[name]["gathers"], results[name]["reductions"]) for name in names[:6]}
+    assert launches == {"plain": (None, None), "zerolite-0": (None, None), "zerolite-3": (0, 0), **LAUNCHES}
+    if "deepspeed-3" in names:
+        assert "not installed" in results["deepspeed-3"]["absent"]
+    assert len(document["turns"]) == 2 * 6
+
+
+def test_host_overhead_profiles_one_competitor() -> None:
+    arguments = "--profile zerolite-3-w64-modules --layers 2 --steps 1 --warmup 5 --top 3".split()
+    done = run("host_overhead.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 gathers, 4 reductions" in done.stdout and "Ordered by: internal time" in done.stdout
+
+
+def test_host_overhead_leaves_out_pretended_collectives() -> None:
+    """The machine was three times slower during the second pair; plain ran before the competitor, at 1 s a step."""
+    pairs = [
+        (Turn([1.0, 1.0], 2.0, [0.0, 0.0]), Turn([2.0, 2.0], 3.0, [0.5, 0.5])),
+        (Turn([3.0, 3.0], 2.0, [0.0, 0.0]), Turn([6.0, 6.0], 3.0, [1.5, 1.5])),
+    ]
+    row = overhead.summarise("x", 10, Ready([1.0], 4, 2), pairs)
+    assert (row.wall_to_plain, row.to_plain, row.cpu_to_plain) == (2.0, 1.5, 1.5)
+    assert row.us_per_layer == pytest.approx(1e5) and row.step_ms == 4000.0 and row.fake_ms == 1000.0
+    assert (row.min_ms, row.cpu_ms, row.gathers, row.reductions) == (2000.0, 1500.0, 4, 2)
+
+
+class _Sleepers:
+    """Stands in for the processes of a competitor; a turn's CPU seconds say who took it, its time when."""
+
+    turns: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, steps: int) -> Turn:
+        self.turns.append(self.name)
+        return Turn([float(len(self.turns))] * steps, 0.0 if self.name == "plain" else 1.0, [0.0] * steps)
+
+
+def test_host_overhead_pairs_every_turn_with_one_of_plain() -> None:
+    contest = overhead.Contest(overhead.parse_args(["--competitors", "ddp,fsdp2"]), layers=2)
+    contest.workers = {name: _Sleepers(name) for name in ("plain", "ddp", "fsdp2")}  # type: ignore[misc]
+    for number in range(2):
+        contest._run_round(number)
+    assert _Sleepers.turns == ["plain", "ddp", "plain", "fsdp2", "fsdp2", "plain", "ddp", "plain"]
+    for pairs in contest.pairs.values():
+        assert [(plain.cpu_s, turn.cpu_s) for plain, turn in pairs] == [(0.0, 1.0)] * 2
+        assert [abs(plain.step_s[0] - turn.step_s[0]) for plain, turn in pairs] == [1.0, 1.0]
+
+
+def test_host_overhead_tells_of_wrong_losses() -> None:
+    args = overhead.parse_args(["--competitors", "ddp,zerolite-3,zerolite-3-w64,deepspeed-3"])
+    contest = overhead.Contest(args, layers=2)
+    contest.ready = {name: Ready([1.0, 0.9]) for name in ("plain", "ddp")}
+    contest.ready["zerolite-3"] = Ready([1.0, 0.8])
+    contest.ready["zerolite-3-w64"] = Ready([1.0, 7.0])  # its peers are copies of it: other numbers are right
+    contest.absent["deepspeed-3"] = "not installed: deepspeed"
+    (sentence,) = contest.disagreements()
+    assert sentence.startswith("zerolite-3, 2 layers: the loss of step 2 is 1.00e-01")
+    contest.ready["zerolite-3"] = Ready([1.0, float("nan")])
+    assert len(contest.disagreements()) == 1
+
+
+class _Schedule:
+    on_demand_only = True
+    candidate_hash = 0
+
+
+class _Coordinator:
+    schedule = _Schedule()
+
+
+def test_host_overhead_refuses_to_measure_another_path() -> None:
+    trainee = Trainee(lambda x: x.sum(), CollectiveClock(), _Coordinator())
+    with pytest.raises(RuntimeError, match="expected stage 3 to follow its plan after 2 steps"):
+        warm_up(trainee, make_inputs(), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--competitors", "plane"], "expected names of"),
+        (["--layers", "ten"], "expected numbers separated by commas"),
+        (["--layers", "100,0"], "--layers: expected 1 or more, got 0"),
+        (["--warmup", "4"], "--warmup: expected 5 or more, got 4"),
+        (["--profile", "x"], "invalid choice"),
+    ],
+)
+def test_host_overhead_refuses_wrong_arguments(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        overhead.parse_args(arguments)
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

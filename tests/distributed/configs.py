@@ -11,6 +11,21 @@ SGD: Optimizer = ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "fo
 ADAMW: Optimizer = ("AdamW", {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "foreach": True})
 STATIC_SCALE = 256.0
 
+# Settings of stage 3 for models of a few hundred elements, for which the defaults would do nothing at all.
+_ALL = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+PARTITIONED: dict[str, dict[str, Any]] = {
+    "moving": {**_ALL, "stage3_max_reuse_distance": 0},  # released after every use
+    "kept": _ALL,  # from the forward to the backward
+    "tight": {  # prefetch of a layer or two, evictions
+        **_ALL,
+        "stage3_prefetch_bucket_size": 150,
+        "stage3_max_live_parameters": 300,
+        "stage3_max_reuse_distance": 250,
+    },
+    "defaults": {},  # every parameter stays whole
+    "one unit": {"stage3_param_persistence_threshold": 0},
+}
+
 
 def config(
     stage: int = 0,

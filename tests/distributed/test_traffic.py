@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +101,170 @@ def test_buffers_are_sent_before_each_training_forward_if_asked(pools: Pools) ->
         assert torch.equal(result["offset"], torch.full((3,), float(rank)))
         assert result["calls"] == 10 * rank + 2
         assert result["broadcasts"] == 0
+
+
+# -------------------------------------------------------------------- stage 3
+
+STEPS = 5  # the plan of the first step is adopted in the second, or in the third with an evaluation in between
+SIZES = (7, 13, 11, 5, 3)
+MOVING = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+SHORT = {**MOVING, "stage3_max_reuse_distance": 0}  # released after every use
+Call = tuple[str, int, str, int, str, int]
+
+
+def whole(numel: int, world: int) -> int:
+    """Elements of a gather: equal parts."""
+    return -(-numel // world) * world
+
+
+def tower_units(world: int) -> list[int]:
+    """Elements of each layer's gather."""
+    return [whole(a * b, world) + whole(b, world) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+
+
+def bucket(numels: list[int], world: int) -> int:
+    """Elements of the reduction of some parameters: parts are aligned to 8 elements."""
+    return sum(-(-(-(-numel // world)) // 8) * 8 * world for numel in numels)
+
+
+def tower_buckets(world: int) -> list[int]:
+    return [bucket([a * b, b], world) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+
+
+def stage3(pools: Pools, world: int, zero: dict[str, Any], accumulation: int = 1, **case: Any) -> dict[str, Any]:
+    """What :func:`stage3_calls` saw on rank 0, having been the same on all ranks."""
+    precision = case.pop("precision", "fp32")
+    setting = config(3, precision, accumulation, 0.4, ADAMW, zero=zero)
+    results = pools(world).run(f"{CASES}:stage3_calls", {"config": setting, "steps": STEPS, **case})
+    for result in results[1:]:
+        assert result["windows"] == results[0]["windows"]
+    assert results[0]["following"][-accumulation:] == [True] * accumulation
+    return results[0]
+
+
+def gathers(window: list[Call]) -> list[int]:
+    return [call[1] for call in window if (call[0], call[4]) == ("all_gather", "parameters")]
+
+
+def reductions(window: list[Call]) -> list[int]:
+    return [call[1] for call in window if (call[0], call[4]) == ("reduce_scatter", "gradients")]
+
+
+def others(window: list[Call]) -> list[tuple[str, str]]:
+    mine = {("all_gather", "parameters"), ("reduce_scatter", "gradients")}
+    return [(call[0], call[4]) for call in window if (call[0], call[4]) not in mine]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_stage_3_gathers_twice_and_reduces_once(pools: Pools, world: int, accumulation: int, precision: str) -> None:
+    result = stage3(pools, world, SHORT, accumulation, precision=precision)
+    units, buckets = tower_units(world), tower_buckets(world)
+    for number, window in enumerate(result["windows"]):
+        # Forward and backward of every micro-batch; one launch with the weight and the bias of a layer.
+        assert gathers(window) == (units + units[::-1]) * accumulation
+        assert {call[5] for call in window if call[4] == "parameters"} == {2}
+        assert reductions(window) == buckets[::-1] * accumulation
+        first = [("broadcast", "initial_sync")] if number == 0 else []  # the order in which gradients came
+        assert others(window) == [*first, ("all_reduce", "stats")]
+        dtype = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
+        assert {call[2] for call in window if call[4] in ("parameters", "gradients")} == {dtype}
+        for call in window:
+            assert call[3] == call[1] * BYTES.get(call[2], 8)
+
+
+def test_stage_3_on_one_process_sends_nothing(pools: Pools) -> None:
+    result = stage3(pools, 1, SHORT)
+    assert result["windows"] == [[]] * STEPS
+
+
+def test_stage_3_what_is_kept_is_not_gathered_again(pools: Pools) -> None:
+    units = tower_units(2)
+    result = stage3(pools, 2, MOVING, accumulation=2)
+    assert gathers(result["windows"][0]) == (units + units[::-1]) * 2  # nothing is known yet
+    assert gathers(result["windows"][-1]) == units * 2  # kept from forward to backward
+    # Between a layer's two uses lie those of the layers after it, twice.
+    for kept in range(1, len(SIZES)):
+        exact = [a * b + b for a, b in zip(SIZES, SIZES[1:], strict=False)]
+        distance = 2 * sum(exact[-kept + 1 :]) if kept > 1 else 1
+        result = stage3(pools, 2, {**MOVING, "stage3_max_reuse_distance": distance})
+        assert gathers(result["windows"][-1]) == units + units[::-1][kept:]
+
+
+def test_stage_3_what_stays_whole_is_gathered_once_per_step(pools: Pools) -> None:
+    # Biases stay whole: 13, 11, 5 and 3 elements.
+    result = stage3(pools, 2, {**SHORT, "stage3_param_persistence_threshold": 13}, accumulation=3)
+    weights = [whole(a * b, 2) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    biases = sum(whole(b, 2) for b in SIZES[1:])
+    assert result["persistent"] == biases
+    for window in result["windows"]:
+        assert gathers(window) == [*(weights + weights[::-1]) * 3, biases]
+        assert [call[5] for call in window if call[4] == "parameters"][-1] == 4
+        # They are reduced with the weights of their layers.
+        assert reductions(window) == tower_buckets(2)[::-1] * 3
+    # Everything stays whole: the weights move when they change, and never else.
+    result = stage3(pools, 2, {"stage3_param_persistence_threshold": 1000}, accumulation=3)
+    for window in result["windows"]:
+        assert gathers(window) == [sum(tower_units(2))]
+        assert len(reductions(window)) % 3 == 0
+
+
+def test_stage_3_small_subtrees_are_one_launch(pools: Pools) -> None:
+    result = stage3(pools, 2, {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
+    for window in result["windows"]:
+        assert gathers(window) == [sum(tower_units(2))] * 2
+        assert [call[5] for call in window if call[4] == "parameters"] == [8, 8]
+        assert reductions(window) == [sum(tower_buckets(2))]
+
+
+@pytest.mark.parametrize("zero", [SHORT, MOVING], ids=["released", "kept"])
+def test_stage_3_evaluation_gathers_once(pools: Pools, zero: dict[str, Any]) -> None:
+    result = stage3(pools, 2, zero, evaluate=True)
+    for evaluation in result["evaluations"]:
+        assert [call[:2] for call in evaluation] == [("all_gather", numel) for numel in tower_units(2)]
+
+
+def test_stage_3_frozen_base(pools: Pools) -> None:
+    result = stage3(pools, 2, SHORT, model="Lora")
+    pairs = list(zip(SIZES, SIZES[1:], strict=False))
+    units = [[whole(a * b, 2) + whole(b, 2), whole(2 * a, 2), whole(2 * b, 2)] for a, b in pairs]
+    forward = [numel for unit in units for numel in unit]
+    once = forward[0]  # no gradient comes to the first frozen layer: neither its weights nor its input need one
+    adapters = sorted(bucket([2 * size], 2) for pair in pairs for size in pair)
+    for window in result["windows"]:
+        assert gathers(window)[: len(forward)] == forward
+        assert Counter(gathers(window)) == Counter(forward * 2) - Counter([once])
+        assert sorted(reductions(window)) == adapters
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["tied", "called"])
+def test_stage_3_tied_weights_are_one(pools: Pools, functional: bool) -> None:
+    weight, middle = whole(55, 2), whole(25, 2)
+    result = stage3(pools, 2, MOVING, model="Tied", sizes={"functional": functional})
+    assert gathers(result["windows"][-1]) == [weight, middle]
+    for window in result["windows"]:
+        assert sorted(reductions(window)) == [bucket([25], 2), bucket([55], 2)]
+    result = stage3(pools, 2, SHORT, model="Tied", sizes={"functional": functional})
+    # Each use is a gather of its own, unless the root uses the weight: then it lives as long as the root's forward.
+    forward = [weight, middle] if functional else [weight, middle, weight]
+    expected = forward * 2 if functional else forward + forward[::-1]
+    assert gathers(result["windows"][-1]) == expected
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+def test_stage_3_recomputation_gathers_as_planned(pools: Pools, reentrant: bool) -> None:
+    units = tower_units(2)
+    first, rest = units[0], units[1:]
+    case = {"model": "Checkpointed", "sizes": {"reentrant": reentrant}}
+    # Reentrant: the recomputation is a use, the backward another. Otherwise it runs inside the backward's use.
+    times = 2 if reentrant else 1
+    again = [numel for numel in rest[::-1] for _ in range(times)]
+    result = stage3(pools, 2, SHORT, **case)
+    for window in result["windows"]:
+        assert gathers(window) == [*units, *again, first]
+        assert reductions(window) == tower_buckets(2)[::-1]
+    result = stage3(pools, 2, {**MOVING, "stage3_max_reuse_distance": 1}, **case)
+    assert gathers(result["windows"][-1]) == [*units, *rest[-2::-1], first]
+    result = stage3(pools, 2, MOVING, **case)
+    assert gathers(result["windows"][-1]) == units

@@ -12,8 +12,8 @@ from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, d
 class NullCommunicator(Communicator):
     """One rank of ``world_size``, alone: every collective returns at once, and is recorded as if it had happened.
 
-    Nothing is right in the numbers: a sum over ranks is this rank's term, and what would come from other ranks is
-    this rank's own part again, so that values stay finite and losses differ from step to step. With ``fill`` False
+    Nothing is right in the numbers: the other ranks are taken for copies of this one, so that values stay finite and
+    losses differ from step to step. With ``fill`` False
     not even that is copied: what was gathered is whatever its memory held, which may be no finite number.
     ``all_gather`` and ``broadcast`` leave their tensors as they are.
     """
@@ -28,8 +28,11 @@ class NullCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
         self._note("broadcast", tensor, tag)
 
+    def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
+        return done(divide(tensor, divisor / self.world_size))
+
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
-        return done(divide(self.part(full), divisor).to(dtype, copy=True))
+        return done(divide(self.part(full), divisor / self.world_size).to(dtype, copy=True))
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int

@@ -196,17 +196,16 @@ def _connect(
             boundary.scaled = False
         pipeline.begin_backward()
 
-    def on_gradient(index: int) -> None:
+    def on_first_gradient(index: int) -> None:
         on_backward_begin()
         boundary.check_scaled(layout.slots[index].name)
-        publisher.on_gradient(index)
 
     def on_load() -> None:
         pipeline.zero_grad()
         pipeline.publish()
 
     boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None)
-    reducer.attach(on_gradient)
+    reducer.attach(on_first_gradient, publisher.on_gradient if publisher.overlaps else None)
     publisher.attach(model)
     optimizer.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, on_load)
     return boundary

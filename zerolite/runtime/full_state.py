@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,69 +16,77 @@ from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, wh
 _SHOWN = 8  # names in a message
 
 
-class _RefusePartitioned:
-    """State dict hooks on every module. ``open`` counts the calls that know what they do."""
+_allowed = 0  # calls under way that know what they do
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.open = 0
-        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
 
-    def _partitioned(self, module: torch.nn.Module, prefix: str) -> list[str]:
-        name = self._names.get(module, prefix.rstrip("."))
-        return [
-            f"{name}.{key}" if name else key
-            for key, parameter in module._parameters.items()
-            if (handle := handle_of(parameter)) is not None and handle.status is not AVAILABLE
-        ]
+def _partitioned(module: torch.nn.Module, prefix: str) -> list[str]:
+    """The names of a module's own parameters that are not available: in the model, where an engine knows it, or below
+    the module that was asked."""
+    found = []
+    for key, parameter in module._parameters.items():
+        handle = handle_of(parameter)
+        if handle is not None and handle.status is not AVAILABLE:
+            found.append(handle.name if handle.manager is not None else prefix + key)
+    return found
 
-    def on_save(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        found = [] if self.open else self._partitioned(module, prefix)
-        if found:
-            raise RuntimeError(
-                f"state_dict: parameters are partitioned and would come out empty: {_listed(found)}. Call "
-                "engine.full_state_dict(), or do it inside zerolite.zero.GatheredParameters(module)."
-            )
 
-    def on_load(self, module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -> None:
-        found = [] if self.open else self._partitioned(module, prefix)
-        if found:
-            raise RuntimeError(
-                f"load_state_dict: parameters are partitioned and cannot take whole values: {_listed(found)}. Call "
-                "engine.load_full_state_dict(state), or do it inside zerolite.zero.GatheredParameters(module, "
-                "modifier_rank=0)."
-            )
+def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    found = [] if _allowed else _partitioned(module, prefix)
+    if found:
+        raise RuntimeError(
+            f"state_dict: parameters are partitioned and would come out empty: {_listed(found)}. Call "
+            "engine.full_state_dict(), or do it inside zerolite.zero.GatheredParameters(module)."
+        )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _RefusePartitioned:
-        return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_RefusePartitioned, (torch.nn.Module(),))
+def _after_save(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Copies of what is whole only for a while, so that the state may outlive that."""
+    for key, parameter in module._parameters.items():
+        handle = handle_of(parameter)
+        value = state.get(prefix + key)
+        if handle is None or handle.persistent or _allowed or isinstance(value, torch.nn.Parameter):
+            continue
+        if isinstance(value, torch.Tensor):
+            state[prefix + key] = value.clone()
+
+
+def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+    found = [] if _allowed else _partitioned(module, prefix)
+    if found:
+        raise RuntimeError(
+            f"load_state_dict: parameters are partitioned and cannot take whole values: {_listed(found)}. Call "
+            "engine.load_full_state_dict(state), or do it inside zerolite.zero.GatheredParameters(module, "
+            "modifier_rank=0)."
+        )
+
+
+def guard_module(module: torch.nn.Module) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError while own parameters of ``module`` are
+    partitioned. For good: the hooks do nothing where none are."""
+    if _before_save not in module._state_dict_pre_hooks.values():
+        module.register_state_dict_pre_hook(_before_save)
+        module.register_state_dict_post_hook(_after_save)
+        module.register_load_state_dict_pre_hook(_before_load)
 
 
 def guard_state_dict(model: torch.nn.Module) -> list[Any]:
-    """Let ``state_dict`` and ``load_state_dict`` of ``model``, and of all in it, raise RuntimeError while parameters
-    are partitioned. Returns handles whose ``remove()`` takes the hooks away."""
-    guard = _RefusePartitioned(model)
-    model.__dict__["_zero_state_guard"] = guard
-    handles: list[Any] = []
+    """:func:`guard_module` for all modules of ``model``. Returns the hooks that must be removed with the engine:
+    none."""
     for module in model.modules():
-        handles.append(module.register_state_dict_pre_hook(guard.on_save))
-        handles.append(module.register_load_state_dict_pre_hook(guard.on_load))
-    return handles
+        guard_module(module)
+    return []
 
 
 @torch.no_grad()
 def full_state_dict(model: torch.nn.Module, comm: Communicator, rank0_only: bool) -> dict[str, Any]:
     """``model.state_dict()`` with whole tensors on the CPU, copies of their own; tied ones share one copy. Parameters
     are gathered one by one. ``rank0_only``: other ranks get an empty dict. Called on all ranks."""
-    guard = model.__dict__.get("_zero_state_guard")
-    if guard is not None:
-        guard.open += 1
+    global _allowed
+    _allowed += 1
     try:
         state = dict(model.state_dict())
     finally:
-        if guard is not None:
-            guard.open -= 1
+        _allowed -= 1
     kept = not rank0_only or comm.rank == 0
     owners = dict(model.named_parameters(remove_duplicate=False))
     copies: dict[int, torch.Tensor] = {}

@@ -100,7 +100,8 @@ class StepPipeline:
         self._skipped_in_a_row = 0
         self._last_norm: float | None = None
         self._unsettled: _Unsettled | None = None
-        self._votes: tuple[float, ...] = ()  # every rank's trace, by the last step's statistics
+        self._last_vote = 0  # for this rank's trace, in the last step's statistics
+        self._agreed = True  # whether all ranks gave the same
         self._collector = StatsCollector(buffer.layout, list(buffer.layout.fragments(buffer.rank)), comm, device)
         self._chunks = _chunks([master.numel() for master in buffer.master], options.update_numel)
         self._begin_window()
@@ -153,8 +154,8 @@ class StepPipeline:
         if self._stats is None:
             self.reduce()
             parts = [self._reducer.owned_part(b.index) for b in self._buffer.layout.buckets]
-            vote = self.trace.candidate_hash if self.trace is not None else 0
-            self._stats = self._collector.collect(parts, self._reducer.used, self._reducer.probes, vote)
+            self._last_vote = _vote(self.trace)
+            self._stats = self._collector.collect(parts, self._reducer.used, self._reducer.probes, self._last_vote)
         return self._stats
 
     def grad_norm(self) -> float | None:
@@ -205,19 +206,16 @@ class StepPipeline:
 
     def _decide_on_trace(self) -> None:
         """Let stage 3 follow its recorded trace once all ranks have been seen to have the same. One step after it was
-        recorded, on all ranks in the same place: when the host reads the votes is each rank's own affair."""
-        votes, self._votes = self._votes, ()
-        if self.trace is None or not any(votes):
+        recorded, on all ranks in the same place: when the host reads the statistics is each rank's own affair."""
+        agreed, self._agreed = self._agreed, True
+        vote, self._last_vote = self._last_vote, 0
+        if self.trace is None or (agreed and not vote):
             return
-        if len(set(votes)) > 1:
+        if not agreed:
             self.trace.reject()
             if self._comm.rank == 0:
-                logger.warning(
-                    "stage 3: the ranks run their modules in different orders (trace hashes %s), so nothing is "
-                    "prefetched from now on",
-                    ", ".join(f"{int(vote):x}" for vote in votes),
-                )
-        elif self.trace.candidate_hash == votes[0]:
+                logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
+        elif _vote(self.trace) == vote:
             self.trace.adopt()
 
     def on_values_loaded(self, indices: Iterable[int]) -> None:
@@ -310,7 +308,7 @@ class StepPipeline:
     def _settle(self, outcome: GradStats, divisor: float) -> None:
         self._global_steps += 1
         self._last_norm = outcome.norm / divisor
-        self._votes = outcome.votes
+        self._agreed = outcome.agreed
         skipped = self._options.check_finite and not outcome.finite
         if skipped:
             self._skipped_steps += 1
@@ -376,6 +374,12 @@ class StepPipeline:
                 f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
                 "set the key to true."
             )
+
+
+def _vote(trace: TraceCheck | None) -> int:
+    """A number from 1 to 2^20 for a trace that waits to be compared; 0 if there is none."""
+    waiting = trace.candidate_hash if trace is not None else 0
+    return waiting % 1_048_573 + 1 if waiting else 0
 
 
 def _chunks(numels: Sequence[int], limit: int) -> list[list[int]]:

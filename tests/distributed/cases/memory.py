@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerolite
@@ -35,15 +36,37 @@ def mark(name: str) -> None:
         pass
 
 
-def resident_and_peak(config: dict[str, Any], depth: int, width: int, shared_memory: bool) -> dict[str, float]:
-    """Bytes per parameter held after the third step, and the most held during it, counted from before the model was
-    made."""
+class LoraChain(models.Chain):
+    """A chain whose layers are frozen, each with two trained thin ones of ``rank``."""
+
+    def __init__(self, depth: int, width: int, rank: int) -> None:
+        super().__init__(depth, width)
+        self.requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(rank, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
+            x = layer(x) + up(down(x))
+        return x
+
+
+def resident_and_peak(
+    config: dict[str, Any], depth: int, width: int, shared_memory: bool, rank: int = 0, steps: int = 3
+) -> dict[str, float]:
+    """Bytes per parameter held after the last step, and the most held during it, counted from before the model was
+    made. ``rank``: with adapters of that rank on a frozen model."""
     os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
     with memory_profile() as profiler:
-        engine = make_engine(config, "Chain", {"depth": depth, "width": width})
+        sizes = {"depth": depth, "width": width}
+        engine = (
+            zerolite.initialize(models.build(LoraChain, **sizes, rank=rank), config)
+            if rank
+            else make_engine(config, "Chain", sizes)
+        )
         x = torch.randn(2, width)
-        for step in range(3):
-            if step == 2:
+        for step in range(steps):
+            if step == steps - 1:
                 mark("begin")
             engine.backward(engine(x).square().mean())
             engine.step()
@@ -57,7 +80,7 @@ def resident_and_peak(config: dict[str, Any], depth: int, width: int, shared_mem
             inside, resident = False, held
         if inside:
             peak = max(peak, held)
-    numel = sum(p.numel() for p in engine.module.parameters())
+    numel = depth * width**2
     return {"resident": resident / numel, "peak": peak / numel, "numel": numel}
 
 

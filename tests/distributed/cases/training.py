@@ -11,19 +11,24 @@ from torch import Tensor, nn
 
 import zerolite
 from tests import models
+from zerolite.zero import GatheredParameters
 
-LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
-    "OddModel": models.token_loss,
-    "Mlp": models.square_loss,
-    "SharedCheckpointed": models.square_loss,
-    "Buffered": models.square_loss,
+# By the name of the model in tests.models: its loss, and what makes a micro-batch for it.
+KINDS: dict[str, tuple[Callable[[Any, Any], Tensor], Callable[..., Any]]] = {
+    "OddModel": (models.token_loss, models.token_batch),
+    "Mlp": (models.square_loss, models.float_batch),
+    "SharedCheckpointed": (models.square_loss, models.float_batch),
+    "Buffered": (models.square_loss, models.float_batch),
+    "example_gpt": (models.token_loss, models.token_batch),
+    "PrimeMlp": (models.square_loss, models.float_batch),
+    "ConvNet": (models.square_loss, models.image_batch),
+    "EncoderDecoder": (models.token_loss, models.pair_batch),
+    "MixtureOfExperts": (models.square_loss, models.expert_batch),
+    "hugging_face_gpt2": (models.token_loss, models.token_batch),
+    "hugging_face_llama": (models.token_loss, models.token_batch),
 }
-BATCHES: dict[str, Callable[..., Any]] = {
-    "OddModel": models.token_batch,
-    "Mlp": models.float_batch,
-    "SharedCheckpointed": models.float_batch,
-    "Buffered": models.float_batch,
-}
+LOSSES = {name: loss for name, (loss, _) in KINDS.items()}
+BATCHES = {name: batch for name, (_, batch) in KINDS.items()}
 
 
 def make_engine(
@@ -34,8 +39,9 @@ def make_engine(
 
 
 def snapshot(engine: Any) -> dict[str, Tensor]:
-    """The compute parameters by name, copied, in their own dtype."""
-    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    """The compute parameters by name, copied, whole, in their own dtype and strides. Called on all ranks."""
+    with GatheredParameters(engine.module, check=False):
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
 def counters(engine: Any) -> dict[str, Any]:
@@ -82,10 +88,14 @@ def train(
     loop: str = "engine",
 ) -> dict[str, Any]:
     """Train and tell everything that a comparison may need."""
-    engine = make_engine(config, model, sizes)
+    return train_engine(make_engine(config, model, sizes), model, steps, loop)
+
+
+def train_engine(engine: Any, model: str, steps: int, loop: str = "engine") -> dict[str, Any]:
+    """As :func:`train`, of an engine that exists."""
     losses, norms = [], []
     for step in range(steps):
-        losses += WINDOWS[loop](engine, model, step, config["gradient_accumulation_steps"])
+        losses += WINDOWS[loop](engine, model, step, engine.gradient_accumulation_steps)
         norms.append(engine.get_global_grad_norm())
     return {"losses": losses, "norms": norms, "parameters": snapshot(engine), **counters(engine)}
 

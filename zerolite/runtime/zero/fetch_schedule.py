@@ -453,6 +453,10 @@ class FetchSchedule:
             self._state.needs[parameter] += uses
             self._state.make_live(parameter)
 
+    def parameters_of(self, unit: int) -> tuple[int, ...]:
+        """The parameters that are gathered for `unit`."""
+        return self._units[unit]
+
     @property
     def candidate_hash(self) -> int:
         """40 bits over the traces that wait for adoption and the units they speak of; 0 if no trace waits."""

@@ -22,10 +22,11 @@ import torch
 
 from zerolite.accelerator import host_values
 from zerolite.comm import Communicator, Pending
-from zerolite.runtime.zero.buffer import destinations, zero_slot
+from zerolite.runtime.zero.buffer import destinations, flattened, zero_slot
 from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
 
 _HALF = (torch.float16, torch.bfloat16)
+_SMALL = 2048  # elements of a slot; buckets whose slots have fewer on average are filled in one call
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class _BucketState:
     reduced: torch.Tensor | None = None
     written: set[int] = field(default_factory=set)  # slots that `local` holds something of
     held: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients not yet copied (copy_on_arrival off)
+    filler: _Filler | None = None  # small gradients are held until all are there, and moved in one call
+    expected: int = 0  # contributions in a pass
     missing: int = 0  # contributions that this pass still waits for
     launched: bool = False
     pending: Pending | None = None
@@ -113,7 +116,10 @@ class GradReducer:
         self._comm = comm
         self._options = options
         self._pass_reduces = pass_reduces
-        self._states = [_BucketState(bucket) for bucket in layout.buckets]
+        device = self.parameters[0].device
+        self._states = [
+            _BucketState(b, filler=_Filler(b, strides, device) if _many_small(b) else None) for b in layout.buckets
+        ]
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
         self._pool = _BucketPool(3 if options.shard else len(layout.buckets))
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
@@ -122,8 +128,10 @@ class GradReducer:
         # backward inside the backward. Known after the first complete pass, which therefore reduces at its end
         # only.
         self._expected = [1] * len(self.parameters)
+        self._count_expected()
         self._learned = False
         self._pass_open = False
+        self._seen_gradient = False  # in this pass
         self._reducing = False
         self._order = list(range(len(layout.buckets)))  # in which buckets are launched, the same on all ranks
         self._position = list(self._order)  # of each bucket in that order
@@ -135,12 +143,14 @@ class GradReducer:
 
     # ---------------------------------------------------------------- hooks
 
-    def attach(self, on_gradient: Callable[[int], None]) -> None:
-        """Install one hook per parameter; ``on_gradient(index)`` is called before the gradient is moved.
+    def attach(self, on_first_gradient: Callable[[int], None], on_gradient: Callable[[int], None] | None) -> None:
+        """Install one hook per parameter. ``on_first_gradient(index)`` is called before the first gradient of a pass
+        is moved, and must begin the pass; ``on_gradient(index)``, if given, before every one.
 
         The hooks know the reducer weakly: Python's cycle collector does not see the hooks of a tensor, and a model
         may outlive its engine.
         """
+        self._on_first_gradient = on_first_gradient
         self._on_gradient = on_gradient
         known = weakref.ref(self)
         for slot in self.layout.slots:
@@ -150,9 +160,18 @@ class GradReducer:
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
-        self._on_gradient(slot.index)
-        if gradient is not None:
-            self._accept(slot, gradient.detach())
+        if not self._seen_gradient or not self._pass_open:
+            self._on_first_gradient(slot.index)
+            self._seen_gradient = True
+        if self._on_gradient is not None:
+            self._on_gradient(slot.index)
+        if gradient is None:
+            return
+        if torch.is_grad_enabled():  # a backward with create_graph
+            with torch.no_grad():
+                self._accept(slot, gradient.detach())
+        else:
+            self._accept(slot, gradient)
 
     # ---------------------------------------------------------------- a pass
 
@@ -166,6 +185,7 @@ class GradReducer:
         if self._pass_open:
             return
         self._pass_open = True
+        self._seen_gradient = False
         self._reducing = self._options.reduce_each_pass or self._pass_reduces()
         self._passes_in_local += 1
         self._next = 0
@@ -173,9 +193,13 @@ class GradReducer:
         self._fires = [0] * len(self.parameters)
         for state in self._states:
             state.launched = False
-            state.missing = sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel)
+            state.missing = state.expected
         if end_with_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
+
+    def _count_expected(self) -> None:
+        for state in self._states:
+            state.expected = sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel)
 
     def end_pass(self, complete: bool = True) -> None:
         """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay
@@ -186,11 +210,11 @@ class GradReducer:
         if complete:
             self._learned = True
             self._expected = [max(pair) for pair in zip(self._expected, self._fires, strict=True)]
+            self._count_expected()
         if self._reducing:
             self._launch_until(len(self._states))
             self._passes_in_local = 0
 
-    @torch.no_grad()
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise RuntimeError(
@@ -208,10 +232,10 @@ class GradReducer:
                 "more contributions to it than ever before. Set zero_optimization.overlap_comm to false, so that "
                 "buckets are reduced when backward has ended."
             )
-        if self._options.copy_on_arrival or slot.index in state.written:
+        if state.local is not None or (self._options.copy_on_arrival and state.filler is None):
             self._put(state, slot, gradient)
         elif slot.index in state.held:
-            self._put(state, slot, state.held.pop(slot.index))
+            self._put_held(state)
             self._put(state, slot, gradient)
         else:
             state.held[slot.index] = gradient
@@ -227,10 +251,7 @@ class GradReducer:
         accumulate_dtype."""
         options = self._options
         if state.local is None:
-            dtype = gradient.dtype
-            if options.several_expected and not options.reduce_each_pass and options.accumulate_dtype is not None:
-                dtype = options.accumulate_dtype
-            state.local = self._memory_for(state, dtype, gradient.device)
+            state.local = self._new_local(state, gradient)
             for low, high in state.bucket.gaps:
                 state.local[low:high].zero_()
         first = slot.index not in state.written
@@ -246,6 +267,31 @@ class GradReducer:
             else:
                 place.copy_(values)
         state.written.add(slot.index)
+
+    def _new_local(self, state: _BucketState, gradient: torch.Tensor) -> torch.Tensor:
+        options = self._options
+        dtype = gradient.dtype
+        if options.several_expected and not options.reduce_each_pass and options.accumulate_dtype is not None:
+            dtype = options.accumulate_dtype
+        return self._memory_for(state, dtype, gradient.device)
+
+    def _put_held(self, state: _BucketState) -> None:
+        """Move the held gradients into ``local``, where none of them is yet: in one call if that is possible."""
+        held, state.held = state.held, {}
+        if state.local is None and state.filler is not None and held:
+            first = next(iter(held.values()))
+            local = self._new_local(state, first)
+            if state.filler.fill(local, held):
+                state.local = local
+                state.written.update(held)
+                if self._options.arrival_factor != 1.0:
+                    local.mul_(self._options.arrival_factor)
+                return
+            if not state.staged:
+                self._pool.give_back(local)
+            state.staged = False
+        for index in sorted(held):
+            self._put(state, self.layout.slots[index], held[index])
 
     def _memory_for(self, state: _BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised full bucket; where it can be and its reduction is next, one that travels without a copy."""
@@ -314,12 +360,12 @@ class GradReducer:
 
     def _complete_local(self, state: _BucketState) -> torch.Tensor:
         """``local`` with zeros where no gradient came."""
-        for index in sorted(state.held):
-            self._put(state, self.layout.slots[index], state.held[index])
-        state.held.clear()
+        self._put_held(state)
         if state.local is None:
             like = self.parameters[state.bucket.slots[0].index]
             return torch.zeros(state.bucket.numel, dtype=like.dtype, device=like.device)
+        if len(state.written) == len(state.bucket.slots):
+            return state.local
         for slot in state.bucket.slots:
             if slot.index not in state.written:
                 zero_slot(state.local, state.bucket, slot)
@@ -420,6 +466,44 @@ class GradReducer:
         self._passes_in_local = 0
         self.used.clear()
         self.probes.clear()
+
+
+def _many_small(bucket: Bucket) -> bool:
+    """Whether moving gradients one by one costs more in calls than in bytes."""
+    return len(bucket.slots) > 1 and 0 < bucket.numel <= _SMALL * len(bucket.slots)
+
+
+class _Filler:
+    """Writes a whole bucket from the gradients of all its slots, zeros in between, in one call."""
+
+    def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self._bucket = bucket
+        self._slots = [(slot.index, slot.numel, strides[slot.index]) for slot in bucket.slots if slot.numel]
+        self._zero: dict[torch.dtype, torch.Tensor] = {}
+        # Where each element of the bucket lies in the concatenated gradients, whose last element is a zero.
+        source = torch.full((bucket.numel,), sum(slot.numel for slot in bucket.slots), dtype=torch.int32)
+        position = 0
+        for slot in bucket.slots:
+            values = torch.arange(position, position + slot.numel, dtype=torch.int32)
+            for place, part in destinations(source, bucket, slot, values, (1,)):
+                place.copy_(part)
+            position += slot.numel
+        self._source = source.to(device)
+
+    def fill(self, local: torch.Tensor, gradients: dict[int, torch.Tensor]) -> bool:
+        """False, and nothing done, unless every slot has a gradient of ``local``'s dtype."""
+        flats = []
+        for index, numel, strides in self._slots:
+            gradient = gradients.get(index)
+            if gradient is None or gradient.dtype != local.dtype:
+                return False
+            if gradient.stride() == strides and gradient.is_contiguous():
+                flats.append(gradient.view(numel))
+            else:
+                flats.append(flattened(gradient, strides))
+        zero = self._zero.setdefault(local.dtype, local.new_zeros(1))
+        torch.index_select(torch.cat([*flats, zero]), 0, self._source, out=local)
+        return True
 
 
 def _make_hook(known: weakref.ref[GradReducer], slot: Slot) -> Callable[[torch.Tensor], None]:

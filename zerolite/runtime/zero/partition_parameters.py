@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from zerolite.accelerator import host_values
 from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import broadcast_into, content_hash, differing
+from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.module_hooks import external_parameters
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
+    NOT_AVAILABLE,
     PartitionedParameter,
     gather,
     handle_of,
     refresh,
 )
+
+_off: Callable[[], Any] = torch._C.DisableTorchFunction  # no mode sees the torch functions that run inside
 
 
 def partition(
@@ -28,23 +35,70 @@ def partition(
     identity, attributes and strides stay. Called on all ranks, in the same order."""
     if dtype is not None and parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
-    return PartitionedParameter(parameter, name, comm, device)
+    handle = PartitionedParameter(parameter, name, comm, device)
+    parameter.__deepcopy__ = functools.partial(_deepcopy, handle)  # type: ignore[method-assign]
+    return handle
 
 
+def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+    """``copy.deepcopy``: an ordinary whole parameter; a partitioned one where modules are being built partitioned.
+    Called on all ranks, in the same order."""
+    with _off():
+        _commit_all()
+        copied = handle.whole_copy(memo)
+        if _modes and handle_of(copied) is None:
+            partition(copied, handle.name, handle.comm, handle.shard.device)
+    return copied
+
+
+@torch.no_grad()
+def take_rank0(parameter: torch.nn.Parameter, comm: Communicator, device: torch.device) -> None:
+    """Rank 0's values into a plain parameter, in place where it lies on ``device``. Called on all ranks."""
+    data = parameter.data
+    if data.device == device and data.stride() == dense_strides(data):
+        _broadcast(flattened(data), comm, "initial_sync", 0)
+    else:
+        broadcast_into(data, comm, device, "initial_sync")
+
+
+def _broadcast(flat: torch.Tensor, comm: Communicator, tag: str, source: int) -> None:
+    """Rank ``source``'s values into everybody's ``flat`` [n], of any dtype. Called on all ranks."""
+    if flat.numel():
+        comm.broadcast(flat.view(torch.uint8), tag, source)
+
+
+@torch.no_grad()
 def partition_model(
     model: torch.nn.Module, comm: Communicator, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
     """Partition every plain parameter of ``model``; rank 0's values are everyone's. Modules on the meta device are
-    materialised one by one. Called on all ranks, with equal models."""
+    materialised one by one, children first. Called on all ranks, with equal models."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
     different = differing(plain, comm, device)
     for parameter, differs in zip(plain, different, strict=True):
         if differs:
-            broadcast_into(parameter.data, comm, device, "initial_sync")
+            take_rank0(parameter, comm, device)
         partition(parameter, names[id(parameter)], comm, device, dtype)
-    for name, module in model.named_modules():
+    for name, module in _children_first(model):
         _materialise(name, module, names, comm, device, dtype)
+
+
+def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Every module once, after those inside it: a module may set what its children have set before."""
+    found: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+
+    def walk(name: str, module: torch.nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for child_name, child in module.named_children():
+            walk(f"{name}.{child_name}" if name else child_name, child)
+        found.append((name, module))
+
+    walk("", model)
+    return found
 
 
 def _materialise(
@@ -55,31 +109,173 @@ def _materialise(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Give a module's own meta parameters and buffers memory and values, then partition them."""
-    meta = [p for p in module.parameters(recurse=False) if p.is_meta]
+    """Give a module's own meta parameters and buffers memory and values, then partition them. Own parameters that
+    have values (tied ones, from their first owner) keep them."""
+    own = list(module.parameters(recurse=False))
+    meta = [p for p in own if p.is_meta]
     if not meta and not any(b.is_meta for b in module.buffers(recurse=False)):
         return
-    reset = getattr(module, "reset_parameters", None)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise RuntimeError(
             f"zerolite: module '{name}' ({type(module).__name__}) is on the meta device and has no reset_parameters() "
             "method to give its parameters and buffers values; add one, or build the module inside zero.Init instead"
         )
     for parameter in meta:
+        # The same Parameter object, wherever it is used. torch.utils.swap_tensors would swap attributes too, and
+        # refuse where a weak reference exists (recurrent layers keep some).
         fresh = torch.nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-        attributes = dict(vars(parameter))
-        torch.utils.swap_tensors(parameter, fresh)  # the same Parameter object, wherever it is used
-        vars(parameter).update(attributes)
+        torch._C._swap_tensor_impl(parameter, fresh)
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=device)
-    with GatheredParameters(module.parameters(recurse=False), modifier_rank=0), torch.no_grad():
+    kept = GatheredParameters([p for p in own if handle_of(p) is not None])
+    with GatherOnUse(dtype=dtype), kept:
         reset()
+        kept.drop_changes()
     for buffer in module.buffers(recurse=False):
         broadcast_into(buffer, comm, device, "initial_sync")
     for parameter in meta:
-        broadcast_into(parameter.data, comm, device, "initial_sync")
+        take_rank0(parameter, comm, device)
         partition(parameter, names[id(parameter)], comm, device, dtype)
+
+
+# -------------------------------------------------------------------- parameters that initialisation code touches
+
+
+_modes: list[GatherOnUse] = []  # entered, the innermost last
+
+# What can be read of a partitioned parameter without its values: as of the whole one, and as of any.
+_OF_THE_SHAPE = frozenset(
+    "shape size ndim dim ndimension numel nelement stride is_contiguous element_size nbytes itemsize __len__".split()
+)
+_OF_ANY = frozenset(
+    "requires_grad requires_grad_ grad grad_fn is_leaf dtype device layout is_meta is_cuda is_sparse is_quantized "
+    "is_floating_point is_complex retain_grad register_hook register_post_accumulate_grad_hook _version".split()
+)
+
+
+class GatherOnUse(TorchFunctionMode):
+    """Inside, a partitioned parameter that belongs to no engine is whole for the torch function that touches it, and
+    until one touches another. Then rank 0's values are everyone's, and it is partitioned again; in its new dtype,
+    shape and strides if ``.data`` was set to something else.
+
+    ``dtype``: of the parts; None: what a parameter has. ``before_creation``: called before a function that takes no
+    tensor. Torch functions that touch values must be called on all ranks, in the same order.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, before_creation: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._before_creation = before_creation
+        # With the parameter, so that it lives on all ranks until it is partitioned again.
+        self._open: dict[int, tuple[PartitionedParameter, torch.nn.Parameter]] = {}
+        # By the storage of the whole values, for tensors that share it (`p.data`, views).
+        self._seen: weakref.WeakValueDictionary[int, PartitionedParameter] = weakref.WeakValueDictionary()
+
+    def __enter__(self) -> GatherOnUse:
+        with _off():
+            _commit_all()
+        super().__enter__()
+        _modes.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _modes.remove(self)
+        super().__exit__(kind, error, trace)
+        with _off():
+            if kind is None:
+                self.commit()
+            for handle, _ in self._open.values():
+                handle.release()
+            self._open.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(func.__self__, "__name__", "")
+        with _off():
+            if name in _OF_THE_SHAPE:
+                args = [handle.view if (handle := self._hidden(value)) is not None else value for value in args]
+            elif name not in _OF_ANY:
+                self._prepare([*args, *(kwargs or {}).values()])
+        return func(*args, **(kwargs or {}))
+
+    def _hidden(self, value: Any) -> PartitionedParameter | None:
+        """What stands behind ``value`` if it is a parameter that is not available and nobody else's affair, or shares
+        its memory."""
+        if isinstance(value, torch.nn.Parameter):
+            handle = handle_of(value)
+        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and self._seen:
+            handle = self._seen.get(value.untyped_storage()._cdata)
+        else:
+            return None
+        if handle is None or handle.status is not NOT_AVAILABLE or handle.ref() is None:
+            return None
+        return handle if handle.manager is None or handle.manager() is None else None
+
+    def _prepare(self, values: Iterable[Any]) -> None:
+        flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]
+        if self._before_creation is not None and not any(isinstance(v, torch.Tensor) for v in flat):
+            self._before_creation()
+        hidden = {id(handle): handle for v in flat if (handle := self._hidden(v)) is not None}
+        if not hidden:
+            return
+        touched = {id(handle) for v in flat if (handle := handle_of(v)) is not None}
+        self.commit(but=touched)
+        for handle in hidden.values():
+            self._open[id(handle)] = (handle, handle.parameter)
+            if handle.storage is not None:
+                self._seen[handle.storage._cdata] = handle
+        gather(list(hidden.values()))
+
+    @torch.no_grad()
+    def commit(self, but: Iterable[int] = ()) -> None:
+        """Partition again what was gathered, except for these handles' ids. Called on all ranks, at the same place of
+        the model's construction."""
+        kept = {key: self._open[key] for key in but if key in self._open}
+        done = [both for key, both in self._open.items() if key not in kept]
+        self._open = kept
+        for handle, parameter in done:
+            if handle.status is not AVAILABLE:
+                continue  # its partition() was called
+            data = parameter.data
+            if (data.shape, data.dtype, dense_strides(data)) != (handle.shape, handle.shard.dtype, handle.strides):
+                handle.make_whole()
+                parameter.data = data
+                take_rank0(parameter, handle.comm, handle.shard.device)
+                partition(parameter, handle.name, handle.comm, handle.shard.device, self._dtype)
+                continue
+            _bring_home(handle)
+            _broadcast(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
+            handle.write()
+            handle.release()
+
+
+def _commit_all() -> None:
+    """Partition again what initialisation code has touched, so that ranks agree on it. Called on all ranks."""
+    for mode in _modes:
+        mode.commit()
+
+
+def _bring_home(handle: PartitionedParameter) -> None:
+    """``p.data = values`` has put other memory of the same shape in the parameter's place: copy them where they
+    belong. Nothing if that has not happened."""
+    data, view = handle.parameter.data, handle.view
+    if data.data_ptr() == view.data_ptr() and data.stride() == view.stride() and data.dtype == view.dtype:
+        return
+    if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
+        data = data.clone()
+    view.copy_(data)
+    handle.parameter.data = view
+
+
+# -------------------------------------------------------------------- parameters whole for a while
+
+
+_contexts: list[GatheredParameters] = []  # entered, the innermost last
 
 
 class GatheredParameters:
@@ -92,8 +288,8 @@ class GatheredParameters:
     that nothing is changed, which saves reading every value twice. Contexts nest; what is not partitioned is left
     alone.
 
-    If the block raises, the parameters are released and changes are dropped. Entered and left on all ranks, in the
-    same order.
+    If the block raises, the parameters are released and changes are dropped. Tensors that share a parameter's memory
+    (``p.data``, views) end with the context: keep copies. Entered and left on all ranks, in the same order.
     """
 
     def __init__(
@@ -108,14 +304,16 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._handles: list[PartitionedParameter] = []
         self._digests: dict[int, torch.Tensor] = {}  # of what must not change
-        self._saved: dict[int, torch.Tensor] = {}  # on one process, where the whole values are the shard itself
+        self._saved: dict[int, torch.Tensor] = {}  # whole values that do not end with the context
         if not enabled:
             return
-        handles = [handle_of(parameter) for parameter in _parameters_in(params)]
+        self._parameters = list(_parameters_in(params))  # kept alive
+        handles = [handle_of(parameter) for parameter in self._parameters]
         self._handles = list(dict.fromkeys(handle for handle in handles if handle is not None))
         if modifier_rank is not None and self._handles:
             world_size = self._handles[0].comm.world_size
-            if isinstance(modifier_rank, bool) or not 0 <= modifier_rank < world_size:
+            whole_number = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
+            if not whole_number or not 0 <= modifier_rank < world_size:
                 raise ValueError(
                     f"zero.GatheredParameters: expected modifier_rank from 0 to {world_size - 1} or None, got "
                     f"{modifier_rank!r}"
@@ -125,78 +323,101 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, handle.parameter)
 
     def __enter__(self) -> GatheredParameters:
-        _hold(self._handles)
-        if self._modifier is None and self._check:
-            outermost = [handle for handle in self._handles if handle.held == 1]
-            self._digests = {id(handle): content_hash(handle.view) for handle in outermost}
-        self._saved = {id(h): h.shard.clone() for h in self._handles if h.comm.world_size == 1}
+        with _off():
+            _commit_all()
+            lasting = [h for h in self._handles if h.comm.world_size == 1 or h.status is not NOT_AVAILABLE]
+            _hold(self._handles)
+            if self._check:
+                self._saved = {id(handle): handle.full.clone() for handle in lasting}
+                if self._modifier is None:
+                    self._digests = {id(handle): content_hash(handle.view) for handle in self._handles}
+            _contexts.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is not None:
-                for handle in self._handles:
-                    self._restore(handle)
-            elif self._modifier is not None:
-                self._write_changes(self._modifier)
-            else:
-                self._refuse_changes()
-        finally:
-            _unhold(self._handles)
-            self._digests.clear()
-            self._saved.clear()
+        with _off():
+            _contexts.remove(self)
+            refused: str | None = None
+            guilty: list[PartitionedParameter] = []
+            try:
+                if kind is not None:
+                    self.drop_changes()
+                elif self._modifier is not None:
+                    refused = self._write_changes(self._modifier)
+                else:
+                    guilty = self._changed()
+            finally:
+                _unhold(self._handles)
+                saved, self._saved = self._saved, {}
+                self._digests = {}
+            if guilty:
+                # What an engine goes on using has the changes still.
+                refresh([h for h in guilty if h.status is AVAILABLE and id(h) not in saved])
+                refused = (
+                    "parameters were changed inside a read-only context, so ranks would disagree: "
+                    f"{', '.join(handle.name for handle in guilty)}. The changes are dropped; pass modifier_rank=0 "
+                    "(the rank whose values everybody takes) to make some."
+                )
+        if refused:
+            raise RuntimeError(f"zero.GatheredParameters: {refused}")
 
     @torch.no_grad()
-    def _write_changes(self, source: int) -> None:
+    def drop_changes(self) -> None:
+        """Take back what was written into the parameters since the context was entered."""
         for handle in self._handles:
-            self._take_replaced(handle)
-            handle.comm.broadcast(handle.full[: handle.numel], "parameters", source)
-            handle.write()
+            if id(handle) in self._saved:
+                handle.full.copy_(self._saved[id(handle)])
+            if handle.status is AVAILABLE:
+                handle.parameter.data = handle.view
 
     @torch.no_grad()
-    def _restore(self, handle: PartitionedParameter) -> None:
-        """Drop what was written into a gathered parameter."""
-        if id(handle) in self._saved:
-            handle.shard.copy_(self._saved[id(handle)])
-        if handle.status is AVAILABLE:
-            handle.parameter.data = handle.view
+    def _write_changes(self, source: int) -> str | None:
+        """Rank ``source``'s values everywhere; or, on all ranks, what is wrong with them."""
+        if not self._handles:
+            return None
+        comm = self._handles[0].comm
+        fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
+        bad = torch.tensor([not fit for fit in fits], dtype=torch.int64, device=self._handles[0].shard.device)
+        comm.broadcast(bad, "parameters", source)
+        wrong = [handle for handle, flag in zip(self._handles, host_values(bad), strict=True) if flag]
+        if wrong:
+            self.drop_changes()
+            names = ", ".join(f"{handle.name} {tuple(handle.shape)}" for handle in wrong)
+            return f"expected parameters to keep their shapes, rank {source} gave others to {names}. Nothing is changed"
+        for handle, fit in zip(self._handles, fits, strict=True):
+            if fit:
+                _bring_home(handle)
+            else:
+                handle.parameter.data = handle.view
+            _broadcast(handle.full[: handle.numel], handle.comm, "parameters", source)
+            handle.write()
+            for context in _contexts:  # around this one
+                if id(handle) in context._digests:
+                    context._digests[id(handle)] = content_hash(handle.view)
+                if id(handle) in context._saved:
+                    context._saved[id(handle)].copy_(handle.full)
+        return None
 
-    def _take_replaced(self, handle: PartitionedParameter) -> None:
-        """``p.data = values`` put other memory in the parameter's place: bring its values home."""
-        parameter = handle.parameter
-        data = parameter.data
-        if data.data_ptr() == handle.view.data_ptr() and data.stride() == handle.view.stride():
-            return
-        if data.shape != handle.shape:
-            raise RuntimeError(
-                f"zero.GatheredParameters: expected parameter '{handle.name}' to keep its shape "
-                f"{tuple(handle.shape)}, it has {tuple(data.shape)} now"
-            )
-        handle.view.copy_(data)
-        parameter.data = handle.view
-
-    def _refuse_changes(self) -> None:
-        outermost = [handle for handle in self._handles if id(handle) in self._digests]
-        if not outermost:
-            return
-        comm = outermost[0].comm
-        changed = torch.zeros(len(outermost), dtype=torch.int64, device=outermost[0].full.device)
-        for position, handle in enumerate(outermost):
-            now = content_hash(handle.parameter.data)
-            changed[position] = (now != self._digests[id(handle)]).to(torch.int64)
-        comm.all_reduce_max(changed, "parameters")
-        guilty = [h for h, flag in zip(outermost, host_values(changed), strict=True) if flag]
+    def _changed(self) -> list[PartitionedParameter]:
+        """The parameters that some rank has changed; they are taken back."""
+        if not self._digests:
+            return []
+        device = self._handles[0].shard.device
+        flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
+        for position, handle in enumerate(self._handles):
+            data = handle.parameter.data
+            same = data.shape == handle.shape and data.dtype == handle.shard.dtype
+            changed = content_hash(data) != self._digests[id(handle)] if same else torch.ones_like(flags[0])
+            flags[position] = changed.to(torch.int64)
+            if same and data.data_ptr() != handle.view.data_ptr():
+                handle.parameter.data = handle.view
+        self._handles[0].comm.all_reduce_max(flags, "parameters")
+        guilty = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]
         if guilty:
-            for handle in guilty:
-                self._restore(handle)
-            refresh([handle for handle in guilty if handle.persistent])
-            raise RuntimeError(
-                "zero.GatheredParameters: parameters were changed inside a read-only context, so ranks would disagree: "
-                f"{', '.join(handle.name for handle in guilty)}. The changes are dropped; pass modifier_rank=0 (the "
-                "rank whose values everybody takes) to make some."
-            )
+            self.drop_changes()
+        return guilty
 
 
 def _hold(handles: Sequence[PartitionedParameter]) -> None:
@@ -240,8 +461,8 @@ def _parameters_in(params: Any) -> Iterator[torch.Tensor]:
         yield from params.parameters()
     elif isinstance(params, torch.Tensor):
         yield params
-    elif isinstance(params, Iterable):
-        for item in params:
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)):
+        for item in params.values() if isinstance(params, Mapping) else params:
             yield from _parameters_in(item)
     else:
         raise ValueError(

@@ -94,8 +94,12 @@ class PartitionedParameterCoordinator:
         """Gather a parameter with ``module``'s unit (the root where it has none) from its next use on. Called on all
         ranks."""
         index = self._index.get(id(handle))
-        if index is not None and not handle.persistent:
-            self.schedule.add_parameter(self._unit_of.get(id(module), 0), index)
+        if index is None or handle.persistent:
+            return
+        unit = self.units[self._unit_of.get(id(module), 0)]
+        if any(use.unit is unit for use in (*self._stack, *self._backward)):
+            gather([handle])
+        self.schedule.add_parameter(unit.index, index)
 
     # ---------------------------------------------------------------- forward
 
@@ -166,7 +170,8 @@ class PartitionedParameterCoordinator:
         if handle is None or handle.persistent:
             return
         index = self._index.get(id(handle))
-        if index is not None:
+        caller = self._stack[-1].unit.index if self._stack else None
+        if index is not None and (caller is None or index not in self.schedule.parameters_of(caller)):
             self._attach(index)
 
     # ---------------------------------------------------------------- backward

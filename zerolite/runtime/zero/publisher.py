@@ -26,7 +26,7 @@ class Publisher:
         self._buffer = buffer
         self._comm = comm
         self._gather = gather
-        self._overlap = overlap_forward and gather and comm.world_size > 1
+        self.overlaps = overlap_forward and gather and comm.world_size > 1
         self._pending: dict[int, Pending] = {}
         self._entered: set[int] = set()  # parameters whose owner's forward ran since the last publish
         self._early: set[int] = set()  # buckets that hold parameters used outside their owner's forward
@@ -44,7 +44,7 @@ class Publisher:
 
     def end_step(self) -> None:
         """After the last bucket: without ``overlap_forward`` the parameters are whole when this returns."""
-        if not self._overlap:
+        if not self.overlaps:
             self.wait_all()
         self._entered.clear()
         self._raced = set(self._pending)
@@ -63,7 +63,7 @@ class Publisher:
 
     def attach(self, root: torch.nn.Module) -> None:
         """Install the hooks before forward (nothing without ``overlap_forward``)."""
-        if not self._overlap:
+        if not self.overlaps:
             return
         layout = self._buffer.layout
         index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
@@ -84,7 +84,7 @@ class Publisher:
     def on_gradient(self, index: int) -> None:
         """A gradient arrived: was its parameter used through its owner's forward? Raises RuntimeError if it may
         have been read too early."""
-        if not self._overlap or index in self._entered:
+        if not self.overlaps or index in self._entered:
             return
         slot = self._buffer.layout.slots[index]
         if slot.bucket in self._early:

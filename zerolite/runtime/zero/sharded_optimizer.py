@@ -27,6 +27,7 @@ class _Piece:
     fragment: Fragment
     group: int
     tensor: torch.Tensor
+    position: int  # among the pieces of its bucket
 
 
 class ShardedOptimizer(Optimizer):
@@ -51,6 +52,7 @@ class ShardedOptimizer(Optimizer):
         self._buffer = buffer
         self._update_dtypes = [update_dtype(master.dtype) for master in buffer.master]
         self._pieces = self._cut(groups)
+        self._sizes = [_split_sizes(f, m.numel()) for f, m in zip(buffer.fragments, buffer.master, strict=True)]
         self._on_step: Callable[[], None] = lambda: None
         self._on_zero_grad: Callable[[], None] = lambda: None
         self._on_read: Callable[[], None] = lambda: None
@@ -200,8 +202,13 @@ class ShardedOptimizer(Optimizer):
             if isinstance(factor, torch.Tensor) or factor != 1.0:
                 gradient.mul_(factor)
             self._bind(bucket)
-            for piece in here:
-                piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
+            if len(here) > 1 and self._buffer.shard:
+                parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
+                for piece in here:
+                    piece.tensor.grad = parts[piece.position]
+            else:
+                for piece in here:
+                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
             pieces += here
         if not pieces:
             return
@@ -268,8 +275,8 @@ class ShardedOptimizer(Optimizer):
                 source = source.to(self._update_dtypes[bucket])
             pieces.append(
                 [
-                    _Piece(f, group_of[id(self._buffer.parameters[f.slot.index])], self._buffer.piece(f, source))
-                    for f in fragments
+                    _Piece(f, group_of[id(self._buffer.parameters[f.slot.index])], self._buffer.piece(f, source), i)
+                    for i, f in enumerate(fragments)
                 ]
             )
         return pieces
@@ -360,6 +367,15 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 f"engine.optimizer.load_state_dict: expected param groups of {here} parameters, got groups of {saved}"
             )
+
+
+def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:
+    """Lengths that cut a shard into gap, fragment, gap, fragment, …, gap."""
+    sizes, position = [], 0
+    for fragment in fragments:
+        sizes += [fragment.shard_start - position, fragment.numel]
+        position = fragment.shard_start + fragment.numel
+    return [*sizes, numel - position]
 
 
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")

@@ -1,0 +1,271 @@
+"""What each library costs the host: step time of a stack of tiny layers over that of plain PyTorch.
+
+    python benchmarks/host_overhead.py                            # 100 and 400 layers, everyone, one process each
+    python benchmarks/host_overhead.py --competitors zerolite-3,zerolite-3-w64 --layers 100 --rounds 3
+    python benchmarks/host_overhead.py --profile zerolite-3-w64-modules --layers 100
+
+A layer is LayerNorm(32), Linear(32, 32) and a residual; 8 rows are a batch; one thread. Every competitor has one
+process of its own, which sleeps while another runs. Each of its turns stands next to a turn of plain PyTorch, before it
+and after it in alternate rounds, and ratios are taken within such a pair.
+
+zerolite-3: stage 3 with stage3_param_persistence_threshold 0. "-modules": a unit per module that owns parameters
+(stage3_module_granularity_threshold 0) instead of one for the whole small stack; "-reshard": also gathered anew for
+every use (stage3_max_reuse_distance 0). "-w64": as rank 0 of 64 ranks, with a communicator that sends nothing. What
+that one does instead of sending (it copies shards, so that numbers stay finite) is the "fake ms", which "x plain" and
+"us a layer" leave out. "x plain CPU" compares processor time, all threads, collectives included: where other work keeps
+the machine busy it is the one to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import platform
+import pstats
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.competitors import Setting
+from benchmarks.report import disagreement, render_table
+from benchmarks.tiny_layers import BATCH, COMPETITORS, WIDTH, Ready, Turn, make_inputs, prepare, serve_stack, train
+from benchmarks.tiny_layers import warm_up as warm_up_trainee
+from benchmarks.workers import CompetitorFailed, Workers, join_group
+
+REFERENCE = "plain"
+SETTING = Setting(world_size=1)
+LOSS_TOLERANCE = 1e-4
+LEAST_WARMUP = 5  # stage 3 follows its plan from then on
+
+
+@dataclass(frozen=True)
+class Row:
+    """One competitor at one number of layers. Times are of a step. Ratios and differences are to plain PyTorch:
+    `to_plain` and `us_per_layer` without what pretended collectives took, `wall_to_plain` and `cpu_to_plain` with it.
+    `gathers` and `reductions` count launches of a step."""
+
+    name: str
+    layers: int
+    absent: str | None = None
+    step_ms: float | None = None
+    min_ms: float | None = None
+    cpu_ms: float | None = None
+    fake_ms: float | None = None
+    gathers: int | None = None
+    reductions: int | None = None
+    us_per_layer: float | None = None
+    cpu_to_plain: float | None = None
+    wall_to_plain: float | None = None
+    to_plain: float | None = None
+
+
+COLUMNS = (
+    ("competitor", "name", "{}"),
+    ("layers", "layers", "{}"),
+    ("step ms", "step_ms", "{:.2f}"),
+    ("min", "min_ms", "{:.2f}"),
+    ("CPU ms", "cpu_ms", "{:.2f}"),
+    ("fake ms", "fake_ms", "{:.2f}"),
+    ("gathers", "gathers", "{}"),
+    ("reductions", "reductions", "{}"),
+    ("us a layer", "us_per_layer", "{:.1f}"),
+    ("x plain CPU", "cpu_to_plain", "{:.2f}"),
+    ("x plain, all", "wall_to_plain", "{:.2f}"),
+    ("x plain", "to_plain", "{:.2f}"),
+)
+
+
+class Contest:
+    """The competitors at one number of layers, what they measured, and why the others did not.
+
+    `pairs[name]` holds turns of plain PyTorch and of the competitor, next to each other in time.
+    """
+
+    def __init__(self, args: argparse.Namespace, layers: int) -> None:
+        self.args, self.layers = args, layers
+        self.workers: dict[str, Workers] = {}
+        self.ready: dict[str, Ready] = {}
+        self.absent: dict[str, str] = {}
+        self.pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in args.competitors}
+
+    def run(self) -> list[Row]:
+        try:
+            with tempfile.TemporaryDirectory(prefix="zerolite-overhead-") as directory:
+                for name in (REFERENCE, *self.pairs):
+                    if name not in self.workers:
+                        self._start(name, Path(directory) / f"store-{name}")
+                for number in range(self.args.rounds):
+                    self._run_round(number)
+                    print(f"{self.layers} layers: round {number + 1} of {self.args.rounds} done", file=sys.stderr)
+        finally:
+            for workers in self.workers.values():
+                workers.close()
+        return [self._row(name) for name in self.pairs]
+
+    def _start(self, name: str, store: Path) -> None:
+        missing = COMPETITORS[name].missing()
+        if missing:
+            self.absent[name] = missing
+            return
+        self.workers[name] = Workers(serve_stack, SETTING, (name, self.layers, self.args.warmup), store)
+        try:
+            self.ready[name] = self.workers[name].start()
+        except CompetitorFailed as failure:
+            self._drop(name, failure)
+
+    def _drop(self, name: str, failure: CompetitorFailed) -> None:
+        if name == REFERENCE:
+            raise failure
+        print(f"{name} failed: {failure}\n{failure.details}", file=sys.stderr)
+        self.absent[name] = "failed: " + " ".join(str(failure).split())
+        self.workers.pop(name).close()
+
+    def _run_round(self, number: int) -> None:
+        """A pair of turns for everyone; every second round runs in the opposite order."""
+        names = [name for name in self.pairs if name not in self.absent]
+        for name in names if number % 2 == 0 else names[::-1]:
+            try:
+                if number % 2 == 0:
+                    plain, turn = (self.workers[each].run(self.args.steps) for each in (REFERENCE, name))
+                else:
+                    turn, plain = (self.workers[each].run(self.args.steps) for each in (name, REFERENCE))
+                self.pairs[name].append((plain, turn))
+            except CompetitorFailed as failure:
+                self._drop(name, failure)
+
+    def _row(self, name: str) -> Row:
+        if name in self.absent:
+            return Row(name, self.layers, absent=self.absent[name])
+        return summarise(name, self.layers, self.ready[name], self.pairs[name])
+
+    def disagreements(self) -> list[str]:
+        """Sentences about competitors whose losses in the warm-up are not plain PyTorch's, where they should be."""
+        found = []
+        for name in self.pairs:
+            if name in self.absent or not COMPETITORS[name].communicates:
+                continue
+            sentence = disagreement(self.ready[name].losses, self.ready[REFERENCE].losses, LOSS_TOLERANCE)
+            if sentence:
+                found.append(f"{name}, {self.layers} layers: {sentence} ({REFERENCE})")
+        return found
+
+
+def summarise(name: str, layers: int, ready: Ready, pairs: list[tuple[Turn, Turn]]) -> Row:
+    """Medians: over steps within a turn, then over pairs."""
+    plain = [statistics.median(turn.step_s) for turn, _ in pairs]
+    wall = [statistics.median(turn.step_s) for _, turn in pairs]
+    fake = [statistics.median(turn.fake_s) for _, turn in pairs]
+    median = statistics.median
+    return Row(
+        name=name,
+        layers=layers,
+        step_ms=1e3 * median(wall),
+        min_ms=1e3 * min(seconds for _, turn in pairs for seconds in turn.step_s),
+        cpu_ms=1e3 * median(turn.cpu_s / len(turn.step_s) for _, turn in pairs),
+        fake_ms=1e3 * median(fake) if any(fake) else None,
+        gathers=ready.gathers,
+        reductions=ready.reductions,
+        us_per_layer=1e6 * median(w - f - p for w, f, p in zip(wall, fake, plain, strict=True)) / layers,
+        cpu_to_plain=median((turn.cpu_s / len(turn.step_s)) / (p.cpu_s / len(p.step_s)) for p, turn in pairs),
+        wall_to_plain=median(w / p for w, p in zip(wall, plain, strict=True)),
+        to_plain=median((w - f) / p for w, f, p in zip(wall, fake, plain, strict=True)),
+    )
+
+
+def profile(args: argparse.Namespace) -> None:
+    """cProfile over some steps of one competitor, in this process, at the first number of layers."""
+    with tempfile.TemporaryDirectory(prefix="zerolite-overhead-") as directory:
+        join_group(0, SETTING, str(Path(directory) / "store"))
+        trainee, inputs = prepare(args.profile, args.layers[0]), make_inputs()
+        ready = warm_up_trainee(trainee, inputs, args.warmup)
+        turn = train(trainee, inputs, args.steps)
+        print(
+            f"{args.profile}, {args.layers[0]} layers: {1e3 * statistics.median(turn.step_s):.2f} ms a step without "
+            f"the profiler, {1e3 * statistics.median(turn.fake_s):.2f} of it in pretended collectives; launches a "
+            f"step: {ready.gathers} gathers, {ready.reductions} reductions"
+        )
+        profiler = cProfile.Profile()
+        profiler.runcall(train, trainee, inputs, args.steps)
+        pstats.Stats(profiler).sort_stats(args.sort).print_stats(args.top)
+        torch.distributed.destroy_process_group()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ",".join(COMPETITORS)
+    parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
+    parser.add_argument("--layers", default="100,400", help="numbers of layers, comma-separated (default: 100,400)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn")
+    parser.add_argument("--warmup", type=int, default=8, help=f"steps before the first round, {LEAST_WARMUP} or more")
+    parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--profile", metavar="NAME", choices=list(COMPETITORS), help="run cProfile on one competitor")
+    parser.add_argument("--top", type=int, default=30, help="functions that --profile prints")
+    parser.add_argument("--sort", default="tottime", help="their order: tottime (default), cumtime, ncalls")
+    args = parser.parse_args(argv)
+    args.competitors = [name.strip() for name in args.competitors.split(",") if name.strip()]
+    unknown = [name for name in args.competitors if name not in COMPETITORS]
+    if unknown or not args.competitors:
+        parser.error(f"--competitors: expected names of {default}, got {', '.join(unknown) or 'none'}")
+    try:
+        args.layers = [int(text) for text in args.layers.split(",")]
+    except ValueError:
+        parser.error(f"--layers: expected numbers separated by commas, got {args.layers}")
+    for name, value, least in (
+        ("layers", min(args.layers), 1),
+        ("rounds", args.rounds, 1),
+        ("steps", args.steps, 1),
+        ("warmup", args.warmup, LEAST_WARMUP),
+    ):
+        if value < least:
+            parser.error(f"--{name}: expected {least} or more, got {value}")
+    return args
+
+
+def describe(args: argparse.Namespace) -> str:
+    return (
+        f"one process and one thread each, fp32, {BATCH} x {WIDTH} a step, {args.rounds} rounds of {args.steps} steps, "
+        f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.profile:
+        profile(args)
+        return 0
+    contests = [Contest(args, layers) for layers in args.layers]
+    rows = [row for contest in contests for row in contest.run()]
+    disagreements = [sentence for contest in contests for sentence in contest.disagreements()]
+    print(describe(args))
+    print(render_table(rows, args.markdown, COLUMNS))
+    for sentence in disagreements:
+        print(f"LOSSES DISAGREE: {sentence}")
+    if args.json:
+        document = {
+            "setting": vars(args),
+            "description": describe(args),
+            "results": [asdict(row) for row in rows],
+            "turns": [
+                {"name": name, "layers": contest.layers, "plain": asdict(plain), "competitor": asdict(turn)}
+                for contest in contests
+                for name, pairs in contest.pairs.items()
+                for plain, turn in pairs
+            ],
+            "disagreements": disagreements,
+        }
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 1 if disagreements else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

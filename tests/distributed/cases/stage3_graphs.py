@@ -1,0 +1,570 @@
+"""Models whose graphs are not those of a plain forward and backward: frozen and unused parameters, checkpointing,
+in-place operations, functions of their own, changing branches, and the larger modules of torch.nn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils import checkpoint as checkpointing
+
+from tests.distributed.cases.stage3_cases import WIDTH, Block, Case, batch, case, cases, loss_of, tokens
+
+plain_checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
+reentrant_checkpoint = partial(checkpointing.checkpoint, use_reentrant=True)
+
+
+class Stack(Case):
+    """Four blocks behind a linear layer, whose output needs a gradient; ``run`` says how a block is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        return self.blocks[index](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in range(len(self.blocks)):
+            x = self.run(index, x)
+        return x
+
+
+# -------------------------------------------------------------------- frozen and unused
+
+
+@cases(middle=("blocks.1.", "blocks.2."), first=("first.", "blocks.0."), last=("blocks.3.",), biases=("bias", "gain"))
+class Frozen(Stack):
+    """Some parameters are frozen from the start: whole units, or parts of units."""
+
+    def __init__(self, parts: tuple[str, ...]) -> None:
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in parts))
+
+
+@case
+class HeadOnly(Stack):
+    """Everything is frozen but a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features))
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+@cases(plain=lambda f, x: f(x), checkpointed=plain_checkpoint)
+class Lora(Stack):
+    """Adapters on a base of which everything is frozen."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.call = call
+        for block in self.blocks:
+            block.up, block.down = LoraLinear(block.up), LoraLinear(block.down)
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        return self.call(self.blocks[index], x)
+
+
+@cases(units=("blocks.1.", "first."), parts=("bias",), most=("blocks.", "weight"))
+class FreezeMidway(Stack):
+    """Parameters are frozen after two steps and trained again after five."""
+
+    stable = None
+
+    def __init__(self, parts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def prepare(self, step: int) -> None:
+        for name, parameter in self.named_parameters():
+            if any(part in name for part in self.parts):
+                parameter.requires_grad_(not 2 <= step < 5)
+
+
+@case
+class Unused(Stack):
+    """A block that is never called, a parameter that its module does not use, a branch that takes no part in the
+    loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never, self.useless, self.aside = Block(), nn.Parameter(torch.ones(WIDTH)), Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.aside(x)
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        return loss_of(engine(batch(step))[0])
+
+
+@case
+class UnusedOnSomeRanks(Stack):
+    """Which of a module's own parameters are used is each rank's choice, step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(3))
+        self.always, self.number = nn.Parameter(torch.ones(WIDTH)), 0
+
+    def prepare(self, step: int) -> None:
+        self.number = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * self.always
+        ways = list(self.ways)
+        return x @ ways[2] if (self.number + dist.get_rank()) % 2 else x @ ways[0] @ ways[0]
+
+
+class ExpertsMoeBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, skip: int) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        used = [index for index in range(3) if index != skip]
+        return torch.stack([self.experts[i](x) * weights[..., i : i + 1] for i in used]).sum(0)
+
+
+@case
+class MixtureOfExperts(Case):
+    """An expert gets nothing on one rank, another one on the other rank; one expert gets nothing at all."""
+
+    zero = {"leaf_modules": ["*MoeBlock"]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.moe, self.second_moe = nn.Linear(WIDTH, WIDTH), ExpertsMoeBlock(), ExpertsMoeBlock()
+        self.number = 0
+
+    def prepare(self, step: int) -> None:
+        self.number = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.moe(self.first(x), (dist.get_rank() + self.number) % 3)
+        return self.second_moe(x, 1 if dist.get_rank() == 0 else self.number % 2)
+
+
+# -------------------------------------------------------------------- checkpointing
+
+
+@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint, to_the_end=partial(plain_checkpoint, early_stop=False))
+class Checkpointed(Stack):
+    """Every block."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        return self.call(self.blocks[index], x)
+
+
+@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
+class CheckpointedInPart(Checkpointed):
+    """Every other block; one of the blocks is frozen, another one in part; the last two are one segment."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__(call)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2].up.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.call(self.blocks[0], self.first(x)))
+        return self.call(lambda y: self.blocks[3](self.blocks[2](y) * self.first.bias), x)
+
+
+@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
+class CheckpointedNested(Checkpointed):
+    """A checkpoint in a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def pair(index: int, x: Tensor) -> Tensor:
+            return self.call(self.blocks[index + 1], self.call(self.blocks[index], x))
+
+        return self.call(pair, 2, self.call(pair, 0, self.first(x)))
+
+
+@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
+class CheckpointedInside(Checkpointed):
+    """A module whose own parameters surround a checkpoint, whose function closes over one of them, several times."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__(call)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        for block in self.blocks[:2]:
+            x = x + self.call(lambda y, b=block: torch.tanh(b(y) * self.scale) @ self.first.weight, x)
+        return self.call(self.blocks[0], x) * self.scale
+
+
+@case
+class CheckpointedSelectively(Stack):
+    """Matrix products are saved, the rest is recomputed."""
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+            saved = operator in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+            choice = checkpointing.CheckpointPolicy
+            return choice.MUST_SAVE if saved else choice.PREFER_RECOMPUTE
+
+        contexts = partial(checkpointing.create_selective_checkpoint_contexts, policy)
+        return plain_checkpoint(self.blocks[index], x, context_fn=contexts)
+
+
+@case
+class CheckpointedSequence(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpointing.checkpoint_sequential(self.blocks, 2, self.first(x), use_reentrant=False)
+
+
+# -------------------------------------------------------------------- called directly, changed in place
+
+
+@case
+class CalledDirectly(Stack):
+    """Parts of the model are called without it, and without the engine."""
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        model = engine.module
+        x = model.blocks[2].up(model.blocks[0](model.first(batch(step))))
+        return loss_of(model.blocks[2].down(x)) + loss_of(engine(batch(step + 1)))
+
+
+@cases(relu=F.relu_, add=lambda y: y.add_(1), slice=lambda y: y[..., :2].mul_(2), fill=lambda y: y[..., 0].zero_())
+class ChangedInPlace(Stack):
+    """The output of every block, by its caller."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        y = self.blocks[index](x)
+        self.change(y)
+        return y
+
+
+@cases(
+    slice=lambda y: y[..., :WIDTH],
+    transposed=lambda y: y.transpose(0, 1),
+    flat=lambda y: y.view(-1, WIDTH),
+    expanded=lambda y: y.unsqueeze(0),
+)
+class ViewChangedInPlace(Case):
+    """A module that returns a view of what it computed; its caller changes that in place."""
+
+    class Viewed(nn.Module):
+        def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.linear, self.view = nn.Linear(WIDTH, WIDTH), view
+            self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.view(self.linear(x) @ self.scale)
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.one, self.two = nn.Linear(WIDTH, WIDTH), self.Viewed(view), self.Viewed(view)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.one(x)
+        y.mul_(0.5).add_(1)
+        z = self.two(y)
+        z[..., 0] *= 2
+        return z
+
+
+@case
+class InputChangedInPlace(Stack):
+    """A module that writes into its input and returns it, and results written into a larger tensor."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(self.inner(x.clone()) * self.scale)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.again = self.Scaled(), self.Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.scaled(super().forward(x) * 1.0))
+        parts = torch.zeros_like(x)
+        for index in range(x.shape[1]):
+            parts[:, index] = self.blocks[0](x[:, index])
+        return parts
+
+
+# -------------------------------------------------------------------- functions of their own
+
+
+class _Product(torch.autograd.Function):
+    """x @ w.t(); ``how``: w is saved as a tensor, kept as an attribute, or read from its module in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: nn.Module, how: str) -> Tensor:
+        ctx.how, ctx.module = how, module
+        ctx.save_for_backward(x, *([weight] if how == "saved" else []))
+        ctx.weight = weight if how == "attribute" else None
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *saved = ctx.saved_tensors
+        weight = {"saved": saved[0] if saved else None, "attribute": ctx.weight}.get(ctx.how, ctx.module.weight)
+        return gradient @ weight, torch.einsum("bti,btj->ij", gradient, x), None, None
+
+
+@cases(saved="saved", attribute="attribute", module="module")
+class OwnFunction(Stack):
+    """A custom autograd.Function with a module's weight, inside the module and outside of it."""
+
+    class Layer(nn.Module):
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.weight, self.how = nn.Parameter(torch.randn(WIDTH, WIDTH)), how
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _Product.apply(x, self.weight, self, self.how)
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.two, self.how = self.Layer(how), self.Layer(how), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(super().forward(x))
+        return _Product.apply(self.two(x), self.first.weight, self.first, self.how)
+
+
+@cases(value=False, graph=True)
+class GradientInForward(Case):
+    """A forward that differentiates one of its modules by an input; ``graph``: that is differentiated again."""
+
+    def __init__(self, graph: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.graph = nn.Linear(WIDTH, WIDTH), Block(), graph
+        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        place = x if self.graph else x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(place).sum(), place, create_graph=self.graph)
+        return self.last(x + force) + self.energy(x)
+
+
+# -------------------------------------------------------------------- changes from step to step
+
+
+@case
+class ChangingBranches(Stack):
+    """Which blocks run, and in which order: the same for a while, then another, then as before."""
+
+    stable, steps = None, 16
+    orders = [(0, 1, 2, 3)] * 5 + [(0, 2), (3, 1, 0), (0, 1, 2, 3), (1, 1, 1)] + [(0, 1, 2, 3)] * 7
+
+    def prepare(self, step: int) -> None:
+        self.order = self.orders[step]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in self.order:
+            x = self.run(index, x)
+        return x
+
+
+@case
+class TrainAndEval(Stack):
+    """An evaluation before and after every forward in training, of the engine and of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(super().forward(x).transpose(1, 2)))
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        with torch.no_grad():
+            before = loss_of(engine.eval()(batch(step)))
+        loss = loss_of(engine.train()(batch(step)))
+        with torch.no_grad():
+            after = loss_of(engine.eval().module.blocks[1](batch(step)))
+        engine.train()
+        return loss + before + after
+
+
+# -------------------------------------------------------------------- the larger modules of torch.nn
+
+
+class _Library(Case):
+    """Training, and evaluation before it, whose fast paths read weights directly."""
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        with torch.no_grad():
+            quiet = loss_of(engine.eval()(batch(step)))
+        return loss_of(engine.train()(batch(step))) + quiet
+
+
+@cases(
+    lstm=lambda: nn.LSTM(WIDTH, 7, 2, batch_first=True, bidirectional=True, dropout=0.2),
+    projected=lambda: nn.LSTM(WIDTH, 7, proj_size=3),
+    gru=lambda: nn.GRU(WIDTH, 5, 2, bias=False),
+    rnn=lambda: nn.RNN(WIDTH, 5),
+)
+class Recurrent(_Library):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.recurrent = nn.Linear(WIDTH, WIDTH), build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.recurrent(self.first(x))
+        return y.sum(-1) + (state[0] if isinstance(state, tuple) else state).sum()
+
+
+@case
+class RecurrentCell(_Library):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for index in range(x.shape[1]):
+            state = self.cell(x[:, index], state)
+        return self.head(state[0])
+
+
+@cases(joint={}, separate={"kdim": WIDTH, "vdim": WIDTH, "add_bias_kv": True, "bias": False})
+class Attention(_Library):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y, weights = self.attention(x, x, x, need_weights=not self.training)
+        return y if weights is None else y * weights.sum()
+
+
+def _encoder(**options: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 10, batch_first=True, **options)
+
+
+@cases(
+    after=lambda: nn.TransformerEncoder(_encoder(), 2),
+    before=lambda: nn.TransformerEncoder(
+        _encoder(norm_first=True, activation="gelu"), 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False
+    ),
+)
+class Encoder(_Library):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.encoder = nn.Linear(WIDTH, WIDTH), build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.arange(x.shape[1]).expand(x.shape[:2]) > torch.tensor([[3], [4]])
+        return self.encoder(self.first(x), src_key_padding_mask=padding)[:, :3]
+
+
+@case
+class EncoderDecoder(_Library):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 10, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transformer(x, x.flip(1))
+
+
+@cases(sum="sum", mean="mean", max="max")
+class Bags(Case):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(13, WIDTH, mode=mode), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.bag(ids))
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        return loss_of(engine(tokens(step)))
+
+
+@cases(
+    weight_norm=parametrizations.weight_norm,
+    spectral_norm=parametrizations.spectral_norm,
+    orthogonal=parametrizations.orthogonal,
+    old_spectral_norm=nn.utils.spectral_norm,
+)
+class Parametrized(_Library):
+    def __init__(self, parametrize: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.one = parametrize(nn.Linear(WIDTH, WIDTH))
+        self.two = parametrize(nn.Linear(WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x))) @ self.two.weight
+
+
+@case
+class ConvNet(_Library):
+    """A convolutional net without batch statistics, in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 5, 3, padding=1),
+            nn.GroupNorm(1, 5),
+            nn.PReLU(5),
+            nn.Conv2d(5, 10, 3, stride=2, groups=5),
+            nn.ConvTranspose2d(10, 4, 2),
+            nn.InstanceNorm2d(4, affine=True),
+        )
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        x = batch(step, 2, 3, 7, 7).to(memory_format=torch.channels_last)
+        return loss_of(engine(x))

@@ -1,0 +1,784 @@
+"""zero.Init, zero.GatheredParameters and external parameters: what every rank checks for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.memory import events_in_order, memory_profile
+from tests.distributed.configs import ADAMW, config
+from zerolite import zero
+
+MOVING = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+}
+KEPT = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+WHOLE: dict[str, Any] = {}  # the defaults: everything in these models is persistent
+SETTINGS = {"moving": MOVING, "kept": KEPT, "whole": WHOLE}
+ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition", "all_gather", "partition_numel")
+
+
+def stage3(settings: str = "moving", precision: str = "fp32") -> dict[str, Any]:
+    return config(3, precision, optimizer=ADAMW, zero=SETTINGS[settings])
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's values, copied."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        with zero.GatheredParameters(parameter):
+            found[name] = parameter.data.clone()
+    return found
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_partitioned(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == (0,), name
+        assert parameter.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE, name
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], *texts: str) -> Any:
+    try:
+        yield
+    except kind as error:
+        for text in texts:
+            assert text in str(error), f"'{text}' is not in: {error}"
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def train(engine: Any, steps: int = 5) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = models.square_loss(engine, models.float_batch(step, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def seed_by_rank(seed: int) -> None:
+    torch.manual_seed(seed + 100 * dist.get_rank())
+
+
+# -------------------------------------------------------------------- Init: whose values, which values
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 9)
+        self.gain = nn.Parameter(torch.ones(()))
+        nn.init.xavier_uniform_(self.up.weight)
+
+
+class Initialises(nn.Module):
+    """Initialisation after the children exist, in all the ways that models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, padding_idx=2)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.clones = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 7), 2, enable_nested_tensor=False)
+        self.plain = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+        self.grown = nn.ModuleList()
+        for width in (3, 4):
+            self.grown.append(nn.Linear(width, 2))
+        self.rnn = nn.LSTM(3, 4)
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self._set)
+        for name, parameter in self.named_parameters():
+            if name.endswith("up.weight") and parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.1 / parameter.shape[1])
+        self.plain[0].weight.data = torch.randn(3, 3)
+        self.plain[1].weight.data.mul_(2)
+        with torch.no_grad():
+            self.plain[2].weight[1:] = 3.0
+            self.plain[2].bias.copy_(self.plain[1].bias + self.plain[0].bias)
+        views = [parameter.data for parameter in self.parameters()]  # kept beyond the next one's gather
+        for view in views:
+            view.mul_(1.5)
+        self.conv.to(memory_format=torch.channels_last)
+        self.grown[0].weight.data = torch.randn(2, 3).double()
+        self.grown[1].weight.data = torch.randn(2, 6)  # another shape
+        self.numel = sum(parameter.numel() for parameter in self.parameters())
+        with torch.no_grad():
+            self.features = self.conv(torch.ones(1, 3, 5, 5)).shape[1]  # a dummy forward
+            self.embed.weight[self.embed.padding_idx].fill_(0)
+
+    def _set(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0, 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def rank0_values() -> None:
+    """Each rank has a seed of its own; all get what rank 0 alone would have built."""
+    torch.manual_seed(3)
+    wanted = Initialises()
+    seed_by_rank(3)
+    with zero.Init():
+        model = Initialises()
+    assert_partitioned(model)
+    assert (model.numel, model.features) == (wanted.numel, wanted.features)
+    assert model.head.weight is model.embed.weight
+    assert_same(whole(model), values_of(wanted))
+    names = {name: parameter._zero_handle.name for name, parameter in model.named_parameters()}
+    assert {name for name in names if names[name] != name} == {n for n in names if n.startswith("grown")}
+    with zero.GatheredParameters(model):
+        for (_, parameter), (name, other) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
+            assert (parameter.stride(), parameter.dtype) == (other.stride(), other.dtype), name
+
+
+def same_training(settings: str, stage: int = 2, steps: int = 5) -> None:
+    """Init on different seeds, then training: bit for bit plain construction on rank 0's seed at another stage."""
+    torch.manual_seed(4)
+    plain = zerolite.initialize(models.Mlp(), config(stage, optimizer=ADAMW))
+    losses = train(plain, steps)
+    seed_by_rank(4)
+    with zero.Init(config_dict_or_path=stage3(settings)):
+        model = models.Mlp()
+    parameters = list(model.parameters())
+    ids = [p.ds_id for p in parameters]
+    engine = zerolite.initialize(model, stage3(settings))
+    assert all(p is q for p, q in zip(parameters, engine.module.parameters(), strict=True))
+    assert ids == [p.ds_id for p in parameters]
+    assert train(engine, steps) == losses
+    assert_same(whole(engine.module), values_of(plain.module))
+
+
+def many_kinds_of_init() -> None:
+    torch.manual_seed(0)
+    wanted = values_of(nn.Linear(5, 3))
+    seed_by_rank(0)
+    with zero.Init():
+        root = nn.Linear(5, 3)
+    assert_partitioned(root)
+    assert_same(whole(root), wanted)
+
+    class Outer(nn.Module):
+        def __init__(self, nested: bool) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(3))
+            with zero.Init(enabled=nested):
+                self.inner = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+                nn.init.ones_(self.inner[0].weight)
+                self.scale.data.add_(1)
+            nn.init.normal_(self.inner[1].weight)
+
+    torch.manual_seed(1)
+    wanted = values_of(Outer(False))
+    seed_by_rank(1)
+    with zero.Init():
+        model = Outer(True)
+    assert_partitioned(model)
+    assert_same(whole(model), wanted)
+
+    context = zero.Init()  # one object, twice; and a part built in another
+    for _ in range(2):
+        with context:
+            second = nn.Sequential(root, nn.Linear(3, 2))
+        assert_partitioned(second)
+
+    model = models.build(models.Mlp)
+    seen = values_of(model)
+    zero.Init(module=model)
+    assert_partitioned(model)
+    assert_same(whole(model), seen)
+
+
+def exceptions_in_the_context() -> None:
+    with zero.Init():
+        kept = nn.Sequential(nn.Linear(3, 3))
+    before = whole(kept)
+    with raises(KeyError, "boom"), zero.Init():
+        nn.Sequential(nn.Linear(3, 3))
+        kept[0].weight.data.fill_(7)
+        raise KeyError("boom")
+    assert_partitioned(kept)
+    assert_same(whole(kept), before)
+    plain = nn.Linear(2, 2)  # no hook and no mode is left
+    assert plain.weight.shape == (2, 2)
+    assert not any(hasattr(plain.weight, name) for name in ATTRIBUTES)
+    assert kept[0].weight.shape == (0,)
+
+
+def disabled_init(contexts: list[dict[str, Any]]) -> None:
+    for arguments in contexts:
+        with zero.Init(**arguments):
+            layer = nn.Sequential(nn.Linear(3, 4))
+        assert layer[0].weight.shape == (4, 3)
+        assert not any(hasattr(layer[0].weight, name) for name in (*ATTRIBUTES, "_zero_handle"))
+
+
+def dtype_and_device() -> None:
+    torch.manual_seed(0)
+    wanted = nn.Linear(5, 3).weight.data.bfloat16()
+    torch.manual_seed(0)
+    with zero.Init(dtype=torch.bfloat16, remote_device="cpu"):
+        model = nn.Sequential(nn.Linear(5, 3))
+        model[0].bias.data = torch.zeros(3)
+        model.register_parameter("count", nn.Parameter(torch.arange(3), requires_grad=False))
+    assert model[0].weight.ds_tensor.dtype == model[0].bias.ds_tensor.dtype == torch.bfloat16
+    assert model.count.ds_tensor.dtype == torch.int64
+    assert torch.equal(whole(model)["0.weight"], wanted)
+    assert whole(model)["count"].tolist() == [0, 1, 2]
+    for device in ("nvme", "cuda"):
+        with raises(ValueError, "remote_device", device, "not supported yet"):
+            zero.Init(remote_device=device)
+    with raises(ValueError, "dtype", "int32"):
+        zero.Init(dtype=torch.int32)
+    with raises(ValueError, "module", "str"):
+        zero.Init(module="model")  # type: ignore[arg-type]
+    with raises(zerolite.ConfigError, "stage"):
+        zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 7}})
+
+
+def state_dict_of_what_no_engine_has() -> dict[str, Tensor]:
+    with zero.Init():
+        model = models.Mlp()
+    with raises(RuntimeError, "first.weight", "GatheredParameters"):
+        model.state_dict()
+    with raises(RuntimeError, "first.weight", "modifier_rank=0"):
+        model.load_state_dict({})
+    with zero.GatheredParameters(model):
+        state = model.state_dict()
+    assert_same(dict(state), whole(model))  # copies: they outlive the context
+    with zero.GatheredParameters(model, modifier_rank=0):
+        model.load_state_dict({name: value + 1 for name, value in state.items()})
+    assert_same({name: value + 1 for name, value in state.items()}, whole(model))
+    return dict(state)
+
+
+# -------------------------------------------------------------------- Init: memory
+
+
+class Listed(nn.Module):
+    """Layers that nobody owns while the list is built."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
+        for layer in self.layers:
+            nn.init.normal_(layer.weight)
+        self.apply(lambda module: module.weight.data.mul_(2) if isinstance(module, nn.Linear) else None)
+
+
+class Cloned(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(width, width, bias=False))
+        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(depth)])
+
+
+class Owner(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(3))
+        for index in range(depth):
+            setattr(self, f"layer{index}", nn.Linear(width, width, bias=False))
+
+
+KINDS = {"listed": Listed, "cloned": Cloned, "owner": Owner}
+
+
+def construction_peak(kind: str, depth: int, width: int, meta: bool = False) -> dict[str, float]:
+    """Peak and final tensor bytes in units of one layer, by the allocator's account."""
+    with memory_profile() as profiler:
+        if meta:
+            with torch.device("meta"):
+                model = KINDS[kind](depth, width)
+            zero.Init(module=model)
+        else:
+            with zero.Init():
+                model = KINDS[kind](depth, width)
+    held, peak = 0, 0
+    for _, nbytes, _ in events_in_order(profiler):
+        held += nbytes
+        peak = max(peak, held)
+    assert_partitioned(model)
+    return {"peak": peak / (4 * width**2), "held": held / (4 * width**2)}
+
+
+# -------------------------------------------------------------------- Init: meta
+
+
+class Metaful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.rnn = nn.LSTM(6, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(6, 7)
+        self.head.weight = self.embed.weight
+
+
+def meta_model() -> None:
+    with torch.device("meta"):
+        model = Metaful()
+    parameters = dict(model.named_parameters())
+    model.embed.weight.label = "mine"
+    seed_by_rank(2)
+    zero.Init(module=model)
+    assert_partitioned(model)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert model.head.weight is model.embed.weight and model.embed.weight.label == "mine"
+    assert model.rnn._flat_weights[0] is model.rnn.weight_ih_l0
+    torch.manual_seed(2)
+    wanted = nn.Embedding(7, 6).weight.data
+    values = whole(model)
+    assert torch.equal(values["embed.weight"], wanted)  # the first owner's values, as in plain construction
+    assert values["attention.out_proj.bias"].eq(0).all()  # set by the attention, after its child has been made
+    assert values["norm.weight"].eq(1).all() and model.norm.running_var.eq(1).all()
+    assert values["rnn.weight_ih_l0"].abs().max() <= 5**-0.5
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values)
+    for other in gathered:
+        assert_same(values, other)
+
+
+def meta_engine() -> None:
+    """Meta models go straight into initialize, and train like a whole one of the same values."""
+    with torch.device("meta"):
+        model = models.Mlp()
+    seed_by_rank(6)
+    engine = zerolite.initialize(model, stage3())
+    start = whole(engine.module)
+    twin = models.Mlp()
+    twin.load_state_dict(start)
+    other = zerolite.initialize(twin, config(2, optimizer=ADAMW))
+    assert train(engine) == train(other)
+    assert_same(whole(engine.module), values_of(other.module))
+
+
+def meta_without_reset() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Bare())
+    with raises(RuntimeError, "'1' (Bare)", "meta device", "reset_parameters()"):
+        zero.Init(module=model)
+
+
+# -------------------------------------------------------------------- plain, partitioned and mixed models
+
+
+class WithAdapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(7, 2, bias=False)
+        self.up = nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(torch.tanh(self.down(x)))
+
+
+def mixed_model(settings: str) -> None:
+    """Adapters on a partitioned, frozen base: as the same model built whole."""
+    torch.manual_seed(8)
+    plain = zerolite.initialize(WithAdapter(nn.Linear(7, 3)), config(2, optimizer=ADAMW))
+    losses = train(plain)
+    seed_by_rank(8)
+    with zero.Init():
+        base = nn.Linear(7, 3)
+    engine = zerolite.initialize(WithAdapter(base), stage3(settings))
+    assert train(engine) == losses
+    assert_same(whole(engine.module), values_of(plain.module))
+
+
+def resized_embedding() -> None:
+    """As transformers does it: old rows gathered, copied into a new plain embedding."""
+    with zero.Init():
+        model = models.OddModel()
+    fresh = nn.Embedding(models.VOCABULARY + 4, 5)
+    nn.init.zeros_(fresh.weight)
+    with zero.GatheredParameters(model.embed.weight, modifier_rank=None):
+        fresh.weight.data[: models.VOCABULARY] = model.embed.weight.data
+        old = model.embed.weight.data.clone()
+    model.embed = fresh
+    engine = zerolite.initialize(model, stage3())
+    assert torch.equal(whole(engine.module)["embed.weight"][: models.VOCABULARY], old)
+    assert model.embed.weight.ds_shape == (models.VOCABULARY + 4, 5)
+    loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
+    engine.backward(loss)
+    engine.step()
+
+
+def becomes_whole(stage: int) -> None:
+    torch.manual_seed(9)
+    plain = zerolite.initialize(models.Mlp(), config(stage, optimizer=ADAMW))
+    losses = train(plain)
+    seed_by_rank(9)
+    with zero.Init():
+        model = models.Mlp()
+    parameters = list(model.parameters())
+    parameters[0].label = "mine"
+    engine = zerolite.initialize(model, config(stage, optimizer=ADAMW))
+    for parameter, again in zip(parameters, engine.module.parameters(), strict=True):
+        assert parameter is again
+        assert not any(hasattr(parameter, name) for name in (*ATTRIBUTES, "_zero_handle"))
+    assert parameters[0].label == "mine"
+    assert train(engine) == losses
+    assert_same(values_of(engine.module), values_of(plain.module))
+
+
+def changed_before_initialize() -> None:
+    with zero.Init():
+        model = models.Mlp()
+    with zero.GatheredParameters(model.first.weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            model.first.weight.data[0] = 5.0
+    assert whole(model)["first.weight"][0].eq(5).all()
+    engine = zerolite.initialize(model, stage3())
+    assert whole(engine.module)["first.weight"][0].eq(5).all()
+
+
+# -------------------------------------------------------------------- attributes
+
+
+def attributes(settings: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = models.build(models.OddModel)
+    values = values_of(model)
+    for parameter in model.parameters():
+        parameter.label = "mine"
+    before = list(model.parameters())
+    engine = zerolite.initialize(model, stage3(settings))
+    for parameter, (name, value) in zip(before, values.items(), strict=True):
+        part = -(-value.numel() // world)
+        persistent = settings == "whole"
+        assert (parameter.ds_shape, parameter.ds_numel) == (value.shape, value.numel()), name
+        assert parameter.ds_tensor.shape == (part,) and parameter.partition_numel() == part, name
+        padded = F.pad(value.reshape(-1), (0, part * world - value.numel()))
+        assert torch.equal(parameter.ds_tensor, padded[rank * part : (rank + 1) * part]), name
+        assert parameter.ds_tensor.data_ptr() % 16 == 0, name
+        status = zero.ZeroParamStatus.AVAILABLE if persistent else zero.ZeroParamStatus.NOT_AVAILABLE
+        assert parameter.ds_status is status, name
+        assert parameter.shape == (value.shape if persistent else (0,)), name
+        assert parameter.label == "mine"
+        parameter.all_gather()
+        assert parameter.ds_status is zero.ZeroParamStatus.AVAILABLE and torch.equal(parameter.data, value), name
+        parameter.partition()
+    assert all(p is q for p, q in zip(before, engine.module.parameters(), strict=True))
+    assert len({parameter.ds_id for parameter in before}) == len(before)
+    assert model.head.weight is model.embed.weight
+
+
+def plain_parameters_have_none() -> None:
+    engine = zerolite.initialize(models.Mlp(), config(2))
+    names = (*ATTRIBUTES, "_zero_handle")
+    assert not any(hasattr(p, name) for p in engine.module.parameters() for name in names)
+    with zero.GatheredParameters(engine.module, modifier_rank=0):  # what is not partitioned is left alone
+        pass
+
+
+# -------------------------------------------------------------------- GatheredParameters
+
+
+def forms() -> None:
+    with zero.Init():
+        model = models.OddModel()
+    parameters = list(model.parameters())
+    for given, expected in (
+        (model.up.weight, [model.up.weight]),
+        ([model.up.weight, model.up.weight, model.gain], [model.up.weight, model.gain]),
+        ((p for p in parameters[:3]), parameters[:3]),
+        (dict(model.up.named_parameters()), list(model.up.parameters())),
+        ([model.up, [model.gain]], [*model.up.parameters(), model.gain]),
+        (model, parameters),
+        (None, []),
+        ([], []),
+        (nn.Linear(2, 2), []),
+    ):
+        with zero.GatheredParameters(given):
+            available = [p for p in parameters if p.ds_status is zero.ZeroParamStatus.AVAILABLE]
+            assert {id(p) for p in available} == {id(p) for p in expected}
+            assert all(p.shape == p.ds_shape for p in available)
+        assert_partitioned(model)
+    with zero.GatheredParameters(model, enabled=False):
+        assert_partitioned(model)
+    for bad in (5, "weight", [model.up.weight, "weight"]):
+        with raises(ValueError, "zero.GatheredParameters", "expected a parameter"):
+            zero.GatheredParameters(bad)
+    for rank in (-1, dist.get_world_size(), True, "0", 0.5):
+        with raises(ValueError, "modifier_rank", repr(rank)):
+            zero.GatheredParameters(model, modifier_rank=rank)  # type: ignore[arg-type]
+
+
+def modifier(settings: str | None, precision: str = "fp32") -> None:
+    """Every rank's change reaches all, in every way of making it; what others write is dropped."""
+    model = models.build(models.OddModel)
+    if settings is None:
+        zero.Init(module=model)
+    else:
+        engine = zerolite.initialize(model, stage3(settings, precision))
+        model = engine.module
+    for source in range(dist.get_world_size()):
+        here = dist.get_rank() == source
+        for turn, name in enumerate(("up.weight", "gain", "frozen.bias", "empty", "embed.weight")):
+            parameter = model.get_parameter(name)
+            wanted = torch.full(parameter.ds_shape, 1.0 + source + turn)
+            with zero.GatheredParameters(parameter, modifier_rank=source), torch.no_grad():
+                if turn % 2:
+                    parameter.data = wanted.clone() if here else wanted - 7
+                else:
+                    parameter.copy_(wanted if here else wanted - 7)
+            assert torch.equal(whole(model)[name].float(), wanted), name
+            assert parameter.shape == (parameter.ds_shape if settings == "whole" else (0,))
+    if settings is not None:
+        before = whole(model)
+        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        for name, value in whole(model).items():  # Adam's first step is at most lr, from the new value
+            step = (value.float() - before[name].float()).abs()
+            assert step.numel() == 0 or step.max() <= 1e-3 * (1 + 0.1 * before[name].float().abs().max()) + 2e-2, name
+
+
+def masters(settings: str, source: int) -> None:
+    """bf16: a step with zero gradients and decay only shows from which master it started."""
+    model = models.build(models.Mlp)
+    decay = ("SGD", {"lr": 0.5, "weight_decay": 0.5, "foreach": True})
+    engine = zerolite.initialize(model, config(3, "bf16", optimizer=decay, zero=SETTINGS[settings]))
+    train(engine, 3)
+    with zero.GatheredParameters(engine.module.first.weight, modifier_rank=source):
+        if dist.get_rank() == source:
+            engine.module.first.weight.data.fill_(8.0)
+    batch = models.float_batch(0, 0, dist.get_rank())
+    engine.backward(models.square_loss(engine, batch) * 0.0)
+    engine.step()
+    assert whole(engine.module)["first.weight"].eq(6.0).all()
+
+
+def refused(settings: str | None) -> None:
+    """Changes under a read-only gather: an error on all ranks, and nothing has changed."""
+    model = models.build(models.OddModel)
+    if settings is None:
+        zero.Init(module=model)
+    else:
+        engine = zerolite.initialize(model, stage3(settings))
+        model = engine.module
+    weight = model.up.weight
+    before = whole(model)
+    guilty = dist.get_rank() == dist.get_world_size() - 1  # only one rank edits
+    name = "up.weight"
+
+    def edit(how: str) -> None:
+        with torch.no_grad():
+            if how == "in place":
+                weight[0, 0] += 1
+            elif how == "data":
+                weight.data.add_(1)
+            elif how == "replaced":
+                weight.data = weight.data + 1
+            else:
+                weight.data = torch.zeros(3)  # another shape
+
+    for how in ("in place", "data", "replaced", "shape"):
+        with raises(RuntimeError, "read-only", name, "modifier_rank=0"):  # noqa: SIM117
+            with zero.GatheredParameters(model):
+                if guilty:
+                    edit(how)
+        assert_same(whole(model), before)
+    with zero.GatheredParameters(model), raises(RuntimeError, name):  # noqa: SIM117
+        with zero.GatheredParameters([weight, model.gain]):
+            if guilty:
+                edit("data")
+    assert_same(whole(model), before)
+    with zero.GatheredParameters(model, modifier_rank=0), raises(RuntimeError, name):  # noqa: SIM117
+        with zero.GatheredParameters(weight):
+            if guilty:
+                edit("in place")
+    assert_same(whole(model), before)
+    with zero.GatheredParameters(model):  # the same values in other memory are no change
+        weight.data = weight.data.clone()
+    assert_same(whole(model), before)
+    if settings is None:
+        assert_partitioned(model)
+    else:
+        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+
+
+def nested(settings: str) -> None:
+    engine = zerolite.initialize(models.build(models.Mlp), stage3(settings))
+    weight, bias = engine.module.first.weight, engine.module.first.bias
+    with zero.GatheredParameters(engine.module):
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                weight.fill_(2.0)
+        assert weight.eq(2).all()
+        with zero.GatheredParameters([weight, bias]):
+            with zero.GatheredParameters(weight):
+                pass
+            assert weight.shape == (13, 7)
+        assert weight.shape == (13, 7)
+    assert whole(engine.module)["first.weight"].eq(2).all()
+    last = dist.get_world_size() - 1
+    with zero.GatheredParameters(engine.module, modifier_rank=last), torch.no_grad():
+        if dist.get_rank() == last:
+            weight.fill_(4.0)
+        with zero.GatheredParameters(weight):  # what has been changed before is no change
+            pass
+        if dist.get_rank() == last:
+            bias.fill_(5.0)
+    values = whole(engine.module)
+    assert values["first.weight"].eq(4).all() and values["first.bias"].eq(5).all()
+    train(engine, 2)
+
+
+def exceptions(settings: str) -> None:
+    engine = zerolite.initialize(models.build(models.Mlp), stage3(settings))
+    weight = engine.module.first.weight
+    before = whole(engine.module)
+    for source in (None, 0):
+        with raises(KeyError, "boom"), zero.GatheredParameters(engine.module, modifier_rank=source):
+            weight.data.fill_(3.0)
+            engine.module.first.bias.data = torch.ones(13)
+            raise KeyError("boom")
+        assert_same(whole(engine.module), before)
+        with zero.GatheredParameters(engine.module):
+            with raises(KeyError, "boom"), zero.GatheredParameters(weight, modifier_rank=source):
+                weight.data.fill_(3.0)
+                raise KeyError("boom")
+            assert torch.equal(weight.data, before["first.weight"])
+        assert_same(whole(engine.module), before)
+    with raises(RuntimeError, "shape", "first.weight (13, 7)"), zero.GatheredParameters(weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data = torch.zeros(3)
+    assert_same(whole(engine.module), before)
+    if settings != "whole":
+        assert_partitioned(engine.module)
+    train(engine, 2)
+
+
+def memory_formats() -> None:
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    value = plain.weight.data.clone()
+    assert value.stride() == plain.weight.stride()
+    engine = zerolite.initialize(nn.Sequential(plain), stage3())
+    with zero.GatheredParameters(engine.module, modifier_rank=0), torch.no_grad():
+        assert torch.equal(plain.weight, value) and plain.weight.stride() == value.stride()
+        if dist.get_rank() == 0:
+            plain.weight.data = (value + 1).contiguous()
+    with zero.GatheredParameters(engine.module):
+        assert torch.equal(plain.weight, value + 1) and plain.weight.stride() == value.stride()
+
+
+class GathersItself(nn.Module):
+    """Uses the other layer's weight inside its own forward, gathered by hand, and reads its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.second = nn.Linear(13, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with zero.GatheredParameters([self.first.weight, self.second.weight]):
+            scale = self.second.weight.detach().abs().mean() + self.first.weight.detach().abs().mean()
+        return self.second(torch.tanh(self.first(x))) * scale
+
+
+def inside_forward(settings: str) -> None:
+    plain = zerolite.initialize(models.build(GathersItself), config(2, optimizer=ADAMW))
+    engine = zerolite.initialize(models.build(GathersItself), stage3(settings))
+    assert train(plain, 6) == train(engine, 6)
+    assert_same(values_of(plain.module), whole(engine.module))
+    if settings == "moving":
+        assert_partitioned(engine.module)
+
+
+# -------------------------------------------------------------------- external parameters
+
+
+class Borrower(nn.Module):
+    """Uses a parameter it does not own, and knows it by a list, which no hook can see."""
+
+    def __init__(self, owner: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Linear(13, 13)
+        self.borrowed = [owner.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x) @ self.borrowed[0]
+
+
+class Lends(nn.Module):
+    def __init__(self, register: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.borrower = Borrower(self.first)
+        self.second = nn.Linear(7, 3)
+        if register == "function":
+            zero.register_external_parameter(self.borrower, self.first.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.borrower(torch.tanh(self.first(x))))
+
+
+def external(settings: str, register: str) -> None:
+    plain = zerolite.initialize(models.build(Lends, register=""), config(2, optimizer=ADAMW))
+    model = models.build(Lends, register=register)
+    engine = zerolite.initialize(model, stage3(settings))
+    if register == "later":
+        zero.register_external_parameter(model.borrower, model.first.weight)
+    if register == "fwd_module":
+        with zero.GatheredParameters(model.first.weight, fwd_module=model.borrower):
+            pass
+    assert train(plain, 6) == train(engine, 6)
+    assert_same(values_of(plain.module), whole(engine.module))
+    zero.unregister_external_parameter(model.borrower, model.first.weight)
+    with raises(ValueError, "(13, 7)", "not registered", "Borrower"):
+        zero.unregister_external_parameter(model.borrower, model.first.weight)
+    with raises(ValueError, "expected a module and a parameter", "int"):
+        zero.register_external_parameter(model.borrower, 3)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------- on its own
+
+
+def starts_by_itself() -> tuple[bool, int]:
+    """In a process without a group."""
+    assert not dist.is_initialized()
+    try:
+        with zero.Init():
+            model = nn.Sequential(nn.Linear(3, 2))
+        assert_partitioned(model)
+        again = copy.deepcopy(model)
+        assert again[0].weight.shape == (2, 3)
+        return dist.is_initialized(), dist.get_world_size()
+    finally:
+        zerolite.comm.destroy()

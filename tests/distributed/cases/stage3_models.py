@@ -1,0 +1,350 @@
+"""Models whose inputs, outputs and uses of parameters are not those of a plain stack of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerolite
+from tests.distributed.cases.stage3_cases import LENGTH, WIDTH, Block, Case, batch, case, cases, loss_of, tokens
+
+# -------------------------------------------------------------------- what goes in and comes out
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedPair:
+    first: Tensor
+    second: Tensor
+
+
+class NamedPair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class ObjectPair:
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.inner = {"deep": [first]}
+        self.second = second
+
+
+PACK: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda a, b: (a, b),
+    "list": lambda a, b: [a, b],
+    "dict": lambda a, b: {"a": a, "b": b, "count": 2, "none": None},
+    "dataclass": Pair,
+    "slots": SlottedPair,
+    "namedtuple": NamedPair,
+    "object": ObjectPair,
+    "nested": lambda a, b: {"x": [(a, {"y": Pair(a, b)})], "n": 1},
+}
+UNPACK: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
+    "tuple": tuple,
+    "list": tuple,
+    "dict": lambda v: (v["a"], v["b"]),
+    "dataclass": lambda v: (v.first, v.second),
+    "slots": lambda v: (v.first, v.second),
+    "namedtuple": tuple,
+    "object": lambda v: (v.inner["deep"][0], v.second),
+    "nested": lambda v: (v["x"][0][1]["y"].first, v["x"][0][0]),
+}
+
+
+@cases(**{kind: kind for kind in PACK})
+class Outputs(Case):
+    """A child and the model itself return a structure."""
+
+    class Split(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind = kind
+            self.first, self.second = Block(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            return PACK[self.kind](self.first(x), self.second(x))
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.one, self.two = self.Split(kind), self.Split(kind)
+
+    def forward(self, x: Tensor) -> Any:
+        a, b = UNPACK[self.kind](self.one(x))
+        return PACK[self.kind](*UNPACK[self.kind](self.two(a * b.sigmoid())))
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        a, b = UNPACK[engine.module.kind](engine(batch(step)))
+        return loss_of(a) + loss_of(b).sqrt()
+
+
+@case
+class KeywordInputs(Case):
+    """Keyword-only inputs, structures as inputs, one of them an activation, and integers that need no gradient."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.table = nn.Embedding(13, WIDTH)
+
+        def forward(self, *, hidden: dict[str, Tensor], ids: Tensor, scale: float = 2.0) -> Tensor:
+            return self.linear(hidden["x"]) * scale + self.table(ids)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), self.Inner()
+
+    def forward(self, x: Tensor, *, ids: Tensor, flag: bool) -> Tensor:
+        return self.second(hidden={"x": self.first(x)}, ids=ids) if flag else x
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        return loss_of(engine(x=batch(step), ids=tokens(step), flag=True))
+
+
+@case
+class OutputWithoutGradient(Case):
+    """A unit whose result is cut off from the graph, one under no_grad, and one that returns its input."""
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.probe = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, self.probe(x.detach())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.quiet, self.same, self.last = Block(), Block(), self.Same(), Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            mask = self.quiet(x) > 0
+        kept, probe = self.same(self.last(x))
+        return kept * mask + self.cut(x).detach(), probe
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        a, b = engine(batch(step))
+        return loss_of(a) + loss_of(b)
+
+
+@case
+class InputWithGradient(Case):
+    """The engine's input needs a gradient, and gets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        source = batch(step).requires_grad_()
+        loss = loss_of(engine(source * 2))
+        (gradient,) = torch.autograd.grad(loss, source, retain_graph=True)
+        return loss + gradient.detach().square().sum()
+
+
+# -------------------------------------------------------------------- who uses which parameter
+
+
+@case
+class SeveralUses(Case):
+    """One module many times in a forward, also through another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_block, self.head = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.head(self.step_block(x)) + self.head(x)
+        return x
+
+
+@case
+class Recursive(Case):
+    """A module that calls itself."""
+
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.split, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            if not depth:
+                return x * self.weight
+            below = self(torch.tanh(self.split(x)), depth - 1)
+            return below + self(x, depth - 1) * self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = self.Tree()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tree(x, 3)
+
+
+class Holder(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(self.own(x))
+
+
+@case
+class SharedModule(Case):
+    """A module with two parents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Block()
+        self.left, self.right = Holder(shared), Holder(shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.right(self.left(x)) + self.left(x)
+
+
+@cases(called=False, functional=True)
+class TiedHead(Case):
+    """A head with the embedding's weight, as a module with the same parameter or as a function of it."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.functional = functional
+        self.embed, self.block = nn.Embedding(13, WIDTH), Block()
+        if not functional:
+            self.head = nn.Linear(WIDTH, 13, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.block(self.embed(ids))
+        return F.linear(hidden, self.embed.weight) if self.functional else self.head(hidden)
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        return F.cross_entropy(engine(tokens(step)).flatten(0, 1), tokens(step).flatten())
+
+
+@case
+class BorrowedWeight(Case):
+    """A weight used by a function, of a module that is never called, deep in another module's forward, and in a loop."""
+
+    class Borrower(nn.Module):
+        def __init__(self, lender: nn.Linear) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+            self.__dict__["lender"] = lender  # not a child
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.linear(self.own(x), self.lender.weight, self.lender.bias)
+            return torch.addmm(self.lender.bias, x.flatten(0, 1), self.lender.weight.t()).view_as(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender = nn.Linear(WIDTH, WIDTH)
+        self.stack = nn.ModuleList(self.Borrower(self.lender) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.stack:
+            x = torch.tanh(layer(x))
+        return x * self.lender.weight.sum()
+
+
+@cases(itself=0, view=1, inside=2)
+class ReturnedParameter(Case):
+    """A module whose forward returns its parameter, a view of it, or a tuple with both."""
+
+    class Positions(nn.Module):
+        def __init__(self, how: int) -> None:
+            super().__init__()
+            self.how, self.table = how, nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.table, self.table[None, : x.shape[1]], (self.table, self.table[:1]))[self.how]
+
+    def __init__(self, how: int) -> None:
+        super().__init__()
+        self.first, self.positions, self.last = Block(), self.Positions(how), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, table = self.first(x), self.positions(x)
+        if isinstance(table, tuple):
+            table = table[0] * table[1]
+        return self.last(x * table) + table
+
+
+@case
+class ParameterContainers(Case):
+    """ParameterList and ParameterDict, by index, by iteration, nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(3)])
+        self.dict = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.ones(WIDTH)})
+        self.grouped = nn.ModuleDict({"x": nn.ParameterList([torch.randn(WIDTH)]), "y": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.list:
+            x = torch.tanh(x @ weight)
+        x = x * self.dict["a"] + self.list[0].diagonal()
+        return self.grouped["y"](x * sum(self.dict.values())) + self.grouped["x"][0]
+
+
+@case
+class BeforeAndAfterChildren(Case):
+    """Own parameters around calls of children, three levels deep."""
+
+    class Level(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.before = nn.Parameter(torch.ones(WIDTH))
+            self.inner = inner
+            self.after = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.inner(x * self.before) @ self.after) + self.before
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top, self.scale = self.Level(self.Level(self.Level(Block()))), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(x * self.scale) * self.scale + self.top.inner.inner.after[0]
+
+
+@case
+class RegisteredParameters(Case):
+    """``self.parameters()`` inside a forward, which nothing can see, for a penalty on all weights: registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Block(), Block()
+        for parameter in self.parameters():
+            zerolite.zero.register_external_parameter(self, parameter)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.two(self.one(x)), torch.stack([p.square().sum() for p in self.parameters()]).sum()
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        y, penalty = engine(batch(step))
+        return loss_of(y) + 0.01 * penalty

@@ -1,0 +1,64 @@
+"""Training runs that tell more than tests.distributed.cases.training: evaluation, buffers, strides, and at stage 3 what
+was partitioned, gathered and left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zerolite
+from tests.distributed.cases.training import BATCHES, LOSSES, make_engine, train_engine
+from zerolite.zero import ZeroParamStatus
+
+
+def train(
+    config: dict[str, Any],
+    model: str,
+    sizes: dict[str, Any] | None = None,
+    steps: int = 6,
+    loop: str = "engine",
+) -> dict[str, Any]:
+    """Train, evaluate once, and tell everything that a comparison may need; at stage 3 "partition" has the facts of
+    :func:`partition_facts`. Called on all ranks."""
+    engine = make_engine(config, model, sizes)
+    with zerolite.comm.record() as calls:
+        result = train_engine(engine, model, steps, loop)
+    stage3 = config["zero_optimization"]["stage"] == 3
+    if stage3:
+        result["partition"] = partition_facts(engine) | {"gathers": calls.count("all_gather", "parameters")}
+    engine.eval()
+    with torch.no_grad():
+        result["evaluated"] = LOSSES[model](engine, BATCHES[model](steps, 0, dist.get_rank())).item()
+    result["buffers"] = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    if stage3:
+        result["partition"]["left after evaluation"] = gathered(engine)
+    return result
+
+
+def partition_facts(engine: Any) -> dict[str, Any]:
+    """units: those with parameters to gather. followed: whether the last step ran as planned. persistent: names of
+    what stays whole. left: names of what is gathered now, though nobody needs it."""
+    coordinator = engine.coordinator
+    released = [handle for handle in coordinator.handles if not handle.persistent]
+    for handle in released:
+        assert handle.shard.numel() == -(-handle.numel // dist.get_world_size())
+        assert handle.parameter.shape == (0,), f"{handle.name} is partitioned and has the shape of a whole parameter"
+    return {
+        "units": len(coordinator.units),
+        "followed": coordinator.schedule.following,
+        "released": sorted(handle.name for handle in released),
+        "left": gathered(engine),
+    }
+
+
+def gathered(engine: Any) -> list[str]:
+    """Names of the parameters that are gathered, less those that stay whole."""
+    handles = [handle for handle in engine.coordinator.handles if not handle.persistent]
+    return [handle.name for handle in handles if handle.status is not ZeroParamStatus.NOT_AVAILABLE]
+
+
+def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Several runs of :func:`train` in one call, by name."""
+    return {name: train(**run) for name, run in runs.items()}

@@ -1,0 +1,101 @@
+"""zero.Init, zero.GatheredParameters and external parameters on one, two and three ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.configs import config
+from tests.pool import Pool, Pools
+
+CASES = "tests.distributed.cases.stage3_init"
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+SETTINGS = pytest.mark.parametrize("settings", ["moving", "kept", "whole"])
+
+
+@WORLDS
+@pytest.mark.parametrize(
+    "case",
+    [
+        "rank0_values",
+        "many_kinds_of_init",
+        "exceptions_in_the_context",
+        "dtype_and_device",
+        "state_dict_of_what_no_engine_has",
+        "meta_model",
+        "meta_engine",
+        "meta_without_reset",
+        "resized_embedding",
+        "changed_before_initialize",
+        "plain_parameters_have_none",
+        "forms",
+        "memory_formats",
+    ],
+)
+def test_case(pools: Pools, world: int, case: str) -> None:
+    pools(world).run(f"{CASES}:{case}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@SETTINGS
+@pytest.mark.parametrize(
+    "case",
+    ["same_training", "mixed_model", "attributes", "modifier", "refused", "nested", "exceptions", "inside_forward"],
+)
+def test_case_at_settings(pools: Pools, world: int, settings: str, case: str) -> None:
+    pools(world).run(f"{CASES}:{case}", {"settings": settings})
+
+
+@WORLDS
+@pytest.mark.parametrize("case", ["modifier", "refused"])
+def test_case_without_an_engine(pools: Pools, world: int, case: str) -> None:
+    pools(world).run(f"{CASES}:{case}", {"settings": None})
+
+
+def test_three_ranks_train_as_stage_2_does(pools: Pools) -> None:
+    pools(3).run(f"{CASES}:same_training", {"settings": "moving"})
+    pools(3).run(f"{CASES}:attributes", {"settings": "moving"})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_partitioned_model_becomes_whole_below_stage_3(pools: Pools, stage: int) -> None:
+    pools(2).run(f"{CASES}:becomes_whole", {"stage": stage})
+
+
+def test_init_does_nothing_where_nothing_is_to_be_partitioned(pools: Pools) -> None:
+    contexts = [{"enabled": False}, *({"config_dict_or_path": config(stage)} for stage in (0, 1, 2))]
+    contexts.append({"enabled": False, "config_dict_or_path": config(3)})
+    pools(2).run(f"{CASES}:disabled_init", {"contexts": contexts})
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", ["listed", "cloned", "owner"])
+def test_construction_holds_the_shards_and_one_layer(pools: Pools, world: int, kind: str) -> None:
+    depth = 8
+    for result in pools(world).run(f"{CASES}:construction_peak", {"kind": kind, "depth": depth, "width": 160}):
+        assert result["held"] <= depth / world * 1.05
+        assert result["peak"] <= (depth / world + 1) * 1.05
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_meta_models_are_materialised_shard_by_shard(pools: Pools, world: int) -> None:
+    arguments = {"kind": "owner", "depth": 0, "width": 160, "meta": True}
+    arguments |= {"kind": "cloned", "depth": 8}
+    for result in pools(world).run(f"{CASES}:construction_peak", arguments):
+        assert result["peak"] <= (8 / world + 1) * 1.05
+
+
+@pytest.mark.parametrize("settings", ["moving", "whole"])
+def test_bf16_masters_start_from_the_new_values(pools: Pools, settings: str) -> None:
+    pools(2).run(f"{CASES}:masters", {"settings": settings, "source": 1})
+    pools(2).run(f"{CASES}:modifier", {"settings": settings, "precision": "bf16"})
+
+
+@pytest.mark.parametrize("register", ["function", "later", "fwd_module"])
+@pytest.mark.parametrize("settings", ["moving", "kept"])
+def test_registered_external_parameters_train(pools: Pools, settings: str, register: str) -> None:
+    pools(2).run(f"{CASES}:external", {"settings": settings, "register": register})
+
+
+def test_init_starts_torch_distributed() -> None:
+    with Pool(1, init_group=False) as pool:
+        assert pool.run(f"{CASES}:starts_by_itself") == [(True, 1)]

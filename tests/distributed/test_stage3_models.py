@@ -1,0 +1,79 @@
+"""Stage 3 with what real models do: the bits of stage 2, and nothing left gathered after any step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.cases import stage3_cases, stage3_graphs, stage3_models
+from tests.distributed.configs import ADAMW, config
+from tests.pool import Pools
+
+CASES = list(stage3_cases.CLASSES)
+assert stage3_models and stage3_graphs  # they fill the list
+
+_ALL = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    # Everything is released after every use.
+    "everything moves": {**_ALL, "stage3_max_reuse_distance": 0},
+    # Kept between forward and backward.
+    "kept": _ALL,
+    # One unit or two ahead, and evictions.
+    "tight": {
+        **_ALL,
+        "stage3_prefetch_bucket_size": 100,
+        "stage3_max_live_parameters": 250,
+        "stage3_max_reuse_distance": 200,
+    },
+    # The whole model is one unit.
+    "one unit": {"stage3_param_persistence_threshold": 0},
+}
+
+
+def run(
+    pools: Pools, world: int, name: str, settings: dict[str, dict[str, Any]] = SETTINGS, **more: Any
+) -> list[dict[str, Any]]:
+    """A case at stage 2 and at stage 3 under each of the settings, on each rank; compared."""
+    extra = stage3_cases.CLASSES[name].zero
+    configs = {"stage 2": config(2, optimizer=ADAMW, **more)}
+    configs |= {key: config(3, optimizer=ADAMW, zero={**zero, **extra}, **more) for key, zero in settings.items()}
+    arguments = {"name": name, "configs": configs}
+    ranks = pools(world).run("tests.distributed.cases.stage3_cases:train_all", arguments, timeout=90)
+    problems = [
+        f"rank {rank}, {key}: {problem}"
+        for rank, results in enumerate(ranks)
+        for key, result in results.items()
+        for problem in differences(result, results["stage 2"])
+    ]
+    assert not problems, "\n".join(problems)
+    return ranks
+
+
+def differences(result: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """In what a run is not the other one's equal, and what it left gathered."""
+    problems = [f"left gathered {result['left'][:8]}"] if result["left"] else []
+    for what in ("losses", "tied", "trained"):
+        if result[what] != wanted[what]:
+            problems.append(f"{what} {result[what]}, expected {wanted[what]}")
+    state, other = result["state"], wanted["state"]
+    if list(state) != list(other):
+        return [*problems, f"names {list(state)}, expected {list(other)}"]
+    wrong = [k for k in other if not torch.equal(state[k], other[k]) or state[k].stride() != other[k].stride()]
+    return [*problems, f"{wrong} differ"] if wrong else problems
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stage_3_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
+    for results in run(pools, 2, name):
+        for setting in SETTINGS:
+            assert sum(results[setting]["gathers"]) > len(results[setting]["units"]) > 0, setting
+            stable = stage3_cases.CLASSES[name].stable
+            assert stable is None or results[setting]["following"][-1] is stable, setting
+        assert len(results["one unit"]["units"]) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
+    run(pools, 1, name, {key: SETTINGS[key] for key in ("everything moves", "kept")})
