@@ -42,7 +42,7 @@ from benchmarks.workers import CompetitorFailed, Workers, join_group
 
 REFERENCE = "plain"
 SETTING = Setting(world_size=1)
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-5  # of the first loss, which grows with the layers
 LEAST_WARMUP = 5  # stage 3 follows its plan from then on
 
 
@@ -152,7 +152,8 @@ class Contest:
         for name in self.pairs:
             if name in self.absent or not COMPETITORS[name].communicates:
                 continue
-            sentence = disagreement(self.ready[name].losses, self.ready[REFERENCE].losses, LOSS_TOLERANCE)
+            reference = self.ready[REFERENCE].losses
+            sentence = disagreement(self.ready[name].losses, reference, LOSS_TOLERANCE * reference[0])
             if sentence:
                 found.append(f"{name}, {self.layers} layers: {sentence} ({REFERENCE})")
         return found

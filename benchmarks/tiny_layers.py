@@ -144,6 +144,7 @@ def build_deepspeed(model: nn.Sequential, stage: int) -> Trainee:
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # its default is 1.0
         "steps_per_print": 10**9,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -13,6 +13,7 @@ DEPTH, WIDTH = 48, 192  # one layer is 2 % of the model, so that a single fresh 
 BUCKET = DEPTH // 8 * WIDTH**2  # an eighth of the model
 TOLERANCE = 0.05
 ADAM = ("Adam", {"lr": 1e-3})
+MOVING = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
 
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared-memory"])
@@ -38,19 +39,49 @@ def test_resident_and_peak_bytes(pools: Pools, world: int, stage: int, shared_me
         assert result["resident"] < result["peak"] <= peak * (1 + TOLERANCE)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("adapters", [False, True], ids=["all-trained", "frozen-base"])
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared-memory"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_resident_and_peak_bytes_of_stage_3(pools: Pools, world: int, shared_memory: bool, adapters: bool) -> None:
+    depth, width, rank = 24, 384, 8 if adapters else 0
+    layer, numel = width**2, depth * width**2
+    live, trained = 4 * layer, 2 * depth * rank * width if adapters else numel
+    reduced = rank * width if adapters else layer  # a bucket: the parameters of one module
+    zero = {
+        **MOVING,
+        "stage3_prefetch_bucket_size": 2 * layer,
+        "stage3_max_live_parameters": live,
+        "reduce_bucket_size": layer,
+    }
+    case = {"depth": depth, "width": width, "rank": rank, "shared_memory": shared_memory, "steps": 4}
+    case["config"] = config(3, "bf16", optimizer=ADAM, zero=zero)
+    # Of what is frozen the weights only; bytes per parameter of the base.
+    resident = (14 * trained + (2 * numel if adapters else 0)) / world / numel
+    peak = resident + (2 * trained / world + 2 * live + 2 * 2 * layer) / numel
+    if shared_memory:
+        # Three regions per process, mapped by all of them: for gathers as large as a shard, for reductions as a bucket.
+        mapped = 3 * world * (2 * layer / world + 2 * reduced) / numel
+        resident, peak = resident + mapped, peak + mapped
+    for result in pools(world).run(f"{CASES}:resident_and_peak", case, timeout=300):
+        assert result["resident"] == pytest.approx(resident, rel=TOLERANCE)
+        assert result["resident"] < result["peak"] <= peak * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_hundred_steps_grow_nothing(pools: Pools, stage: int) -> None:
     # The profiler does not see what gloo's threads free: the four bytes of a fence, several per step. The smallest
     # gradient or bucket that could be left behind at every step has 64 bytes.
-    kwargs = {"config": config(stage, "bf16", 1, 0.4, ADAM), "steps": 200, "profiled": 30}
+    setting = config(stage, "bf16", 1, 0.4, ADAM, zero=MOVING if stage == 3 else {})
+    kwargs = {"config": setting, "steps": 200, "profiled": 30}
     for result in pools(2).run(f"{CASES}:growth", kwargs, timeout=120):
         assert abs(result["allocated"]) < 30 * 64
         assert result["reachable"] == 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_engines_one_after_the_other_return_their_memory(pools: Pools, stage: int) -> None:
-    for alive in pools(2).run(f"{CASES}:engines_one_after_the_other", {"config": config(stage, "bf16"), "count": 5}):
+    setting = config(stage, "bf16", zero=MOVING if stage == 3 else {})
+    for alive in pools(2).run(f"{CASES}:engines_one_after_the_other", {"config": setting, "count": 5}):
         assert alive == [alive[0]] * 5
         assert alive[0] < 4 * 64 * 64  # less than one layer
 

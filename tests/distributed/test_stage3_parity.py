@@ -1,4 +1,4 @@
-"""Stage 3 against the other stages, bit by bit, for every kind of model; and the first of them against plain PyTorch."""
+"""Stage 3 against the other stages, bit by bit, for every kind of model; and against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(
     loop: str = "engine",
     **more: Any,
 ) -> dict[str, Any]:
-    """Arguments of one training run. setting: of stage 3; zero: further keys of that section; more: further sections."""
+    """Arguments of one training run. setting: of stage 3; zero: further keys of its section; more: further sections."""
     model, sizes, needed = MODELS[name]
     section = {**PARTITIONED[setting], **needed, **(zero or {})} if setting else zero
     return {

@@ -202,7 +202,11 @@ class NativeCommunicator(Communicator):
         assert self.group is not None
         if not fulls:
             return done(NOTHING)
-        work = self.group.allgather_into_tensor_coalesced(list(fulls), list(shards))
+        outputs, inputs = list(fulls), list(shards)
+        if any(shard.dtype != inputs[0].dtype for shard in inputs):  # not every backend takes several dtypes at once
+            outputs = [full.view(torch.uint8) for full in outputs]
+            inputs = [shard.view(torch.uint8) for shard in inputs]
+        work = self.group.allgather_into_tensor_coalesced(outputs, inputs)
         return Pending((work,), (*fulls, *shards), lambda: NOTHING)
 
 

@@ -35,7 +35,8 @@ def create_communicator(device: torch.device, group: dist.ProcessGroup | None = 
 def second_communicator(comm: Communicator, device: torch.device) -> Communicator:
     """A communicator of ``comm``'s ranks and kind for tensors on ``device``, over a process group of its own: its
     collectives and ``comm``'s may be launched in a different order on every rank, as long as each one's own order is
-    the same. Where nothing is sent it is ``comm`` itself.
+    the same and no rank waits for a collective that another launches only after one that it waits for. (Over shared
+    memory a second launch waits for the first.) Where nothing is sent it is ``comm`` itself.
 
     The group is made once for each parent group and lives as long as that one. Closed with ``comm``. Called on all
     ranks of ``comm``, in the same order as their other collectives.

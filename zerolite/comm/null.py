@@ -13,9 +13,8 @@ class NullCommunicator(Communicator):
     """One rank of ``world_size``, alone: every collective returns at once, and is recorded as if it had happened.
 
     Nothing is right in the numbers: the other ranks are taken for copies of this one, so that values stay finite and
-    losses differ from step to step. With ``fill`` False
-    not even that is copied: what was gathered is whatever its memory held, which may be no finite number.
-    ``all_gather`` and ``broadcast`` leave their tensors as they are.
+    losses differ from step to step. With ``fill`` False not even that is copied: what was gathered is whatever its
+    memory held, which may be no finite number. ``all_gather`` and ``broadcast`` leave their tensors as they are.
     """
 
     def __init__(self, rank: int, world_size: int, fill: bool = True) -> None:

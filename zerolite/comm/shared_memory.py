@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from zerolite.comm.communicator import NOTHING, Pending, done, empty
 from zerolite.comm.gloo import HALF, GlooCommunicator, mean_in_order, pack, places_in_pack
 from zerolite.comm.host_memory import HostMemory
 
-_serials = itertools.count(1)
+# Communicators made over each group so far, the same number on all its ranks.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _SMALL = 4096  # elements below which a message is as fast as shared memory
 
 
@@ -40,13 +41,17 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     It costs a quarter of the processor time of messages over the loopback interface. Where shared memory runs short
     (a container's /dev/shm is often 64 MB) every rank falls back to messages.
+
+    One collective is in flight at a time: a launch waits until the one before it has arrived, and one that needs
+    larger memory than any before waits for all ranks to launch it. So a rank whose next launch others wait for must
+    not launch a second one here first: see ``Pending.arrived``.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         super().__init__(group, rank, world_size)
         self._memory = HostMemory(group, rank)
         self._count = 0  # collectives launched through shared memory
-        self._serial = next(_serials)
+        self._serial = _made[group] = _made.get(group, 0) + 1
         self._last: Pending | None = None  # the latest, until it is finished
 
     def close(self) -> None:

@@ -34,12 +34,13 @@ from zerolite.runtime.step import StepOptions, StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.fetch_schedule import FetchLimits
 from zerolite.runtime.zero.grad_reducer import GradReducer, ReductionOptions
+from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout, auto_bucket_numel
 from zerolite.runtime.zero.module_hooks import leaf_rule
 from zerolite.runtime.zero.partitioned_parameter import handle_of, move_shard, whole_numel, whole_shape
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
-from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, make_whole
+from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, make_whole, units_of_buckets
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 
 logger = logging.getLogger("zerolite")
@@ -173,7 +174,7 @@ def _assemble(
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)
     hooks = [*reducer.handles, *publisher.handles, *_watch_loading(model, pipeline, trained)]
     if partitioned is not None:
-        hooks += _start_stage3(partitioned, engine, pipeline, publisher, trained)
+        hooks += _start_stage3(partitioned, engine, pipeline, publisher, reducer, trained)
     weakref.finalize(engine, _remove_hooks, hooks)
     for parameter in trained:
         OWNERS[parameter] = known
@@ -297,13 +298,19 @@ def _start_stage3(
     engine: Engine,
     pipeline: StepPipeline,
     publisher: Publisher,
+    reducer: GradReducer,
     trained: list[torch.nn.Parameter],
 ) -> list[Any]:
     """Install what gathers; returns the hooks. The engine keeps the coordinator alive, hooks know it weakly."""
     coordinator = partitioned.start()
     engine.coordinator = coordinator
     publisher.on_published = coordinator.on_update
+    coordinator.on_backward_begin = pipeline.begin_backward
+    coordinator.on_use_end = reducer.on_use_end
+    unit_of = units_of_buckets(reducer.layout, trained, partitioned.plans)
+    reducer.follow(LaunchPlan(unit_of, lambda: coordinator.schedule.plan_number))
     pipeline.trace = coordinator.schedule
+    pipeline.on_zero_grad = coordinator.drop_failed
     known = weakref.ref(pipeline)
     for index, parameter in enumerate(trained):
         handle = handle_of(parameter)
@@ -347,7 +354,6 @@ def _reduction_options(
         predivide=predivide,
         copy_on_arrival=zero.contiguous_gradients,
         overlap=zero.overlap_comm is not False,
-        learn_order=policy.shard_parameters,
     )
 
 

@@ -79,6 +79,8 @@ class Engine:
         back in fp32."""
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
+        if self.coordinator is not None:
+            self.coordinator.drop_failed()
         if self._broadcast_buffers and self._module.training:
             self._send_buffers()
         args, kwargs = self._precision.cast(self._boundary.enter((args, kwargs)))
@@ -115,7 +117,8 @@ class Engine:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
             if self.coordinator is not None:
-                self.coordinator.sweep()
+                with contextlib.suppress(RuntimeError):  # of a gather in flight: the first error is the one to see
+                    self.coordinator.sweep()
             raise
         self._pipeline.end_backward(complete=True)
         return loss

@@ -22,8 +22,8 @@ class GradStats:
 
     norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of
     those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
-    were not finite. used: indices of parameters that got a gradient on any rank. agreed: whether all ranks gave the same
-    number to be compared.
+    were not finite. used: indices of parameters that got a gradient on any rank. agreed: whether all ranks gave
+    the same number to be compared.
     """
 
     norm: float
@@ -140,7 +140,8 @@ class StatsCollector:
             squares[fragment.slot.index] += sum_of_squares(flat)
         for run in self._runs:
             exact = parts[run.bucket][run.start : run.end].double()
-            squares.index_add_(0, run.owners, exact.mul_(exact))
+            owners = torch.repeat_interleave(run.owners, run.lengths, output_size=run.end - run.start)
+            squares.index_add_(0, owners, exact.mul_(exact))
 
     def _flags(self, used: set[int]) -> torch.Tensor:
         flags = torch.zeros(self._count, dtype=torch.float64)
@@ -150,12 +151,13 @@ class StatsCollector:
 
 @dataclass(frozen=True)
 class _Run:
-    """Small fragments that follow each other in a bucket: elements ``[start, end)`` of the part, and for each of them
-    the index of its parameter (or the number of parameters, for gaps)."""
+    """Small fragments that follow each other in a bucket: elements ``[start, end)`` of the part, cut in stretches of
+    ``lengths`` elements, each of the parameter ``owners`` (the number of parameters, for gaps)."""
 
     bucket: int
     start: int
     end: int
+    lengths: torch.Tensor
     owners: torch.Tensor
 
 
@@ -178,10 +180,12 @@ def _runs(fragments: Sequence[Fragment], count: int) -> tuple[list[_Run], list[F
     runs = []
     for group in groups:
         start, end = group[0].shard_start, group[-1].shard_start + group[-1].numel
-        owners = torch.full((end - start,), count, dtype=torch.int64)
+        lengths, owners, position = [], [], start
         for f in group:
-            owners[f.shard_start - start : f.shard_start - start + f.numel] = f.slot.index
-        runs.append(_Run(group[0].slot.bucket, start, end, owners))
+            lengths += [f.shard_start - position, f.numel]
+            owners += [count, f.slot.index]
+            position = f.shard_start + f.numel
+        runs.append(_Run(group[0].slot.bucket, start, end, torch.tensor(lengths), torch.tensor(owners)))
     return runs, large
 
 

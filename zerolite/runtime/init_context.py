@@ -150,4 +150,3 @@ def _under_construction() -> set[int]:
             found.add(id(frame.f_locals.get(code.co_varnames[0])))
         frame = frame.f_back
     return found
-

@@ -83,6 +83,7 @@ class StepPipeline:
         self._frozen = list(frozen)
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
         self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
+        self.on_zero_grad: Callable[[], None] = lambda: None
         self.trace: TraceCheck | None = None  # stage 3's schedule, whose trace the ranks compare
         self._written: set[int] = set()  # parameters into which somebody has loaded values
         self._buffer = buffer
@@ -230,6 +231,7 @@ class StepPipeline:
 
     def zero_grad(self) -> None:
         """Drop the window: its gradients, clip and scale."""
+        self.on_zero_grad()
         self._reducer.clear()
         self._window.reset()
         self._begin_window()

@@ -72,7 +72,8 @@ class Gather:
     def __init__(self, comm: Communicator, name: str, salt: int = 0, tag: str = "parameters", key: int = 0) -> None:
         unit = UNITS[name]
         self.shards = shards_of(comm.rank, unit, salt)
-        self.fulls = [torch.full((n * comm.world_size,), 99).to(d) for n, d in unit]
+        with torch.inference_mode(False):  # a parameter's storage
+            self.fulls = [torch.full((n * comm.world_size,), 99).to(d) for n, d in unit]
         parts = zip(*(shards_of(rank, unit, salt) for rank in range(comm.world_size)), strict=True)
         self.expected = [torch.cat(part) for part in parts]
         self.sent = [shard.clone() for shard in self.shards]
@@ -129,26 +130,28 @@ def one_process() -> list[Any]:
 
 
 def different_orders(kind: str) -> None:
-    """Each communicator has its own order; how the two mix depends on the rank."""
+    """Each communicator has its own order; how the two mix depends on the rank. Rank 0 reduces only when all gathers
+    are there, as does a rank whose last gradient comes late; the others begin to reduce before they gather."""
     with transport(kind):
         first, second = pair()
+        Gather(second, "long").check()
+        Reduction(first, 8001).check()  # there is memory now: making it is done by all ranks together
         for turn in range(6):
-            flights: list[Any] = [None] * 4
-
-            def gather(at: int, salt: int = turn, into: list[Any] = flights) -> None:
-                into[at] = Gather(second, ("odd lengths", "long")[at], salt)
-
-            def reduce(at: int, salt: int = turn, into: list[Any] = flights) -> None:
-                into[2 + at] = Reduction(first, (8001, 5)[at], salt)
-
-            orders: list[list[tuple[Callable[[int], None], int]]] = [
-                [(gather, 0), (gather, 1), (reduce, 0), (reduce, 1)],
-                [(reduce, 0), (gather, 0), (reduce, 1), (gather, 1)],
-                [(reduce, 0), (reduce, 1), (gather, 0), (gather, 1)],
-            ]
-            for launch, at in orders[(first.rank + turn) % 3]:
-                launch(at)
-            for flight in flights if first.rank % 2 else reversed(flights):
+            names = ("odd lengths", "long", "mixed", "one element")
+            if first.rank == turn % first.world_size:
+                for name in names:
+                    Gather(second, name, turn).check()
+                late = Reduction(first, 8001, turn)
+            else:
+                late = Reduction(first, 8001, turn)
+                for name in names:
+                    Gather(second, name, turn).check()
+            gather, reduction = (
+                (Gather(second, "long", turn), Reduction(first, 5, turn))
+                if first.rank % 2
+                else (Reduction(first, 5, turn), Gather(second, "long", turn))[::-1]
+            )
+            for flight in (late, reduction, gather) if first.rank % 2 else (gather, late, reduction):
                 flight.check()
 
 

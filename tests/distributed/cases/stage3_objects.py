@@ -76,9 +76,9 @@ class _Reader:
         self.change = change
 
     def _read(self, what: str, module: nn.Module) -> None:
-        own = {name: p.detach().sum().item() for name, p in module.named_parameters(recurse=False)}
-        weights = [getattr(module, name).detach().flatten()[0].item() for name in own]
-        self.seen.append((what, type(module).__name__, list(own.items()), weights))
+        weights = {name: getattr(module, name).detach() for name in list(module._parameters)}
+        facts = [(name, tuple(weight.shape), weight.sum().item()) for name, weight in weights.items()]
+        self.seen.append((what, type(module).__name__, facts))
 
     def before_forward(self, module: nn.Module, args: Any) -> Any:
         self._read("before forward", module)

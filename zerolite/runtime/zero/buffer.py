@@ -40,6 +40,8 @@ def destinations(
     offset = flat.storage_offset() + slot.start
     if not bucket.rows:
         return [(flat.as_strided(values.shape, strides, offset), values)]
+    if not slot.numel:
+        return []
     part = slot.part
     values = flattened(values, strides)
     row = bucket.numel // bucket.rows

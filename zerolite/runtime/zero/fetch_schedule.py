@@ -11,7 +11,7 @@ Sizes are in elements. Persistent parameters are always there: they are neither 
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -51,6 +51,7 @@ class FetchPlan:
     fetches: tuple[Fetch, ...]
     releases: tuple[tuple[int, ...], ...]
     final: tuple[int, ...]
+    serial: int = 0
 
 
 class _Residency:
@@ -276,6 +277,7 @@ class FetchSchedule:
         self._units = [tuple(dict.fromkeys(p for p in unit if p not in self._persistent)) for unit in units]
         self._plans: dict[str, FetchPlan] = {}
         self._candidates: dict[str, tuple[int, ...]] = {}
+        self._serial = 0  # plans adopted so far
         self._on_demand_only = False
         # The plan that is followed, and its parts for the hot path.
         self._plan: FetchPlan | None = None
@@ -356,13 +358,16 @@ class FetchSchedule:
         """Values changed, or an exception ended the step: closes all uses and gives what to release, everything that is
         neither persistent nor held. What follows in this step is served on demand, and its trace is not adopted."""
         self._depart()
-        self._following = False
+        if self._kind is not None:
+            self._following = False
         self._recording, self._trace = False, []
         return self._state.end_all()
 
     def _reset(self, kind: str | None) -> None:
         self._kind, self._trace, self._count, self._last = kind, [], 0, None
-        self._recording = kind is not None and not self._state.open and not self._on_demand_only
+        # What runs inside somebody's gather context may run on one rank alone, so it is no trace for all.
+        state = self._state
+        self._recording = kind is not None and not state.open and not state.held and not self._on_demand_only
 
     def _follow(self) -> None:
         """Starts on this kind's plan if nothing has happened in the step and nothing is live."""
@@ -453,6 +458,11 @@ class FetchSchedule:
             self._state.needs[parameter] += uses
             self._state.make_live(parameter)
 
+    @property
+    def plan_number(self) -> int:
+        """The serial number of the plan that this step has followed so far, the same on all ranks; 0 if none."""
+        return self._plan.serial if self._plan is not None else 0
+
     def parameters_of(self, unit: int) -> tuple[int, ...]:
         """The parameters that are gathered for `unit`."""
         return self._units[unit]
@@ -460,17 +470,25 @@ class FetchSchedule:
     @property
     def candidate_hash(self) -> int:
         """40 bits over the traces that wait for adoption and the units they speak of; 0 if no trace waits."""
-        if not self._candidates:
+        waiting = self._waiting()
+        if not waiting:
             return 0
-        text = repr((sorted(self._candidates.items()), self._units))
+        text = repr((waiting, self._units))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") or 1
 
     def adopt(self) -> None:
         """All ranks have the same `candidate_hash`: their traces become plans, from the next step of their kind on.
         Called by all ranks."""
-        for kind, trace in self._candidates.items():
-            self._plans[kind] = plan_step(trace, self._units, self._numels, self._limits)
-        self._candidates.clear()
+        for kind, trace in self._waiting():
+            self._serial += 1
+            plan = plan_step(trace, self._units, self._numels, self._limits)
+            self._plans[kind] = replace(plan, serial=self._serial)
+            del self._candidates[kind]
+
+    def _waiting(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The candidates to compare next: training's alone, if it has one, since evaluations may differ every time."""
+        found = sorted(self._candidates.items())
+        return [item for item in found if item[0] == "train"] or found
 
     def reject(self) -> None:
         """The ranks' traces differ: from now on everything is served on demand. Called by all ranks."""

@@ -2,8 +2,9 @@
 
 Every trainable parameter has a hook that fires when its gradient has been accumulated. The hook moves the gradient
 into its bucket and marks it ready. A backward is one *pass* over the buckets; a reducing pass reduces every bucket
-exactly once, in one order for all ranks (that of the index, or the one learned from rank 0's first pass), so that they
-launch the same collectives whatever their graphs look like. What a
+exactly once, in one order for all ranks, so that they launch the same collectives whatever their graphs look like: the
+order of the index, launched when gradients are there; or, at stage 3, when a unit's backward has ended, which all ranks
+see in the same order (:class:`LaunchPlan`). What a
 bucket holds between passes:
 
 - ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
@@ -22,11 +23,12 @@ import torch
 
 from zerolite.accelerator import host_values
 from zerolite.comm import Communicator, Pending
-from zerolite.runtime.zero.buffer import destinations, flattened, zero_slot
+from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
+from zerolite.runtime.zero.buffer import destinations, zero_slot
+from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
 
 _HALF = (torch.float16, torch.bfloat16)
-_SMALL = 2048  # elements of a slot; buckets whose slots have fewer on average are filled in one call
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class ReductionOptions:
     predivide: float
     copy_on_arrival: bool
     overlap: bool  # launch during backward, and let one reduction run while the next bucket fills
-    learn_order: bool = False  # launch as rank 0's first pass completed the buckets; unused ones then hold back none
 
 
 @dataclass
@@ -59,10 +60,11 @@ class _BucketState:
     reduced: torch.Tensor | None = None
     written: set[int] = field(default_factory=set)  # slots that `local` holds something of
     held: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients not yet copied (copy_on_arrival off)
-    filler: _Filler | None = None  # small gradients are held until all are there, and moved in one call
+    filler: BucketFiller | None = None  # small gradients are held until all are there, and moved in one call
     expected: int = 0  # contributions in a pass
     missing: int = 0  # contributions that this pass still waits for
     launched: bool = False
+    late: bool = False  # got a gradient in this pass after it was launched
     pending: Pending | None = None
     sent: torch.Tensor | None = None  # what `pending` reduces
     staged: bool = False  # `local` is the communicator's memory
@@ -118,7 +120,7 @@ class GradReducer:
         self._pass_reduces = pass_reduces
         device = self.parameters[0].device
         self._states = [
-            _BucketState(b, filler=_Filler(b, strides, device) if _many_small(b) else None) for b in layout.buckets
+            _BucketState(b, filler=BucketFiller(b, strides, device) if many_small(b) else None) for b in layout.buckets
         ]
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
         self._pool = _BucketPool(3 if options.shard else len(layout.buckets))
@@ -133,12 +135,9 @@ class GradReducer:
         self._pass_open = False
         self._seen_gradient = False  # in this pass
         self._reducing = False
-        self._order = list(range(len(layout.buckets)))  # in which buckets are launched, the same on all ranks
-        self._position = list(self._order)  # of each bucket in that order
-        self._order_known = not options.learn_order
-        self._completed: list[int] = []  # buckets in the order in which this pass filled them
-        self._next = 0  # place in the order of the next bucket to launch in this pass
+        self._next = 0  # the next bucket to launch in this pass
         self._in_flight: list[_BucketState] = []
+        self._plan: LaunchPlan | None = None
         self.handles: list[Any] = []  # of the installed hooks
 
     # ---------------------------------------------------------------- hooks
@@ -189,10 +188,11 @@ class GradReducer:
         self._reducing = self._options.reduce_each_pass or self._pass_reduces()
         self._passes_in_local += 1
         self._next = 0
-        self._completed.clear()
+        if self._plan is not None:
+            self._plan.begin_pass()
         self._fires = [0] * len(self.parameters)
         for state in self._states:
-            state.launched = False
+            state.launched = state.late = False
             state.missing = state.expected
         if end_with_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
@@ -213,6 +213,8 @@ class GradReducer:
             self._count_expected()
         if self._reducing:
             self._launch_until(len(self._states))
+            if self._plan is not None and not self._plan.settled:
+                self._reduce_late(self._plan)
             self._passes_in_local = 0
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -225,14 +227,21 @@ class GradReducer:
         if not slot.numel:
             return
         state = self._states[slot.bucket]
-        if state.launched:
-            raise RuntimeError(
-                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: "
-                "the graph has "
-                "more contributions to it than ever before. Set zero_optimization.overlap_comm to false, so that "
-                "buckets are reduced when backward has ended."
+        if state.launched and self._plan is not None and not self._plan.settled:
+            state.late = True
+        elif state.launched:
+            advice = (
+                "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
+                if self._plan is None
+                else "A parameter that is used in some steps only, outside the module that owns it, does this: put that "
+                "module and its users in one unit (zero_optimization.leaf_modules)."
             )
-        if state.local is not None or (self._options.copy_on_arrival and state.filler is None):
+            raise RuntimeError(
+                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the "
+                f"graph has contributions to it that it never had before. {advice}"
+            )
+        at_once = self._options.copy_on_arrival and state.filler is None and self._plan is None
+        if at_once or state.local is not None:
             self._put(state, slot, gradient)
         elif slot.index in state.held:
             self._put_held(state)
@@ -241,10 +250,10 @@ class GradReducer:
             state.held[slot.index] = gradient
         self._fires[slot.index] += 1
         state.missing -= 1
-        if state.missing == 0:
-            self._completed.append(slot.bucket)
-            if self._reducing and self._options.overlap and self._learned:
-                self._launch_ready()
+        if self._plan is not None:
+            self._plan.on_gradient(slot.bucket)
+        elif state.missing == 0 and self._reducing and self._options.overlap and self._learned:
+            self._launch_ready()
 
     def _put(self, state: _BucketState, slot: Slot, gradient: torch.Tensor) -> None:
         """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
@@ -300,7 +309,8 @@ class GradReducer:
         if exchanged and options.communication_dtype(state.bucket) in (None, dtype):
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else.
-            staged = self._comm.staging(state.bucket.numel, dtype, self._position[state.bucket.index] - self._next)
+            ahead = state.bucket.index - self._next if self._plan is None else 0  # with a plan: filled when launched
+            staged = self._comm.staging(state.bucket.numel, dtype, ahead)
             if staged is not None:
                 state.staged = True
                 return staged
@@ -309,13 +319,14 @@ class GradReducer:
     # ---------------------------------------------------------------- reduction
 
     def _launch_ready(self) -> None:
-        while self._next < len(self._states) and self._states[self._order[self._next]].missing <= 0:
+        while self._next < len(self._states) and self._states[self._next].missing <= 0:
             self._launch_until(self._next + 1)
 
     @torch.no_grad()
     def _launch_until(self, end: int) -> None:
         while self._next < end:
-            self._launch(self._states[self._order[self._next]])
+            if not self._states[self._next].launched:
+                self._launch(self._states[self._next])
             self._next += 1
 
     def _launch(self, state: _BucketState) -> None:
@@ -414,21 +425,32 @@ class GradReducer:
             self._launch_until(len(self._states))
             self._passes_in_local = 0
         self._wait_for_all()
-        if not self._order_known:
-            self._share_order()
 
-    def _share_order(self) -> None:
-        """Take the order in which rank 0's last pass filled the buckets; those it did not fill come last. Called
-        once, on all ranks."""
-        self._order_known = True
-        rest = sorted(set(self._order) - set(self._completed))
-        order = torch.tensor([*dict.fromkeys(self._completed), *rest], dtype=torch.int64)
-        if not len(order):
-            return
-        order = order.to(self.parameters[0].device)
-        self._comm.broadcast(order, "initial_sync")
-        self._order = [int(value) for value in host_values(order)]
-        self._position = [self._order.index(bucket) for bucket in range(len(self._order))]
+    def follow(self, plan: LaunchPlan) -> None:
+        """Launch buckets when units end, not when gradients are there."""
+        self._plan = plan
+
+    @torch.no_grad()
+    def on_use_end(self, unit: int) -> None:
+        """A unit's backward has ended. Called on all ranks, in the same order."""
+        if self._plan is not None and self._pass_open:
+            for bucket in self._plan.on_use_end(unit):
+                if self._reducing and not self._states[bucket].launched:
+                    self._launch(self._states[bucket])
+
+    @torch.no_grad()
+    def _reduce_late(self, plan: LaunchPlan) -> None:
+        """Agree on the buckets that got gradients after they were launched, on any rank, and reduce those again;
+        learn from it. Called on all ranks."""
+        own = torch.tensor([[int(state.late) for state in self._states], plan.arrivals], dtype=torch.int64)
+        agreed = own.to(self.parameters[0].device).reshape(-1)
+        self._wait_for_all()
+        self._comm.all_reduce_max(agreed, "stats")
+        values = [int(value) for value in host_values(agreed)]
+        for state, late in zip(self._states, values, strict=False):
+            if late:
+                self._launch(state)
+        plan.learn(values[len(self._states) :])
 
     # ---------------------------------------------------------------- what the step reads
 
@@ -466,44 +488,6 @@ class GradReducer:
         self._passes_in_local = 0
         self.used.clear()
         self.probes.clear()
-
-
-def _many_small(bucket: Bucket) -> bool:
-    """Whether moving gradients one by one costs more in calls than in bytes."""
-    return len(bucket.slots) > 1 and 0 < bucket.numel <= _SMALL * len(bucket.slots)
-
-
-class _Filler:
-    """Writes a whole bucket from the gradients of all its slots, zeros in between, in one call."""
-
-    def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self._bucket = bucket
-        self._slots = [(slot.index, slot.numel, strides[slot.index]) for slot in bucket.slots if slot.numel]
-        self._zero: dict[torch.dtype, torch.Tensor] = {}
-        # Where each element of the bucket lies in the concatenated gradients, whose last element is a zero.
-        source = torch.full((bucket.numel,), sum(slot.numel for slot in bucket.slots), dtype=torch.int32)
-        position = 0
-        for slot in bucket.slots:
-            values = torch.arange(position, position + slot.numel, dtype=torch.int32)
-            for place, part in destinations(source, bucket, slot, values, (1,)):
-                place.copy_(part)
-            position += slot.numel
-        self._source = source.to(device)
-
-    def fill(self, local: torch.Tensor, gradients: dict[int, torch.Tensor]) -> bool:
-        """False, and nothing done, unless every slot has a gradient of ``local``'s dtype."""
-        flats = []
-        for index, numel, strides in self._slots:
-            gradient = gradients.get(index)
-            if gradient is None or gradient.dtype != local.dtype:
-                return False
-            if gradient.stride() == strides and gradient.is_contiguous():
-                flats.append(gradient.view(numel))
-            else:
-                flats.append(flattened(gradient, strides))
-        zero = self._zero.setdefault(local.dtype, local.new_zeros(1))
-        torch.index_select(torch.cat([*flats, zero]), 0, self._source, out=local)
-        return True
 
 
 def _make_hook(known: weakref.ref[GradReducer], slot: Slot) -> Callable[[torch.Tensor], None]:

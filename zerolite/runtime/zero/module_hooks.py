@@ -17,7 +17,7 @@ import torch
 
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, Unit
 from zerolite.runtime.zero.partitioned_parameter import (
-    NOT_AVAILABLE,
+    AVAILABLE,
     PartitionedParameter,
     handle_of,
     whole_numel,
@@ -126,7 +126,20 @@ class _Leave(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
         coordinator = self._coordinator()
         if coordinator is not None:
-            coordinator.leave_forward(self._unit, outputs)
+            coordinator.leave_forward(self._unit, module, outputs)
+
+
+class _Untraced:
+    """A hook that torch.compile leaves alone."""
+
+    def __init__(self, hook: _Hook) -> None:
+        self._call = torch.compiler.disable(hook)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_InertHook, ())
 
 
 class _Guard(_Hook):
@@ -140,7 +153,7 @@ class _Guard(_Hook):
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         for handle in self._handles:
-            if handle.status is NOT_AVAILABLE:
+            if handle.status is not AVAILABLE:
                 coordinator = self._coordinator()
                 if coordinator is not None:
                     coordinator.gather_stray([i for h in self._handles if (i := coordinator.index_of(h)) is not None])
@@ -162,7 +175,7 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = dict.__getitem__(self, name)
-        if parameter is not None and getattr(parameter, "ds_status", None) is NOT_AVAILABLE:
+        if parameter is not None and getattr(parameter, "ds_status", AVAILABLE) is not AVAILABLE:
             coordinator = self._coordinator()
             if coordinator is not None and coordinator.busy:
                 coordinator.on_access(parameter._zero_handle)
@@ -185,7 +198,7 @@ def attach(
         enter: Any = _Enter(coordinator, unit)
         leave: Any = _Leave(coordinator, unit)
         if _compiled(plan.module):
-            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+            enter, leave = _Untraced(enter), _Untraced(leave)
             traced.update(id(module) for module in plan.module.modules())
         handles.append(plan.module.register_forward_pre_hook(enter, prepend=True))
         handles.append(plan.module.register_forward_hook(leave, always_call=True))

@@ -327,6 +327,8 @@ class GatheredParameters:
             _commit_all()
             lasting = [h for h in self._handles if h.comm.world_size == 1 or h.status is not NOT_AVAILABLE]
             _hold(self._handles)
+        for handle in self._handles:
+            handle.exposed = True
             if self._check:
                 self._saved = {id(handle): handle.full.clone() for handle in lasting}
                 if self._modifier is None:
@@ -365,10 +367,13 @@ class GatheredParameters:
 
     @torch.no_grad()
     def drop_changes(self) -> None:
-        """Take back what was written into the parameters since the context was entered."""
+        """Take back what was written into the parameters since the context was entered, now or when they are released
+        at its end. Called on all ranks."""
         for handle in self._handles:
             if id(handle) in self._saved:
                 handle.full.copy_(self._saved[id(handle)])
+            else:
+                self._digests.pop(id(handle), None)
             if handle.status is AVAILABLE:
                 handle.parameter.data = handle.view
 
@@ -407,6 +412,8 @@ class GatheredParameters:
         device = self._handles[0].shard.device
         flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for position, handle in enumerate(self._handles):
+            if id(handle) not in self._digests:
+                continue
             data = handle.parameter.data
             same = data.shape == handle.shape and data.dtype == handle.shard.dtype
             changed = content_hash(data) != self._digests[id(handle)] if same else torch.ones_like(flags[0])

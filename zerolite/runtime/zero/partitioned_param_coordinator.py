@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -77,11 +77,15 @@ class PartitionedParameterCoordinator:
         self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
         self._stack: list[Use] = []  # forward uses under way
         self._backward: list[Use] = []  # backward uses under way
-        self._in_backward = False
+        self._recomputed: list[Use] = []  # forward uses that ended inside a backward and are still needed
+        self._leaving = 0  # the unit whose outputs are looked at
+        self._tasks: list[int] = []  # backwards under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._clock = 0
+        self.on_backward_begin: Callable[[], None] = lambda: None
+        self.on_use_end: Callable[[int], None] = lambda unit: None  # a unit's backward has ended; same on all ranks
         self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
         for index, handle in enumerate(self.handles):
             handle.manager, handle.key = weakref.ref(self), index + 1
@@ -105,15 +109,15 @@ class PartitionedParameterCoordinator:
 
     def enter_forward(self, unit: Unit) -> None:
         """Before the unit's forward, recomputations in backward included."""
-        if not self._stack or unit.is_root:
+        if not self._stack:
             self._begin_outermost()
         self._clock += 1
         self._stack.append(Use(unit, self._clock))
         unit.open += 1
         self._execute(self.schedule.enter(unit.index))
 
-    def leave_forward(self, unit: Unit, outputs: Any) -> None:
-        """After the unit's forward; ``outputs`` is None if it raised."""
+    def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: Any) -> None:
+        """After the forward of the unit's module; ``outputs`` is None if it raised."""
         stack = self._stack
         if not stack or stack[-1].unit is not unit:
             if not any(use.unit is unit for use in stack):
@@ -121,9 +125,14 @@ class PartitionedParameterCoordinator:
             while stack[-1].unit is not unit:
                 self._close(stack.pop())
         use = stack.pop()
-        watched = self._watch(use, outputs) if torch.is_grad_enabled() else self._escaped(use, outputs)
-        self._close(use)
-        if not stack and not self._in_backward and not watched:
+        self._leaving = unit.index
+        watched = self._watch(use, module, outputs) if torch.is_grad_enabled() else self._escaped(outputs)
+        if self._tasks and any(self.handles[i].frozen for i in self.schedule.parameters_of(unit.index)):
+            # A recomputation. What torch.utils.checkpoint compares afterwards is the frozen parameter itself.
+            self._recomputed.append(use)
+        else:
+            self._close(use)
+        if not stack and not self._tasks and not watched:
             self._end_step()
 
     def _close(self, use: Use) -> None:
@@ -133,40 +142,51 @@ class PartitionedParameterCoordinator:
         self._release(self.schedule.leave(use.unit.index))
 
     def _begin_outermost(self) -> None:
-        if self._in_backward:
+        if self._tasks:
             if _current_graph_task() != -1:
                 return  # a recomputation inside backward
             self.sweep()  # that backward ended with an exception
-        elif self._stack:
-            self.sweep()  # that forward ended with an exception that skipped the hooks
         if not self._step_open:
             self._begin_step("train" if torch.is_grad_enabled() else "eval")
 
-    def _watch(self, use: Use, outputs: Any) -> bool:
-        """Hook every output through which a backward may come; True if there is one."""
-        if type(outputs) is torch.Tensor:  # nearly always
-            if outputs.requires_grad and outputs.grad_fn is not None and outputs._base is None:
-                outputs.register_hook(functools.partial(self._on_output_gradient, use))
-                return True
-            found = [outputs]
-        else:
-            found = list(tensors_in(outputs))
+    def drop_failed(self) -> None:
+        """End what an exception has left open, outside of any forward and backward. Called where a new one begins."""
+        if (self._stack or self._tasks) and _current_graph_task() == -1:
+            self.sweep()
+
+    def _watch(self, use: Use, module: torch.nn.Module, outputs: Any) -> bool:
+        """Hook every tensor through which a backward may come: outputs, and what the module keeps as an attribute.
+        True if there is one."""
+        hook = functools.partial(self._on_output_gradient, use)
         watched = False
-        for tensor in found:
-            self._check_escape(use, tensor)
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(functools.partial(self._on_output_gradient, use))
+        for value in module.__dict__.values():
+            if type(value) is torch.Tensor and value.grad_fn is not None:
+                value.register_hook(hook)
+        if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
+            outputs.register_hook(hook)
+            return True
+        for tensor in tensors_in(outputs):
+            self._check_escape(tensor)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                base.register_hook(hook)  # a caller may change the view in place; then gradients come this way
+            if tensor.grad_fn is not None:
+                tensor.register_hook(hook)
                 watched = True
         return watched
 
-    def _escaped(self, use: Use, outputs: Any) -> bool:
+    def _escaped(self, outputs: Any) -> bool:
         for tensor in tensors_in(outputs):
-            self._check_escape(use, tensor)
+            self._check_escape(tensor)
         return False
 
-    def _check_escape(self, use: Use, tensor: torch.Tensor) -> None:
-        """A parameter, or a view of one, that a unit returns stays gathered with whoever called the unit."""
+    def _check_escape(self, tensor: torch.Tensor) -> None:
+        """A parameter, or an alias of one, that a unit returns stays gathered with whoever called the unit."""
         handle = handle_of(tensor) or handle_of(tensor._base)
+        if handle is None and tensor.grad_fn is None and self._stack:
+            pointer = tensor.untyped_storage().data_ptr()
+            live = (self.handles[i] for i in self.schedule.parameters_of(self._leaving))
+            handle = next((h for h in live if pointer and h.full.untyped_storage().data_ptr() == pointer), None)
         if handle is None or handle.persistent:
             return
         index = self._index.get(id(handle))
@@ -181,8 +201,8 @@ class PartitionedParameterCoordinator:
         if use.task == task:
             return
         use.task = task
-        if not self._in_backward:
-            self._begin_backward()
+        if task not in self._tasks:
+            self._begin_task(task)
         if torch.is_grad_enabled():
             self._second_order = True
         open_uses = self._backward
@@ -199,21 +219,39 @@ class PartitionedParameterCoordinator:
         self._execute(self.schedule.enter(use.unit.index))
 
     def _end_backward_use(self, use: Use) -> None:
+        if self._recomputed:
+            self._close_recomputed(use.unit)
         if not self._second_order:
             self._release(self.schedule.leave(use.unit.index))
+        self.on_use_end(use.unit.index)
 
-    def _begin_backward(self) -> None:
-        self._in_backward = True
-        if not self._step_open:
+    def _close_recomputed(self, unit: Unit | None) -> None:
+        """End the recomputed forward uses of ``unit`` (None: all)."""
+        mine = [use for use in self._recomputed if unit is None or use.unit is unit]
+        self._recomputed = [use for use in self._recomputed if unit is not None and use.unit is not unit]
+        for use in mine:
+            self._close(use)
+
+    def _begin_task(self, task: int) -> None:
+        """A backward begins, perhaps inside another (reentrant checkpointing)."""
+        if not self._tasks and not self._step_open:
             self._begin_step("backward")
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
+        if not self._stack:  # torch.autograd.grad inside a forward is no backward of the engine's
+            self.on_backward_begin()
 
-    def _end_backward(self) -> None:
-        if not self._in_backward:
+    def _end_task(self, task: int) -> None:
+        if task not in self._tasks:
             return  # swept
-        self._in_backward = False
+        del self._tasks[self._tasks.index(task) :]
+        while self._backward and self._backward[-1].task == task:
+            self._end_backward_use(self._backward.pop())
+        if self._tasks:
+            return
         while self._backward:
             self._end_backward_use(self._backward.pop())
+        self._close_recomputed(None)
         if not self._stack and not self._second_order:
             self._end_step()
 
@@ -231,11 +269,13 @@ class PartitionedParameterCoordinator:
     def sweep(self) -> None:
         """End everything under way and release all that nobody holds: after an exception, and when values have
         changed. Called on all ranks."""
-        self._in_backward = self._step_open = self._second_order = False
+        self._step_open = self._second_order = False
         for use in self._stack:
             use.unit.open = 0
         self._stack.clear()
         self._backward.clear()
+        self._recomputed.clear()
+        self._tasks.clear()
         self._release(self.schedule.forget())
         self._let_strays_go()
 
@@ -266,10 +306,10 @@ class PartitionedParameterCoordinator:
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is under way."""
-        return bool(self._stack) or self._in_backward
+        return bool(self._stack or self._tasks)
 
     def _attach(self, index: int) -> None:
-        if self._stack and not self._in_backward:
+        if self._stack and not self._tasks:
             self.schedule.add_parameter(self._stack[-1].unit.index, index)
         self.gather_stray([index])
 
@@ -312,6 +352,8 @@ class PartitionedParameterCoordinator:
                 if started is not None:
                     finish(started)
         except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise  # out of memory, for one, is caught by its type
             raise RuntimeError(f"{error}\nThis rank stood at {self.where()}.") from error
 
     def _launch(self, indices: Iterable[int]) -> None:

@@ -8,6 +8,7 @@ them. ``param.data`` is a view of ``full`` while the parameter is available and 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.comm import Communicator, Pending
 from zerolite.runtime.zero.buffer import dense_strides, flattened
@@ -50,6 +52,7 @@ class PartitionedParameter:
         "__weakref__",
         "comm",
         "empty",
+        "exposed",
         "full",
         "held",
         "key",
@@ -69,9 +72,7 @@ class PartitionedParameter:
         "view",
     )
 
-    def __init__(
-        self, parameter: torch.nn.Parameter, name: str, comm: Communicator, device: torch.device
-    ) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, name: str, comm: Communicator, device: torch.device) -> None:
         """Cut ``parameter``, whose values are the same on all ranks, on ``device``; keeps its dtype."""
         self.ref = weakref.ref(parameter)
         self.name = name
@@ -82,6 +83,7 @@ class PartitionedParameter:
         self.strides = dense_strides(parameter.data)
         self.launch: _Launch | None = None
         self.held = 0  # open gather contexts
+        self.exposed = False  # a user may hold aliases of the whole values
         self.persistent = False  # never released
         self.manager: Any = None  # weak reference to the coordinator that gathers it
         self.on_written: Callable[[], None] | None = None  # somebody wrote new values: masters must follow
@@ -103,18 +105,24 @@ class PartitionedParameter:
         """``shard`` [ceil(numel / world_size)] is this rank's part from now on; its dtype is the parameter's."""
         self.shard = shard
         self.empty = torch.empty(0, dtype=shard.dtype, device=shard.device)
+        self._allocate()
+        parameter.data = self.empty
+        parameter.ds_tensor = shard  # type: ignore[attr-defined]
+
+    def _allocate(self) -> None:
+        """A new ``full``, without memory yet."""
+        self.exposed = False
         self.storage: torch.UntypedStorage | None = None
         if self.comm.world_size == 1:
-            self.full = shard
+            self.full = self.shard
         else:
+            shard = self.shard
             self.full = torch.empty(shard.numel() * self.comm.world_size, dtype=shard.dtype, device=shard.device)
             self.storage = self.full.untyped_storage()
         self.nbytes = self.full.numel() * self.full.element_size()
         self.view = self.full.as_strided(self.shape, self.strides)
         if self.storage is not None:
             self.storage.resize_(0)
-        parameter.data = self.empty
-        parameter.ds_tensor = shard  # type: ignore[attr-defined]
 
     def move(self, place: torch.Tensor) -> None:
         """Copy the shard, rounded to ``place``'s dtype, into ``place``, which is the shard from now on."""
@@ -145,11 +153,22 @@ class PartitionedParameter:
         self.status = status
         parameter.ds_status = status  # type: ignore[attr-defined]
 
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            f"parameter '{self.name}' is partitioned over ranks and cannot be pickled; save engine.full_state_dict(), "
+            "or a whole copy: copy.deepcopy(engine.module)"
+        )
+
     @property
     def parameter(self) -> torch.nn.Parameter:
         parameter = self.ref()
         assert parameter is not None, "a parameter outlives whoever works on it"
         return parameter
+
+    @property
+    def frozen(self) -> bool:
+        parameter = self.ref()
+        return parameter is not None and not parameter.requires_grad
 
     def own_part(self) -> torch.Tensor:
         """This rank's part of ``full``, without padding; valid while the parameter is available."""
@@ -162,6 +181,7 @@ class PartitionedParameter:
     def all_gather(self) -> None:
         """Make the parameter whole until :meth:`partition` is called or the engine releases it. Called on all ranks,
         in the same order."""
+        self.exposed = True
         gather([self])
 
     def partition(self) -> None:
@@ -212,13 +232,22 @@ class PartitionedParameter:
         if self.launch is not None:
             finish(self.launch)
         if self.status is AVAILABLE:
-            parameter = self.ref()
-            if parameter is not None:
-                parameter.data = self.empty
-                parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
-            if self.storage is not None:
-                self.storage.resize_(0)
-            self.status = NOT_AVAILABLE
+            self.drop()
+
+    def drop(self) -> None:
+        """The whole values are gone, whatever there was."""
+        self.launch = None
+        self.status = NOT_AVAILABLE
+        parameter = self.ref()
+        if parameter is not None:
+            parameter.data = self.empty
+            parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
+        if self.storage is None:
+            return
+        if self.exposed:  # what somebody has taken from the parameter keeps the old memory
+            self._allocate()
+        else:
+            self.storage.resize_(0)
 
 
 _OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_handle")
@@ -248,29 +277,47 @@ def whole_numel(parameter: torch.Tensor) -> int:
 
 # -------------------------------------------------------------------- gathers
 
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def _undispatched() -> contextlib.AbstractContextManager[Any]:
+    """Our own work is nobody's operators: selective checkpointing records what runs under its mode."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
+
 
 def launch(members: Sequence[PartitionedParameter]) -> None:
     """Start to gather ``members``, of one communicator and not available, in one launch. Called on all ranks, in the
     same order."""
-    fulls, shards = [], []
-    for member in members:
-        if member.storage is not None:
-            member.storage.resize_(member.nbytes)
-        member.status = INFLIGHT
-        fulls.append(member.full)
-        shards.append(member.shard)
     comm = members[0].comm
-    pending = comm.gather_shards(fulls, shards, "parameters", members[0].key) if comm.world_size > 1 else None
+    pending = None
+    try:
+        if comm.world_size > 1:
+            for member in members:
+                member.storage.resize_(member.nbytes)  # type: ignore[union-attr]
+            with _undispatched():
+                fulls, shards = [member.full for member in members], [member.shard for member in members]
+                pending = comm.gather_shards(fulls, shards, "parameters", members[0].key)
+    except BaseException:
+        for member in members:
+            member.drop()
+        raise
     started = _Launch(members, pending)
     for member in members:
         member.launch = started
+        member.status = INFLIGHT
         member.ref().ds_status = INFLIGHT  # type: ignore[union-attr]
 
 
 def finish(started: _Launch) -> None:
     """Wait for a gather: its parameters may be read from now on. On CUDA the stream waits, not the host."""
-    if started.pending is not None:
-        started.pending.wait()
+    try:
+        if started.pending is not None:
+            with _undispatched():
+                started.pending.wait()
+    except BaseException:
+        for member in started.members:
+            member.drop()
+        raise
     for member in started.members:
         member.launch = None
         member.status = AVAILABLE

@@ -10,10 +10,11 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.runtime.zero.fetch_schedule import FetchLimits
+from zerolite.runtime.zero.layout import PartitionLayout
 from zerolite.runtime.zero.module_hooks import UnitPlan, attach, plan_units
 from zerolite.runtime.zero.partition_parameters import partition_model
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.runtime.zero.partitioned_parameter import PartitionedParameter, gather, handle_of
+from zerolite.runtime.zero.partitioned_parameter import PartitionedParameter, gather, handle_of, whole_numel
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,7 @@ class PartitionedModel:
     """A model at stage 3, in the order in which it is built: partitioned, then planned, then started. All of it is
     called on all ranks in the same order."""
 
-    def __init__(
-        self, model: torch.nn.Module, comm: Communicator, gathers: Communicator, device: torch.device
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, comm: Communicator, gathers: Communicator, device: torch.device) -> None:
         """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers."""
         self.model = model
         partition_model(model, comm, device)
@@ -72,27 +71,44 @@ class PartitionedModel:
 
 
 def bucket_groups(trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan], limit: int) -> list[list[int]]:
-    """Indices into ``trained`` by what is reduced together: the parameters of a unit. Those that stay whole go with
-    the unit before them, or fill groups of at most ``limit`` elements where there is none."""
+    """Indices into ``trained`` by what is reduced together: the parameters of a unit; those that stay whole in groups
+    of at most ``limit`` elements (or one parameter)."""
+    unit_of = _first_units(plans)
+    groups: list[list[int]] = []
+    of_unit: dict[int, list[int]] = {}
+    free: list[int] | None = None  # the group that small parameters fill
+    size = 0
+    for index, parameter in enumerate(trained):
+        numel = whole_numel(parameter)
+        unit = unit_of.get(id(parameter))
+        if unit is not None:
+            if unit not in of_unit:
+                of_unit[unit] = []
+                groups.append(of_unit[unit])
+            of_unit[unit].append(index)
+            continue
+        if free is None or size + numel > limit:
+            free, size = [], 0
+            groups.append(free)
+        free.append(index)
+        size += numel
+    return groups
+
+
+def units_of_buckets(
+    layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan]
+) -> list[int | None]:
+    """The unit of each bucket made from :func:`bucket_groups`; None for parameters that stay whole."""
+    unit_of = _first_units(plans)
+    return [unit_of.get(id(trained[bucket.slots[0].index])) for bucket in layout.buckets]
+
+
+def _first_units(plans: Sequence[UnitPlan]) -> dict[int, int]:
     unit_of: dict[int, int] = {}
     for index, plan in enumerate(plans):
         for parameter in plan.parameters:
             unit_of.setdefault(id(parameter), index)
-    groups: list[list[int]] = []
-    of_unit: dict[int, list[int]] = {}
-    free, size = False, 0  # whether the last group belongs to no unit; its elements
-    for index, parameter in enumerate(trained):
-        numel = parameter.ds_numel  # type: ignore[attr-defined]
-        unit = unit_of.get(id(parameter))
-        if unit is not None and unit not in of_unit:
-            groups.append([])
-            of_unit[unit], free = groups[-1], False
-        elif unit is None and (not groups or (free and size + numel > limit)):
-            groups.append([])
-            free, size = True, 0
-        (groups[-1] if unit is None else of_unit[unit]).append(index)
-        size += numel
-    return groups
+    return unit_of
 
 
 def make_whole(model: torch.nn.Module) -> None:

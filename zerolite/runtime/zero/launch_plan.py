@@ -1,0 +1,72 @@
+"""When stage 3 reduces a bucket: at the end of a unit's backward, a moment that all ranks see in the same order.
+
+Pure: standard library only. A bucket launched when *its own gradients* are there would be launched at different moments
+where ranks use different parameters, between different gathers: then rank 0 could wait for a reduction that rank 1
+launches only after a gather, and rank 1 for that gather. So buckets follow the ends of uses, which are the same on
+all ranks. Which end is late enough for a bucket is learned: at first, the first end of its own unit. A gradient that
+comes later (a tied weight, a module used several times) is reduced once more at the end of the pass, and the ranks
+agree on what is late with one small collective. From then on such buckets wait for the end that followed their last
+gradient. While a step follows a plan of the schedule for which that is known, nothing needs to be agreed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+End = tuple[int, int]  # a unit, and the how-manieth end of its backward uses in the pass
+
+
+class LaunchPlan:
+    """units: for each bucket the unit that it belongs to, or None for one that is launched when the pass ends.
+    plan_number: of the schedule's plan that the events follow, 0 if none; the same on all ranks."""
+
+    def __init__(self, units: Sequence[int | None], plan_number: Callable[[], int]) -> None:
+        self._plan_number = plan_number
+        self._default: dict[End, list[int]] = {}
+        for bucket, unit in enumerate(units):
+            if unit is not None:
+                self._default.setdefault((unit, 1), []).append(bucket)
+        self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number; 0: what was seen last
+        self._due: dict[End, list[int]] = self._default
+        self._ends: list[End] = []  # of this pass
+        self._counts: dict[int, int] = {}
+        self.arrivals = [-1] * len(units)  # ends before each bucket's last gradient in this pass; -1: no gradient
+
+    def begin_pass(self) -> None:
+        """Before the first gradient of a backward."""
+        latest = self._learned.get(0, self._default)
+        self._due = self._learned.get(self._plan_number(), latest)
+        self._ends, self._counts = [], {}
+        self.arrivals = [-1] * len(self.arrivals)
+
+    @property
+    def settled(self) -> bool:
+        """Whether this pass follows a plan whose launches are known, so that no gradient can be late."""
+        number = self._plan_number()
+        return bool(number) and number in self._learned and self._due is self._learned[number]
+
+    def on_gradient(self, bucket: int) -> None:
+        """A gradient of ``bucket`` has come."""
+        self.arrivals[bucket] = len(self._ends)
+
+    def on_use_end(self, unit: int) -> Sequence[int]:
+        """A unit's backward has ended: the buckets to launch now. Called on all ranks, in the same order."""
+        count = self._counts.get(unit, 0) + 1
+        self._counts[unit] = count
+        self._ends.append((unit, count))
+        return self._due.get((unit, count), ())
+
+    def learn(self, arrivals: Sequence[int]) -> None:
+        """What all ranks together have seen in the pass that ends: the largest ``arrivals``."""
+        due: dict[End, list[int]] = {}
+        own = {bucket: end for end, buckets in self._default.items() for bucket in buckets}
+        for bucket, arrival in enumerate(arrivals):
+            if arrival < 0:  # unused: if it is used one day, then in its unit
+                end = own.get(bucket)
+            else:
+                end = self._ends[arrival] if arrival < len(self._ends) else None
+            if end is not None:
+                due.setdefault(end, []).append(bucket)
+        self._learned[0] = due
+        if self._plan_number():
+            self._learned[self._plan_number()] = due
