@@ -23,6 +23,7 @@ def read_version() -> str:
 
 PLOT = ["matplotlib>=3.7"]
 TEST = ["mypy>=1.8", "pytest>=8", "ruff>=0.6", "setuptools>=68", "wheel"]
+TRANSFORMERS = ["transformers>=4.40"]  # tests of its models are skipped where it is absent
 BENCH = ["deepspeed>=0.15", "numpy"]
 
 setup(
@@ -51,7 +52,7 @@ setup(
         "ninja",
         "tqdm",
     ],
-    extras_require={"test": TEST, "bench": BENCH, "plot": PLOT},
+    extras_require={"test": TEST, "transformers": TRANSFORMERS, "bench": BENCH, "plot": PLOT},
     entry_points={"console_scripts": ["zerolite = zerolite.launcher.cli:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -27,6 +27,7 @@ import pstats
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -182,7 +183,7 @@ def summarise(name: str, layers: int, ready: Ready, pairs: list[tuple[Turn, Turn
 
 
 def profile(args: argparse.Namespace) -> None:
-    """cProfile over some steps of one competitor, in this process, at the first number of layers."""
+    """cProfile, by processor time, over some steps of one competitor in this process, at the first number of layers."""
     with tempfile.TemporaryDirectory(prefix="zerolite-overhead-") as directory:
         join_group(0, SETTING, str(Path(directory) / "store"))
         trainee, inputs = prepare(args.profile, args.layers[0]), make_inputs()
@@ -193,7 +194,7 @@ def profile(args: argparse.Namespace) -> None:
             f"the profiler, {1e3 * statistics.median(turn.fake_s):.2f} of it in pretended collectives; launches a "
             f"step: {ready.gathers} gathers, {ready.reductions} reductions"
         )
-        profiler = cProfile.Profile()
+        profiler = cProfile.Profile(time.process_time)
         profiler.runcall(train, trainee, inputs, args.steps)
         pstats.Stats(profiler).sort_stats(args.sort).print_stats(args.top)
         torch.distributed.destroy_process_group()

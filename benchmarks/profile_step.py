@@ -33,6 +33,7 @@ from benchmarks.workers import join_group
 # (attribute of the engine, method) -> the phase it belongs to. The methods are wrapped on the instance.
 PHASES = {
     ("_reducer", "_accept"): "gradients into buckets",
+    ("_reducer", "_put_held"): "gradients into buckets",
     ("_reducer", "_launch"): "launch reductions",
     ("_reducer", "_complete"): "wait for reductions",
     ("_reducer", "clear"): "clear",
@@ -182,9 +183,9 @@ def render(alone: dict[str, tuple[float, float]], together: dict[str, tuple[floa
     zero = (0.0, 0.0)
     for name in names:
         a, b = alone.get(name, zero), together.get(name, zero)
-        lines.append(f"{name:<24}{a[0]:8.1f}{a[1]:8.1f}{b[0]:10.1f}{b[1]:8.1f}{b[1] - a[1]:10.1f}")
+        lines.append(f"{name:<24}{a[0]:8.2f}{a[1]:8.2f}{b[0]:10.2f}{b[1]:8.2f}{b[1] - a[1]:10.2f}")
     a, b = _sum(alone), _sum(together)
-    lines.append(f"{'sum':<24}{a[0]:8.1f}{a[1]:8.1f}{b[0]:10.1f}{b[1]:8.1f}{b[1] - a[1]:10.1f}")
+    lines.append(f"{'sum':<24}{a[0]:8.2f}{a[1]:8.2f}{b[0]:10.2f}{b[1]:8.2f}{b[1] - a[1]:10.2f}")
     return "\n".join(lines)
 
 

@@ -236,8 +236,7 @@ def warm_up(trainee: Trainee, inputs: Sequence[Tensor], steps: int) -> Ready:
     losses = [float(trainee.step(inputs[number % len(inputs)])) for number in range(steps)]
     if trainee.coordinator is None:
         return Ready(losses)
-    schedule = trainee.coordinator.schedule
-    if schedule.on_demand_only or schedule.candidate_hash:
+    if not trainee.coordinator.schedule.following:
         raise RuntimeError(
             f"expected stage 3 to follow its plan after {steps} steps, got one that works on demand; warm up for longer"
         )

@@ -192,8 +192,7 @@ def test_host_overhead_tells_of_wrong_losses() -> None:
 
 
 class _Schedule:
-    on_demand_only = True
-    candidate_hash = 0
+    following = False
 
 
 class _Coordinator:

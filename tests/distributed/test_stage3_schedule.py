@@ -127,7 +127,9 @@ def test_live_parameters_stay_below_their_limit(pools: Pools, live: int, model: 
 # -------------------------------------------------------------------- traces that do not fit
 
 
-@pytest.mark.parametrize("zero", [SHORT, limited(60, 100, 10**6), limited(10**6, 10**6, 10**6)], ids="short few all".split())
+@pytest.mark.parametrize(
+    "zero", [SHORT, limited(60, 100, 10**6), limited(10**6, 10**6, 10**6)], ids="short few all".split()
+)
 def test_a_departure_is_served_and_traced_anew(pools: Pools, zero: dict[str, Any]) -> None:
     steps = [["012"]] * 3 + [["021"]] * 4 + [["0"], ["01"], ["0120"]] + [["10"]] * 3
     case = {"model": "Ways", "steps": steps}

@@ -79,12 +79,11 @@ class Engine:
         back in fp32."""
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
-        if self.coordinator is not None:
-            self.coordinator.drop_failed()
         if self._broadcast_buffers and self._module.training:
             self._send_buffers()
         args, kwargs = self._precision.cast(self._boundary.enter((args, kwargs)))
-        with self._precision.autocast_context(self.device):
+        watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
+        with watch, self._precision.autocast_context(self.device):
             outputs = self._module(*args, **kwargs)
         return self._boundary.leave(outputs)
 

@@ -39,17 +39,6 @@ def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         )
 
 
-def _after_save(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Copies of what is whole only for a while, so that the state may outlive that."""
-    for key, parameter in module._parameters.items():
-        handle = handle_of(parameter)
-        value = state.get(prefix + key)
-        if handle is None or handle.persistent or _allowed or isinstance(value, torch.nn.Parameter):
-            continue
-        if isinstance(value, torch.Tensor):
-            state[prefix + key] = value.clone()
-
-
 def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -> None:
     found = [] if _allowed else _partitioned(module, prefix)
     if found:
@@ -65,7 +54,6 @@ def guard_module(module: torch.nn.Module) -> None:
     partitioned. For good: the hooks do nothing where none are."""
     if _before_save not in module._state_dict_pre_hooks.values():
         module.register_state_dict_pre_hook(_before_save)
-        module.register_state_dict_post_hook(_after_save)
         module.register_load_state_dict_pre_hook(_before_load)
 
 

@@ -25,6 +25,7 @@ from zerolite.comm import (
     use_communicator,
 )
 from zerolite.comm.communicator import NativeCommunicator
+from zerolite.comm.shared_memory import SharedMemoryCommunicator
 
 CPU = torch.device("cpu")
 F32, BF16, F64, I64, U8 = torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
@@ -203,6 +204,8 @@ def first_in_inference_mode(kind: str) -> None:
             flight.check()
         result = reduction.pending.wait()
         assert not result.is_inference()
+        memories = [comm._memory for comm in (first, second) if isinstance(comm, SharedMemoryCommunicator)]
+        assert not any(mapped.is_inference() for memory in memories for mapped in memory._maps)
         reduction.check()
         result.add_(1.0)  # an inference tensor would refuse
         for salt in range(4):  # all regions
@@ -212,7 +215,7 @@ def first_in_inference_mode(kind: str) -> None:
                 staged.fill_(1.0)
                 total = first.reduce_scatter(staged, "gradients").wait()
                 assert torch.equal(total, torch.full((5000,), float(first.world_size)))
-            Gather(second, "odd lengths", salt).check()
+            Gather(second, "mixed", salt).check()
             Reduction(first, 5000, salt).check()
 
 
@@ -266,6 +269,7 @@ def subgroup() -> None:
             second.close()
     finally:
         dist.destroy_process_group(parent)
+    Gather(pair()[1], "mixed").check()  # ranks that have made more communicators than others still agree
 
 
 def lifetime() -> list[Any]:
@@ -273,8 +277,9 @@ def lifetime() -> list[Any]:
     answers: list[Any] = []
     for seconds in (77.0, 88.0):
         zerolite.init_distributed(timeout=seconds)
-        assert dist.group.WORLD is not None
-        group = process_group.second_group(dist.group.WORLD, "gloo")
+        parent = dist.group.WORLD  # a user may hold it longer
+        assert parent is not None
+        group = process_group.second_group(parent, "gloo")
         timeout = process_group._timeout_of(group)
         alive = weakref.ref(group)
         del group

@@ -1,4 +1,4 @@
-"""Runs the models of stage3_models.py and stage3_graphs.py: small enough to compare bit by bit.
+"""Runs the models of stage3_models.py, stage3_graphs.py and stage3_library.py: small enough to compare bit by bit.
 
 A case is a :class:`Case`, registered by name with ``@case`` or ``@cases``; :func:`train_all` trains it.
 """
@@ -29,6 +29,10 @@ class Case(nn.Module):
     stable: bool | None = True
     zero: dict[str, Any] = {}
     steps = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations: list[float] = []  # losses that need not have the same bits
 
     def prepare(self, step: int) -> None:
         """Called before each step."""
@@ -76,12 +80,13 @@ def loss_of(value: Tensor) -> Tensor:
 
 
 def train(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Train a case. Gives, per step, losses, the gathers and whether a plan was followed; whole parameters and
-    buffers; which names share memory; the trained parameters; and what was left gathered after any step."""
+    """Train a case. Gives, per step, losses, the gathers, the elements reduced and whether a plan was followed; whole
+    parameters and buffers; which names share memory; the trained parameters, and this rank's elements of master
+    weights and of optimizer states; and what was left gathered after any step."""
     torch.manual_seed(0)
     engine = zerolite.initialize(BUILDERS[name](), config)
     coordinator = engine.coordinator
-    losses, gathers, following, left = [], [], [], []
+    losses, gathers, reduced, following, left = [], [], [], [], []
     for step in range(CLASSES[name].steps):
         engine.module.prepare(step)
         torch.manual_seed(100 * step + engine.rank)
@@ -93,23 +98,29 @@ def train(name: str, config: dict[str, Any]) -> dict[str, Any]:
                 engine.step()
                 losses.append(loss.item())
         gathers.append(record.count("all_gather", "parameters"))
+        reduced.append(record.numel("reduce_scatter", "gradients"))
         left += [f"after step {step}: {what}" for what in left_gathered(engine)]
     state = engine.full_state_dict()
+    buffer, moments = engine._pipeline._buffer, engine.optimizer.inner.state.values()
     return {
         "losses": losses,
+        "evaluations": engine.module.evaluations,
         "gathers": gathers,
+        "reduced": reduced,
         "following": following,
         "left": left,
         "state": state,
         "tied": {a: [b for b in state if state[a].data_ptr() == state[b].data_ptr() != 0] for a in state},
-        "trained": {slot.name: slot.numel for slot in engine._pipeline._buffer.layout.slots},
+        "trained": {slot.name: slot.numel for slot in buffer.layout.slots},
+        "masters": sum(master.numel() for master in buffer.master),
+        "states": sum(v.numel() for state in moments for v in state.values() if isinstance(v, Tensor) and v.dim()),
         "units": [] if coordinator is None else [unit.name for unit in coordinator.units],
     }
 
 
 def train_all(name: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """:func:`train` with each of several configs."""
-    for module in ("stage3_models", "stage3_graphs"):
+    for module in ("stage3_models", "stage3_graphs", "stage3_library"):
         importlib.import_module(f"tests.distributed.cases.{module}")
     return {key: train(name, config) for key, config in configs.items()}
 

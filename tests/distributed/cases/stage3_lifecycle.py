@@ -257,7 +257,9 @@ DISTURBANCES: dict[str, Callable[[Any, int], Any]] = {
     "failed backward, then forward": failing_then_forward,
     **{f"forward raises: {place}": functools.partial(failing_forward, place, Boom) for place in FORWARD_PLACES},
     **{f"backward raises: {place}": functools.partial(failing_backward, place, False) for place in BACKWARD_PLACES},
-    **{f"plain backward raises: {place}": functools.partial(failing_backward, place, True) for place in BACKWARD_PLACES},
+    **{
+        f"plain backward raises: {place}": functools.partial(failing_backward, place, True) for place in BACKWARD_PLACES
+    },
 }
 
 # ---------------------------------------------------------------- loops: one step each; give what to compare

@@ -246,7 +246,7 @@ class TiedHead(Case):
 
 @case
 class BorrowedWeight(Case):
-    """A weight used by a function, of a module that is never called, deep in another module's forward, and in a loop."""
+    """A weight of a module that is never called, used by functions in other modules' forwards, and at the root."""
 
     class Borrower(nn.Module):
         def __init__(self, lender: nn.Linear) -> None:

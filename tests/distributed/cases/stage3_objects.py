@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.distributed.cases.stage3_lifecycle import (
-    WIDTH,
     batch,
     build,
     detached,
@@ -63,6 +62,11 @@ def compiled(mode: str, when: str, setting: str, backend: str = "counted", steps
     result["state"] = {name.replace("_orig_mod.", ""): value for name, value in result["state"].items()}
     torch._dynamo.reset()
     return {**result, "calls": calls[0]}
+
+
+def uncompiled(setting: str, steps: int = 5) -> dict[str, Any]:
+    """The same training without compilation."""
+    return train(zerolite.initialize(build(), settings(3, setting)), steps=steps, disturbance="no_grad", at=(1,))
 
 
 # ---------------------------------------------------------------- users' hooks
@@ -120,7 +124,9 @@ def hooked(stage: int, setting: str, what: str, when: str, prepend: bool = False
     """``seen``: everything that the hooks read, in order, until they are removed; then two steps without them."""
     model = build()
     seen: list[Any] = []
-    install = (lambda: hook_modules(model, seen, prepend)) if what == "modules" else lambda: hook_parameters(model, seen)
+    install = (
+        (lambda: hook_modules(model, seen, prepend)) if what == "modules" else lambda: hook_parameters(model, seen)
+    )
     handles = install() if when == "before" else []
     engine = zerolite.initialize(model, settings(stage, setting))
     handles = handles or install()
@@ -297,7 +303,9 @@ def used_after_its_engine(setting: str) -> dict[str, Any]:
 def interleaved_engines(stages: Sequence[int], together: bool, setting: str = "move") -> list[dict[str, Tensor]]:
     """One engine per stage, trained step by step in turn (``together``) or one after the other; final states."""
     engines = [zerolite.initialize(build(seed), settings(stage, setting)) for seed, stage in enumerate(stages)]
-    turns = [(step, e) for step in range(6) for e in engines] if together else [(s, e) for e in engines for s in range(6)]
+    turns = (
+        [(step, e) for step in range(6) for e in engines] if together else [(s, e) for e in engines for s in range(6)]
+    )
     for step, engine in turns:
         train(engine, steps=1) if step % 2 else _one_step(engine, step)
     return [state_of(engine) for engine in engines]
@@ -434,8 +442,15 @@ def state_roundtrip(stages: tuple[int, int], setting: str, precision: str, rank0
     facts["loaded"] = not state or _equal(loaded, state)
     facts["left"] = gathered(first) + gathered(second)
     _one_step(second, 71)
-    facts["masters follow"] = max(float((state_of(second)[n].float() - v.float()).abs().max()) for n, v in loaded.items())
+    facts["masters follow"] = max(
+        float((state_of(second)[n].float() - v.float()).abs().max()) for n, v in loaded.items()
+    )
     return facts
+
+
+def names() -> list[str]:
+    """Of a plain model's state dict."""
+    return list(build().state_dict())
 
 
 def load_errors(stage: int) -> dict[str, str]:
@@ -456,5 +471,4 @@ def load_errors(stage: int) -> dict[str, str]:
     }
     assert _equal(state_of(engine), state)
     assert not gathered(engine)
-    assert torch.equal(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
     return messages

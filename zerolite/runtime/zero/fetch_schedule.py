@@ -35,6 +35,7 @@ class Fetch(NamedTuple):
 
 
 _NOTHING = Fetch((), (), (), ())
+_LONGEST = 1 << 20  # events that are recorded: forwards that no backward follows never end their step
 _END = 1 << 62  # no unit has this id, so it matches no event
 
 
@@ -327,6 +328,8 @@ class FetchSchedule:
         self._last = event
         if self._recording:
             self._trace.append(event)
+            if self._count > _LONGEST:
+                self._recording, self._trace = False, []
 
     def begin_step(self, kind: str) -> None:
         """Before the first event of a step. Every kind of step has a trace and a plan of its own.
@@ -342,6 +345,8 @@ class FetchSchedule:
         """The step is over, open uses too: what to release, everything that is neither persistent nor held."""
         plan = self._plan
         if plan is not None and self._position == len(plan.trace):
+            if self._kind is not None:
+                self._candidates.pop(self._kind, None)  # the step that departed was an exception
             self._stop_following()
             self._reset(None)
             return plan.final

@@ -124,6 +124,7 @@ class GradReducer:
         ]
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
         self._pool = _BucketPool(3 if options.shard else len(layout.buckets))
+        self._passes_in_window = 0
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
         self._fires = [0] * len(self.parameters)  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
@@ -138,6 +139,7 @@ class GradReducer:
         self._next = 0  # the next bucket to launch in this pass
         self._in_flight: list[_BucketState] = []
         self._plan: LaunchPlan | None = None
+        self._launching = False  # a bucket is being filled to be launched at once
         self.handles: list[Any] = []  # of the installed hooks
 
     # ---------------------------------------------------------------- hooks
@@ -187,6 +189,7 @@ class GradReducer:
         self._seen_gradient = False
         self._reducing = self._options.reduce_each_pass or self._pass_reduces()
         self._passes_in_local += 1
+        self._passes_in_window += 1
         self._next = 0
         if self._plan is not None:
             self._plan.begin_pass()
@@ -233,8 +236,8 @@ class GradReducer:
             advice = (
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
                 if self._plan is None
-                else "A parameter that is used in some steps only, outside the module that owns it, does this: put that "
-                "module and its users in one unit (zero_optimization.leaf_modules)."
+                else "A parameter that is used in some steps only, outside the module that owns it, does this: put "
+                "that module and its users in one unit (zero_optimization.leaf_modules)."
             )
             raise RuntimeError(
                 f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the "
@@ -309,7 +312,11 @@ class GradReducer:
         if exchanged and options.communication_dtype(state.bucket) in (None, dtype):
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else.
-            ahead = state.bucket.index - self._next if self._plan is None else 0  # with a plan: filled when launched
+            ahead = state.bucket.index - self._next
+            if self._plan is not None:
+                if not self._launching:  # what is launched next is known only when it is
+                    return self._pool.take(state.bucket.numel, dtype, device)
+                ahead = 0
             staged = self._comm.staging(state.bucket.numel, dtype, ahead)
             if staged is not None:
                 state.staged = True
@@ -333,7 +340,11 @@ class GradReducer:
         """Start the reduction of one bucket, after the one before has ended: one is in flight while another fills."""
         options = self._options
         self._wait_for_all()
-        local = self._complete_local(state)
+        self._launching = True
+        try:
+            local = self._complete_local(state)
+        finally:
+            self._launching = False
         self.probes.append(local.sum(dtype=torch.float32))
         wanted = self._travelling_dtype(state)
         if local.dtype != wanted:
@@ -447,9 +458,15 @@ class GradReducer:
         self._wait_for_all()
         self._comm.all_reduce_max(agreed, "stats")
         values = [int(value) for value in host_values(agreed)]
-        for state, late in zip(self._states, values, strict=False):
-            if late:
-                self._launch(state)
+        late_states = [state for state, late in zip(self._states, values, strict=False) if late]
+        for state in late_states:
+            self._launch(state)
+        self._wait_for_all()
+        if self._passes_in_window == 1 and not self._options.several_expected:
+            # Both reductions are one contribution, kept as a single one would be.
+            for state in late_states:
+                assert state.reduced is not None
+                state.reduced = state.reduced.to(self.parameters[state.bucket.slots[0].index].dtype)
         plan.learn(values[len(self._states) :])
 
     # ---------------------------------------------------------------- what the step reads
@@ -485,7 +502,7 @@ class GradReducer:
             state.held.clear()
         if self._options.shard:
             self._pool.clear()  # between steps no rank holds more than its part
-        self._passes_in_local = 0
+        self._passes_in_local = self._passes_in_window = 0
         self.used.clear()
         self.probes.clear()
 

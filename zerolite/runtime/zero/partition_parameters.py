@@ -17,6 +17,7 @@ from zerolite.runtime.initial_sync import broadcast_into, content_hash, differin
 from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.module_hooks import external_parameters
 from zerolite.runtime.zero.partitioned_parameter import (
+    _OURS,
     AVAILABLE,
     NOT_AVAILABLE,
     PartitionedParameter,
@@ -43,11 +44,19 @@ def partition(
 def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
     """``copy.deepcopy``: an ordinary whole parameter; a partitioned one where modules are being built partitioned.
     Called on all ranks, in the same order."""
+    if not _modes:
+        return handle.whole_copy(memo)
     with _off():
         _commit_all()
-        copied = handle.whole_copy(memo)
-        if _modes and handle_of(copied) is None:
-            partition(copied, handle.name, handle.comm, handle.shard.device)
+        parameter = handle.parameter
+        values = torch.empty_strided(handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.shard.device)
+        copied = torch.nn.Parameter(values, parameter.requires_grad)
+        del values
+        for name, value in vars(parameter).items():
+            if not (name.startswith("ds_") or name in _OURS):
+                setattr(copied, name, value)
+        partition(copied, handle.name, handle.comm, handle.shard.device).shard.copy_(handle.shard)
+    memo[id(parameter)] = copied
     return copied
 
 
@@ -209,7 +218,10 @@ class GatherOnUse(TorchFunctionMode):
         if isinstance(value, torch.nn.Parameter):
             handle = handle_of(value)
         elif isinstance(value, torch.Tensor) and value.layout is torch.strided and self._seen:
-            handle = self._seen.get(value.untyped_storage()._cdata)
+            storage = value.untyped_storage()._cdata
+            handle = self._seen.get(storage)
+            if handle is None or handle.storage is None or handle.storage._cdata != storage:
+                return None  # the handle has taken other memory since
         else:
             return None
         if handle is None or handle.status is not NOT_AVAILABLE or handle.ref() is None:
@@ -288,8 +300,8 @@ class GatheredParameters:
     that nothing is changed, which saves reading every value twice. Contexts nest; what is not partitioned is left
     alone.
 
-    If the block raises, the parameters are released and changes are dropped. Tensors that share a parameter's memory
-    (``p.data``, views) end with the context: keep copies. Entered and left on all ranks, in the same order.
+    If the block raises, the parameters are released and changes are dropped. A tensor that shares a parameter's memory
+    (``p.data``, a view) keeps that memory alive beyond the context. Entered and left on all ranks, in the same order.
     """
 
     def __init__(
@@ -327,8 +339,8 @@ class GatheredParameters:
             _commit_all()
             lasting = [h for h in self._handles if h.comm.world_size == 1 or h.status is not NOT_AVAILABLE]
             _hold(self._handles)
-        for handle in self._handles:
-            handle.exposed = True
+            for handle in self._handles:
+                handle.exposed = True  # the block may keep aliases of the values
             if self._check:
                 self._saved = {id(handle): handle.full.clone() for handle in lasting}
                 if self._modifier is None:

@@ -10,9 +10,10 @@ All ranks call everything here in the same order, by running the same model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,22 @@ class Use:
         return self.start <= other.start and other.end <= self.end
 
 
+class _OnGradient:
+    """A hook on an output. Graphs outlive backwards (whoever keeps a loss keeps its graph), so it knows the
+    coordinator weakly."""
+
+    __slots__ = ("_coordinator", "_use")
+
+    def __init__(self, coordinator: PartitionedParameterCoordinator, use: Use) -> None:
+        self._coordinator = coordinator.itself
+        self._use = use
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        coordinator = self._coordinator()
+        if coordinator is not None:
+            coordinator.on_output_gradient(self._use)
+
+
 class PartitionedParameterCoordinator:
     """See the module. ``handles[i]`` is parameter ``i`` of the schedule; ``units[u]`` lists unit ``u``'s parameters."""
 
@@ -84,11 +101,13 @@ class PartitionedParameterCoordinator:
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._clock = 0
+        self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
         self.on_backward_begin: Callable[[], None] = lambda: None
         self.on_use_end: Callable[[int], None] = lambda unit: None  # a unit's backward has ended; same on all ranks
         self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
+        self.itself = weakref.ref(self)
         for index, handle in enumerate(self.handles):
-            handle.manager, handle.key = weakref.ref(self), index + 1
+            handle.manager, handle.key = self.itself, index + 1
 
     def assign(self, module: torch.nn.Module, unit: Unit) -> None:
         """``module`` is the unit, or part of it."""
@@ -129,6 +148,7 @@ class PartitionedParameterCoordinator:
         watched = self._watch(use, module, outputs) if torch.is_grad_enabled() else self._escaped(outputs)
         if self._tasks and any(self.handles[i].frozen for i in self.schedule.parameters_of(unit.index)):
             # A recomputation. What torch.utils.checkpoint compares afterwards is the frozen parameter itself.
+            self._end(use)
             self._recomputed.append(use)
         else:
             self._close(use)
@@ -136,10 +156,13 @@ class PartitionedParameterCoordinator:
             self._end_step()
 
     def _close(self, use: Use) -> None:
+        self._end(use)
+        self._release(self.schedule.leave(use.unit.index))
+
+    def _end(self, use: Use) -> None:
         self._clock += 1
         use.end = self._clock
         use.unit.open -= 1
-        self._release(self.schedule.leave(use.unit.index))
 
     def _begin_outermost(self) -> None:
         if self._tasks:
@@ -149,6 +172,18 @@ class PartitionedParameterCoordinator:
         if not self._step_open:
             self._begin_step("train" if torch.is_grad_enabled() else "eval")
 
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around the engine's call of the model, with the user's hooks on it."""
+        self.drop_failed()
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            if not self.calls and not self._step_open:
+                self._let_strays_go()
+
     def drop_failed(self) -> None:
         """End what an exception has left open, outside of any forward and backward. Called where a new one begins."""
         if (self._stack or self._tasks) and _current_graph_task() == -1:
@@ -157,7 +192,7 @@ class PartitionedParameterCoordinator:
     def _watch(self, use: Use, module: torch.nn.Module, outputs: Any) -> bool:
         """Hook every tensor through which a backward may come: outputs, and what the module keeps as an attribute.
         True if there is one."""
-        hook = functools.partial(self._on_output_gradient, use)
+        hook = _OnGradient(self, use)
         watched = False
         for value in module.__dict__.values():
             if type(value) is torch.Tensor and value.grad_fn is not None:
@@ -196,7 +231,8 @@ class PartitionedParameterCoordinator:
 
     # ---------------------------------------------------------------- backward
 
-    def _on_output_gradient(self, use: Use, gradient: torch.Tensor) -> None:
+    def on_output_gradient(self, use: Use) -> None:
+        """A gradient has reached an output of ``use``."""
         task = _current_graph_task()
         if use.task == task:
             return
@@ -230,7 +266,7 @@ class PartitionedParameterCoordinator:
         mine = [use for use in self._recomputed if unit is None or use.unit is unit]
         self._recomputed = [use for use in self._recomputed if unit is not None and use.unit is not unit]
         for use in mine:
-            self._close(use)
+            self._release(self.schedule.leave(use.unit.index))
 
     def _begin_task(self, task: int) -> None:
         """A backward begins, perhaps inside another (reentrant checkpointing)."""
@@ -288,7 +324,7 @@ class PartitionedParameterCoordinator:
         """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
         stay. Called on all ranks, by the publisher."""
         self.sweep()
-        stale = [handle for handle in self.handles if handle.status is AVAILABLE]
+        stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.on_written is not None]
         if stale:
             refresh(stale)
 
@@ -297,6 +333,9 @@ class PartitionedParameterCoordinator:
     def on_access(self, handle: PartitionedParameter) -> None:
         """A parameter that is not available was read from its module, inside some forward or backward: gather it,
         for the unit under way from now on."""
+        task = _current_graph_task()
+        if task != -1 and not self._tasks:  # a user's hook, before any output's
+            self._begin_task(task)
         index = self._index.get(id(handle))
         if index is None:
             gather([handle])
@@ -306,7 +345,7 @@ class PartitionedParameterCoordinator:
     @property
     def busy(self) -> bool:
         """Whether a forward or backward is under way."""
-        return bool(self._stack or self._tasks)
+        return bool(self._stack or self._tasks or self.calls) or _current_graph_task() != -1
 
     def _attach(self, index: int) -> None:
         if self._stack and not self._tasks:

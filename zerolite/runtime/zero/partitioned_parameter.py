@@ -185,8 +185,10 @@ class PartitionedParameter:
         gather([self])
 
     def partition(self) -> None:
-        """Drop the whole values. Changes to them are lost: see ``zero.GatheredParameters`` for how to make some."""
-        self.release()
+        """Drop the whole values, unless they are to stay (small parameters, open gather contexts). Changes to them are
+        lost: see ``zero.GatheredParameters`` for how to make some."""
+        if not self.persistent and not self.held:
+            self.release()
 
     def partition_numel(self) -> int:
         """Elements in ``ds_tensor``: ceil(numel / world_size)."""

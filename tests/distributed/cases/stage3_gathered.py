@@ -1,0 +1,283 @@
+"""zero.GatheredParameters and external parameters: what every rank checks for itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.stage3_init import (
+    SETTINGS,
+    assert_partitioned,
+    assert_same,
+    raises,
+    stage3,
+    train,
+    values_of,
+    whole,
+)
+from tests.distributed.configs import ADAMW, config
+from zerolite import zero
+
+
+def forms() -> None:
+    with zero.Init():
+        model = models.OddModel()
+    parameters = list(model.parameters())
+    for given, expected in (
+        (model.up.weight, [model.up.weight]),
+        ([model.up.weight, model.up.weight, model.gain], [model.up.weight, model.gain]),
+        ((p for p in parameters[:3]), parameters[:3]),
+        (dict(model.up.named_parameters()), list(model.up.parameters())),
+        ([model.up, [model.gain]], [*model.up.parameters(), model.gain]),
+        (model, parameters),
+        (None, []),
+        ([], []),
+        (nn.Linear(2, 2), []),
+    ):
+        with zero.GatheredParameters(given):
+            available = [p for p in parameters if p.ds_status is zero.ZeroParamStatus.AVAILABLE]
+            assert {id(p) for p in available} == {id(p) for p in expected}
+            assert all(p.shape == p.ds_shape for p in available)
+        assert_partitioned(model)
+    with zero.GatheredParameters(model, enabled=False):
+        assert_partitioned(model)
+    for bad in (5, "weight", [model.up.weight, "weight"]):
+        with raises(ValueError, "zero.GatheredParameters", "expected a parameter"):
+            zero.GatheredParameters(bad)
+    for rank in (-1, dist.get_world_size(), True, "0", 0.5):
+        with raises(ValueError, "modifier_rank", repr(rank)):
+            zero.GatheredParameters(model, modifier_rank=rank)  # type: ignore[arg-type]
+
+
+def modifier(settings: str | None, precision: str = "fp32") -> None:
+    """Every rank's change reaches all, in every way of making it; what others write is dropped."""
+    model = models.build(models.OddModel)
+    if settings is None:
+        zero.Init(module=model)
+    else:
+        engine = zerolite.initialize(model, stage3(settings, precision))
+        model = engine.module
+    for source in range(dist.get_world_size()):
+        here = dist.get_rank() == source
+        for turn, name in enumerate(("up.weight", "gain", "frozen.bias", "empty", "embed.weight")):
+            parameter = model.get_parameter(name)
+            wanted = torch.full(parameter.ds_shape, 1.0 + source + turn)
+            with zero.GatheredParameters(parameter, modifier_rank=source), torch.no_grad():
+                if turn % 2:
+                    parameter.data = wanted.clone() if here else wanted - 7
+                else:
+                    parameter.copy_(wanted if here else wanted - 7)
+            assert torch.equal(whole(model)[name].float(), wanted), name
+            assert parameter.shape == (parameter.ds_shape if settings == "whole" else (0,))
+    if settings is not None:
+        before = whole(model)
+        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        for name, value in whole(model).items():  # Adam's first step is at most lr, from the new value
+            step = (value.float() - before[name].float()).abs()
+            assert step.numel() == 0 or step.max() <= 1e-3 * (1 + 0.1 * before[name].float().abs().max()) + 2e-2, name
+
+
+def masters(settings: str, source: int) -> None:
+    """bf16: a step with zero gradients and decay only shows from which master it started."""
+    model = models.build(models.Mlp)
+    decay = ("SGD", {"lr": 0.5, "weight_decay": 0.5, "foreach": True})
+    engine = zerolite.initialize(model, config(3, "bf16", optimizer=decay, zero=SETTINGS[settings]))
+    train(engine, 3)
+    with zero.GatheredParameters(engine.module.first.weight, modifier_rank=source):
+        if dist.get_rank() == source:
+            engine.module.first.weight.data.fill_(8.0)
+    batch = models.float_batch(0, 0, dist.get_rank())
+    engine.backward(models.square_loss(engine, batch) * 0.0)
+    engine.step()
+    assert whole(engine.module)["first.weight"].eq(6.0).all()
+
+
+def refused(settings: str | None) -> None:
+    """Changes under a read-only gather: an error on all ranks, and nothing has changed."""
+    model = models.build(models.OddModel)
+    if settings is None:
+        zero.Init(module=model)
+    else:
+        engine = zerolite.initialize(model, stage3(settings))
+        model = engine.module
+    weight = model.up.weight
+    before = whole(model)
+    guilty = dist.get_rank() == dist.get_world_size() - 1  # only one rank edits
+    name = "up.weight"
+
+    def edit(how: str) -> None:
+        with torch.no_grad():
+            if how == "in place":
+                weight[0, 0] += 1
+            elif how == "data":
+                weight.data.add_(1)
+            elif how == "replaced":
+                weight.data = weight.data + 1
+            else:
+                weight.data = torch.zeros(3)  # another shape
+
+    for how in ("in place", "data", "replaced", "shape"):
+        with raises(RuntimeError, "read-only", name, "modifier_rank=0"):
+            with zero.GatheredParameters(model):
+                if guilty:
+                    edit(how)
+        assert_same(whole(model), before)
+    with zero.GatheredParameters(model), raises(RuntimeError, name):
+        with zero.GatheredParameters([weight, model.gain]):
+            if guilty:
+                edit("data")
+    assert_same(whole(model), before)
+    with zero.GatheredParameters(model, modifier_rank=0), raises(RuntimeError, name):
+        with zero.GatheredParameters(weight):
+            if guilty:
+                edit("in place")
+    assert_same(whole(model), before)
+    with zero.GatheredParameters(model):  # the same values in other memory are no change
+        weight.data = weight.data.clone()
+    assert_same(whole(model), before)
+    if settings is None:
+        assert_partitioned(model)
+    else:
+        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+
+
+def nested(settings: str) -> None:
+    engine = zerolite.initialize(models.build(models.Mlp), stage3(settings))
+    weight, bias = engine.module.first.weight, engine.module.first.bias
+    with zero.GatheredParameters(engine.module):
+        with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                weight.fill_(2.0)
+        assert weight.eq(2).all()
+        with zero.GatheredParameters([weight, bias]):
+            with zero.GatheredParameters(weight):
+                pass
+            assert weight.shape == (13, 7)
+        assert weight.shape == (13, 7)
+    assert whole(engine.module)["first.weight"].eq(2).all()
+    last = dist.get_world_size() - 1
+    with zero.GatheredParameters(engine.module, modifier_rank=last), torch.no_grad():
+        if dist.get_rank() == last:
+            weight.fill_(4.0)
+        with zero.GatheredParameters(weight):  # what has been changed before is no change
+            pass
+        if dist.get_rank() == last:
+            bias.fill_(5.0)
+    values = whole(engine.module)
+    assert values["first.weight"].eq(4).all() and values["first.bias"].eq(5).all()
+    train(engine, 2)
+
+
+def exceptions(settings: str) -> None:
+    engine = zerolite.initialize(models.build(models.Mlp), stage3(settings))
+    weight = engine.module.first.weight
+    before = whole(engine.module)
+    for source in (None, 0):
+        with raises(KeyError, "boom"), zero.GatheredParameters(engine.module, modifier_rank=source):
+            weight.data.fill_(3.0)
+            engine.module.first.bias.data = torch.ones(13)
+            raise KeyError("boom")
+        assert_same(whole(engine.module), before)
+        with zero.GatheredParameters(engine.module):
+            with raises(KeyError, "boom"), zero.GatheredParameters(weight, modifier_rank=source):
+                weight.data.fill_(3.0)
+                raise KeyError("boom")
+            assert torch.equal(weight.data, before["first.weight"])
+        assert_same(whole(engine.module), before)
+    with raises(RuntimeError, "shape", "first.weight (13, 7)"), zero.GatheredParameters(weight, modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data = torch.zeros(3)
+    assert_same(whole(engine.module), before)
+    if settings != "whole":
+        assert_partitioned(engine.module)
+    train(engine, 2)
+
+
+def memory_formats() -> None:
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    value = plain.weight.data.clone()
+    assert value.stride() == plain.weight.stride()
+    engine = zerolite.initialize(nn.Sequential(plain), stage3())
+    with zero.GatheredParameters(engine.module, modifier_rank=0), torch.no_grad():
+        assert torch.equal(plain.weight, value) and plain.weight.stride() == value.stride()
+        if dist.get_rank() == 0:
+            plain.weight.data = (value + 1).contiguous()
+    with zero.GatheredParameters(engine.module):
+        assert torch.equal(plain.weight, value + 1) and plain.weight.stride() == value.stride()
+
+
+class GathersItself(nn.Module):
+    """Uses the other layer's weight inside its own forward, gathered by hand, and reads its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.second = nn.Linear(13, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with zero.GatheredParameters([self.first.weight, self.second.weight]):
+            scale = self.second.weight.detach().abs().mean() + self.first.weight.detach().abs().mean()
+        return self.second(torch.tanh(self.first(x))) * scale
+
+
+def inside_forward(settings: str) -> None:
+    plain = zerolite.initialize(models.build(GathersItself), config(2, optimizer=ADAMW))
+    engine = zerolite.initialize(models.build(GathersItself), stage3(settings))
+    assert train(plain, 6) == train(engine, 6)
+    assert_same(values_of(plain.module), whole(engine.module))
+    if settings == "moving":
+        assert_partitioned(engine.module)
+
+
+# -------------------------------------------------------------------- external parameters
+
+
+class Borrower(nn.Module):
+    """Uses a parameter it does not own, and knows it by a list, which no hook can see."""
+
+    def __init__(self, owner: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Linear(13, 13)
+        self.borrowed = [owner.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x) @ self.borrowed[0]
+
+
+class Lends(nn.Module):
+    def __init__(self, register: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.borrower = Borrower(self.first)
+        self.second = nn.Linear(7, 3)
+        if register == "function":
+            zero.register_external_parameter(self.borrower, self.first.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.borrower(torch.tanh(self.first(x))))
+
+
+def external(settings: str, register: str) -> None:
+    plain = zerolite.initialize(models.build(Lends, register=""), config(2, optimizer=ADAMW))
+    model = models.build(Lends, register=register)
+    engine = zerolite.initialize(model, stage3(settings))
+    if register == "later":
+        zero.register_external_parameter(model.borrower, model.first.weight)
+    if register == "fwd_module":
+        with zero.GatheredParameters(model.first.weight, fwd_module=model.borrower):
+            pass
+    assert train(plain, 6) == train(engine, 6)
+    assert_same(values_of(plain.module), whole(engine.module))
+    zero.unregister_external_parameter(model.borrower, model.first.weight)
+    with raises(ValueError, "(13, 7)", "not registered", "Borrower"):
+        zero.unregister_external_parameter(model.borrower, model.first.weight)
+    with raises(ValueError, "expected a module and a parameter", "int"):
+        zero.register_external_parameter(model.borrower, 3)  # type: ignore[arg-type]

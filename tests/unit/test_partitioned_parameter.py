@@ -1,0 +1,157 @@
+"""One partitioned parameter, without other ranks: its part, its attributes, its memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from zerolite.comm import Communicator, NullCommunicator
+from zerolite.runtime.zero.partition_parameters import GatheredParameters, partition
+from zerolite.runtime.zero.partitioned_parameter import (
+    PartitionedParameter,
+    ZeroParamStatus,
+    gather,
+    handle_of,
+    whole_numel,
+    whole_shape,
+)
+
+CPU = torch.device("cpu")
+NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition", "all_gather", "partition_numel")
+
+
+def cut(value: torch.Tensor, rank: int = 0, world: int = 1) -> tuple[nn.Parameter, PartitionedParameter]:
+    parameter = nn.Parameter(value.clone(memory_format=torch.preserve_format))
+    comm = Communicator() if world == 1 else NullCommunicator(rank, world)
+    return parameter, partition(parameter, "layer.weight", comm, CPU)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 3), (4, 3, 2, 2)])
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_every_rank_has_an_equal_padded_part(shape: tuple[int, ...], world: int) -> None:
+    value = torch.randn(shape)
+    parts = []
+    for rank in range(world):
+        parameter, handle = cut(value, rank, world)
+        assert parameter.shape == (0,)
+        assert (parameter.ds_shape, parameter.ds_numel) == (value.shape, value.numel())
+        assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        assert parameter.partition_numel() == parameter.ds_tensor.numel() == -(-value.numel() // world)
+        assert (whole_shape(parameter), whole_numel(parameter)) == (value.shape, value.numel())
+        assert handle_of(parameter) is handle
+        assert handle.full.untyped_storage().nbytes() == (0 if world > 1 else 4 * value.numel())
+        parts.append(parameter.ds_tensor)
+    joined = torch.cat(parts)
+    assert torch.equal(joined[: value.numel()], value.reshape(-1))
+    assert joined[value.numel() :].eq(0).all()
+
+
+def test_gathering_brings_values_strides_and_status_and_partition_takes_them() -> None:
+    value = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    parameter, handle = cut(value)
+    parameter.all_gather()
+    assert torch.equal(parameter.data, value) and parameter.stride() == value.stride()
+    assert parameter.ds_status is ZeroParamStatus.AVAILABLE
+    parameter.all_gather()  # harmless
+    parameter.partition()
+    parameter.partition()
+    assert parameter.shape == (0,) and parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    gather([handle, handle])
+    assert torch.equal(parameter.data, value)
+
+
+def test_the_whole_values_storage_ends_with_a_release() -> None:
+    parameter, handle = cut(torch.randn(5, 5), rank=1, world=2)
+    view = handle.view
+    gather([handle])
+    assert view.untyped_storage().nbytes() == 4 * 26
+    assert torch.equal(handle.own_part(), handle.shard[:12])
+    handle.release()
+    assert view.untyped_storage().nbytes() == 0
+
+
+def test_what_users_take_from_a_gathered_parameter_keeps_its_memory() -> None:
+    parameter, handle = cut(torch.randn(4), rank=0, world=2)
+    with GatheredParameters(parameter):
+        alias = parameter.data
+        values = alias.clone()
+    assert parameter.shape == (0,) and torch.equal(alias, values)
+    assert handle.full.untyped_storage().nbytes() == 0
+
+
+def test_attributes_of_the_user_and_identity_survive_and_ids_differ() -> None:
+    parameter = nn.Parameter(torch.randn(3))
+    parameter.label = "mine"  # type: ignore[attr-defined]
+    partition(parameter, "a", Communicator(), CPU)
+    other, _ = cut(torch.randn(3))
+    assert parameter.label == "mine" and type(parameter) is nn.Parameter  # type: ignore[attr-defined]
+    assert parameter.ds_id != other.ds_id  # type: ignore[attr-defined]
+
+
+def test_a_whole_parameter_again_carries_nothing_of_ours() -> None:
+    value = torch.randn(3, 5)
+    parameter, handle = cut(value)
+    parameter.label = "mine"
+    handle.make_whole()
+    assert torch.equal(parameter.data, value) and parameter.label == "mine"
+    assert not any(hasattr(parameter, name) for name in (*NAMES, "_zero_handle"))
+    assert "__deepcopy__" not in vars(parameter)
+    assert (whole_shape(parameter), whole_numel(parameter)) == (value.shape, 15)
+
+
+def test_a_deep_copy_is_an_ordinary_whole_parameter() -> None:
+    value = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    parameter, _ = cut(value)
+    parameter.label = ["mine"]
+    one, two = copy.deepcopy([parameter, parameter])
+    assert one is two and type(one) is nn.Parameter
+    assert torch.equal(one.data, value) and one.stride() == value.stride()
+    assert one.label == ["mine"] and not any(hasattr(one, name) for name in (*NAMES, "_zero_handle"))
+    assert parameter.shape == (0,)
+    with torch.no_grad():
+        one.zero_()
+    parameter.all_gather()
+    assert torch.equal(parameter.data, value)
+
+
+def test_move_rounds_into_the_new_place() -> None:
+    value = torch.randn(7)
+    parameter, handle = cut(value)
+    place = torch.zeros(16, dtype=torch.bfloat16)
+    handle.move(place[8:15])
+    assert torch.equal(place[8:15], value.bfloat16()) and place[15] == 0
+    parameter.all_gather()
+    assert parameter.dtype == torch.bfloat16 and torch.equal(parameter.data, value.bfloat16())
+
+
+def test_nothing_keeps_a_parameter_alive() -> None:
+    parameter, handle = cut(torch.randn(3))
+    gone = weakref.ref(handle)
+    gc.disable()  # no cycle: memory ends with the last reference
+    try:
+        with GatheredParameters(parameter):
+            pass
+        del parameter, handle
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_read_only_contexts_find_changes_however_nested() -> None:
+    parameter, _ = cut(torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"layer\.weight"), GatheredParameters(parameter):
+        parameter.data[0] = 1
+    with GatheredParameters(parameter, modifier_rank=0), pytest.raises(RuntimeError, match=r"layer\.weight"):
+        with GatheredParameters(parameter):
+            parameter.data[0] = 1
+    with GatheredParameters(parameter):
+        assert parameter.eq(0).all()
+        with GatheredParameters(parameter, modifier_rank=0):
+            parameter.data[0] = 1
+    with GatheredParameters(parameter, check=False):
+        assert parameter.tolist() == [1, 0, 0]
