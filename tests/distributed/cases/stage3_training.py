@@ -29,7 +29,7 @@ def train(
     if stage3:
         result["partition"] = partition_facts(engine) | {"gathers": calls.count("all_gather", "parameters")}
     engine.eval()
-    # torch runs whole transformer layers as one kernel where no module has hooks, so not at stage 3; it rounds elsewhere.
+    # torch runs a transformer layer as one kernel where no module has hooks, so not at stage 3; that rounds elsewhere.
     torch.backends.mha.set_fastpath_enabled(False)
     with torch.no_grad():
         result["evaluated"] = LOSSES[model](engine, BATCHES[model](steps, 0, dist.get_rank())).item()

@@ -23,8 +23,10 @@ class BucketFiller:
     """Writes a whole bucket from the gradients of all its slots, zeros in between, in one call."""
 
     def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self._bucket = bucket
-        self._slots = [(slot.index, slot.numel, strides[slot.index]) for slot in bucket.slots if slot.numel]
+        filled = [slot for slot in bucket.slots if slot.numel]
+        self._indices = [slot.index for slot in filled]
+        # In row-major order flattening is one call for all; other memory formats are brought into their own order.
+        self._formats = {s.index: strides[s.index] for s in filled if not _row_major(strides[s.index])}
         self._zero: dict[torch.dtype, torch.Tensor] = {}
         # Where each element of the bucket lies in the concatenated gradients, whose last element is a zero.
         source = torch.full((bucket.numel,), sum(slot.numel for slot in bucket.slots), dtype=torch.int32)
@@ -38,15 +40,19 @@ class BucketFiller:
 
     def fill(self, local: torch.Tensor, gradients: dict[int, torch.Tensor]) -> bool:
         """False, and nothing done, unless every slot has a gradient of ``local``'s dtype."""
-        flats = []
-        for index, numel, strides in self._slots:
-            gradient = gradients.get(index)
-            if gradient is None or gradient.dtype != local.dtype:
-                return False
-            if gradient.stride() == strides and gradient.is_contiguous():
-                flats.append(gradient.view(numel))
-            else:
-                flats.append(flattened(gradient, strides))
+        if len(gradients) != len(self._indices):
+            return False
+        flats = [gradients[index] for index in self._indices]
+        if any(gradient.dtype != local.dtype for gradient in flats):
+            return False
+        for position, index in enumerate(self._indices if self._formats else ()):
+            if index in self._formats:
+                flats[position] = flattened(flats[position], self._formats[index])
         zero = self._zero.setdefault(local.dtype, local.new_zeros(1))
-        torch.index_select(torch.cat([*flats, zero]), 0, self._source, out=local)
+        joined = torch._C._nn.flatten_dense_tensors([*flats, zero])
+        torch.index_select(joined, 0, self._source, out=local)
         return True
+
+
+def _row_major(strides: tuple[int, ...]) -> bool:
+    return all(left >= right for left, right in zip(strides, strides[1:], strict=False))

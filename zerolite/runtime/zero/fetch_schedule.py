@@ -370,12 +370,17 @@ class FetchSchedule:
 
     def _reset(self, kind: str | None) -> None:
         self._kind, self._trace, self._count, self._last = kind, [], 0, None
+        self._recording = self._may_record()
+
+    def _may_record(self) -> bool:
         # What runs inside somebody's gather context may run on one rank alone, so it is no trace for all.
         state = self._state
-        self._recording = kind is not None and not state.open and not state.held and not self._on_demand_only
+        return self._kind is not None and not state.open and not state.held and not self._on_demand_only
 
     def _follow(self) -> None:
         """Starts on this kind's plan if nothing has happened in the step and nothing is live."""
+        if not self._count:
+            self._recording = self._may_record()
         fresh = self._recording and not self._count and not self._state.live and not self._state.flight
         plan = self._plans.get(self._kind or "")
         if self._plan is None and fresh and plan is not None:
@@ -416,8 +421,7 @@ class FetchSchedule:
 
     def hold(self, parameters: Iterable[int]) -> None:
         """Pins parameters that the caller has gathered, or found gathered: they are live from now on, and nothing
-        releases them before `unhold`. Holds are counted. One that is in flight stays so: the next use of it still lists
-        it in `wait`. Departs from the plan."""
+        releases them before `unhold`. Holds are counted. Departs from the plan."""
         held = [p for p in parameters if p not in self._persistent]
         for p in held:
             self._check(p, "hold")

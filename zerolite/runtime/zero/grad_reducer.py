@@ -139,6 +139,7 @@ class GradReducer:
         self._next = 0  # the next bucket to launch in this pass
         self._in_flight: list[_BucketState] = []
         self._plan: LaunchPlan | None = None
+        self._learning = False  # when each bucket's last gradient comes
         self._launching = False  # a bucket is being filled to be launched at once
         self.handles: list[Any] = []  # of the installed hooks
 
@@ -193,6 +194,7 @@ class GradReducer:
         self._next = 0
         if self._plan is not None:
             self._plan.begin_pass()
+            self._learning = not self._plan.settled
         self._fires = [0] * len(self.parameters)
         for state in self._states:
             state.launched = state.late = False
@@ -254,7 +256,8 @@ class GradReducer:
         self._fires[slot.index] += 1
         state.missing -= 1
         if self._plan is not None:
-            self._plan.on_gradient(slot.bucket)
+            if self._learning:
+                self._plan.on_gradient(slot.bucket)
         elif state.missing == 0 and self._reducing and self._options.overlap and self._learned:
             self._launch_ready()
 
