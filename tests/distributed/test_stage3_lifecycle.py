@@ -70,8 +70,8 @@ def test_loops(pools: Pools, world: int) -> None:
                 assert not result["left"], f"{name}, {setting}: {result['left']} stayed gathered"
                 assert_same(compared(expected[rank][name]), compared(result), f"{name}, {setting}, rank {rank}")
                 # Double backward is served on demand: nobody can say when its weights are needed for the last time.
-                planned = 0 if name == "gradient penalty" else STEPS - 2
-                assert result["followed"] == planned, f"{name}, {setting}: {result['followed']} steps on a plan"
+                planned = {False} if name == "gradient penalty" else {True}
+                assert set(result["followed"][3:]) == planned, f"{name}, {setting}: {result['followed']}"
 
 
 def test_loops_match_plain_pytorch(pools: Pools) -> None:

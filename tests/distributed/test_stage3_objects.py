@@ -24,7 +24,7 @@ def run(pools: Pools, world: int, case: str, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------- torch.compile
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["method", "attribute"])
 def test_compiled_blocks(pools: Pools, mode: str, when: str) -> None:
     plain = run(pools, 2, "uncompiled", setting="move")

@@ -191,9 +191,8 @@ def stage3_calls(
                 assert not gathered(engine), gathered(engine)
                 engine.step()
         assert not gathered(engine), gathered(engine)
-        windows.append(
-            [(*call, entry.tensors) for call, entry in zip(plain_calls(recorder), recorder.calls, strict=True)]
-        )
+        pairs = zip(plain_calls(recorder), recorder.calls, strict=True)
+        windows.append([(*call, entry.tensors) for call, entry in pairs])
         if evaluate:
             with zerolite.comm.record() as recorder, torch.no_grad():
                 engine(models.float_batch(step, 0, 0)[0])

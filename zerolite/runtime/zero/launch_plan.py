@@ -3,10 +3,10 @@
 Pure: standard library only. A bucket launched when *its own gradients* are there would be launched at different moments
 where ranks use different parameters, between different gathers: then rank 0 could wait for a reduction that rank 1
 launches only after a gather, and rank 1 for that gather. So buckets follow the ends of uses, which are the same on
-all ranks. Which end is late enough for a bucket is learned: at first, the first end of its own unit. A gradient that
-comes later (a tied weight, a module used several times) is reduced once more at the end of the pass, and the ranks
-agree on what is late with one small collective. From then on such buckets wait for the end that followed their last
-gradient. While a step follows a plan of the schedule for which that is known, nothing needs to be agreed on.
+all ranks. Which end is late enough for a bucket is learned for each plan of the schedule, whose events the ranks have
+compared. Before, it is the first end of its own unit. A gradient that comes later (a module used several times) is
+reduced once more at the end of the pass, and the ranks agree on what is late with one small collective. Steps that
+follow a plan for which the ends are known need none.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ End = tuple[int, int]  # a unit, and the how-manieth end of its backward uses in
 
 
 class LaunchPlan:
-    """units: for each bucket the unit that it belongs to, or None for one that is launched when the pass ends.
+    """units: for each bucket the unit that it belongs to, or None for one that is launched when the pass ends as long
+    as nothing is learned: it stays whole, or several units have it.
     plan_number: of the schedule's plan that the events follow, 0 if none; the same on all ranks."""
 
     def __init__(self, units: Sequence[int | None], plan_number: Callable[[], int]) -> None:
         self._plan_number = plan_number
+        self._number = 0  # the plan that the events of this pass follow: asked while they come, it ends before the pass
         self._default: dict[End, list[int]] = {}
         for bucket, unit in enumerate(units):
             if unit is not None:
                 self._default.setdefault((unit, 1), []).append(bucket)
-        self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number; 0: what was seen last
+        self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number
         self._due: dict[End, list[int]] = self._default
         self._ends: list[End] = []  # of this pass
         self._counts: dict[int, int] = {}
@@ -34,15 +36,15 @@ class LaunchPlan:
 
     def begin_pass(self) -> None:
         """Before the first gradient of a backward."""
-        latest = self._learned.get(0, self._default)
-        self._due = self._learned.get(self._plan_number(), latest)
+        self._number = self._plan_number()
+        self._due = self._learned.get(self._number, self._default)
         self._ends, self._counts = [], {}
         self.arrivals = [-1] * len(self.arrivals)
 
     @property
     def settled(self) -> bool:
         """Whether this pass follows a plan whose launches are known, so that no gradient can be late."""
-        number = self._plan_number()
+        number = self._number
         return bool(number) and number in self._learned and self._due is self._learned[number]
 
     def on_gradient(self, bucket: int) -> None:
@@ -54,6 +56,7 @@ class LaunchPlan:
         count = self._counts.get(unit, 0) + 1
         self._counts[unit] = count
         self._ends.append((unit, count))
+        self._number = self._plan_number()
         return self._due.get((unit, count), ())
 
     def learn(self, arrivals: Sequence[int]) -> None:
@@ -67,6 +70,5 @@ class LaunchPlan:
                 end = self._ends[arrival] if arrival < len(self._ends) else None
             if end is not None:
                 due.setdefault(end, []).append(bucket)
-        self._learned[0] = due
-        if self._plan_number():
-            self._learned[self._plan_number()] = due
+        if self._number:
+            self._learned[self._number] = due

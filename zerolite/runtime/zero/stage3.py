@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,9 +99,15 @@ def bucket_groups(trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPla
 def units_of_buckets(
     layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan]
 ) -> list[int | None]:
-    """The unit of each bucket made from :func:`bucket_groups`; None for parameters that stay whole."""
+    """The unit of each bucket made from :func:`bucket_groups`; None for parameters that stay whole, or that several
+    units have."""
     unit_of = _first_units(plans)
-    return [unit_of.get(id(trained[bucket.slots[0].index])) for bucket in layout.buckets]
+    counts = Counter(id(parameter) for plan in plans for parameter in plan.parameters)
+    units: list[int | None] = []
+    for bucket in layout.buckets:
+        members = [id(trained[slot.index]) for slot in bucket.slots]
+        units.append(None if any(counts[member] > 1 for member in members) else unit_of.get(members[0]))
+    return units
 
 
 def _first_units(plans: Sequence[UnitPlan]) -> dict[int, int]:
