@@ -114,7 +114,7 @@ def test_an_engine_goes_without_a_collection(pools: Pools, world: int) -> None:
 def test_200_steps_grow_nothing(pools: Pools, world: int) -> None:
     for setting in ("move", "keep", "tight", "whole"):
         for early, late in run(pools, world, "many_steps", setting=setting):
-            assert early == late, setting
+            assert all(late[key] <= early[key] for key in early), (setting, early, late)
             assert (late["Use"], late["_Launch"]) == (0, 0)
 
 
