@@ -41,7 +41,7 @@ def test_resident_and_peak_bytes(pools: Pools, world: int, stage: int, shared_me
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-trained", "frozen-base"])
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared-memory"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_resident_and_peak_bytes_of_stage_3(pools: Pools, world: int, shared_memory: bool, adapters: bool) -> None:
     depth, width, rank = 24, 384, 8 if adapters else 0
     layer, numel = width**2, depth * width**2

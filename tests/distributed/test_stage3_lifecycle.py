@@ -12,6 +12,7 @@ from tests.pool import Pools
 
 CASES = "tests.distributed.cases.stage3_lifecycle"
 STEPS = 8
+SLOW = pytest.mark.slow
 SETTINGS = ["move", "keep", "tight"]
 GROUPS = {
     "reading": [name for name in cases.DISTURBANCES if "raises" not in name and "fail" not in name],
@@ -85,7 +86,7 @@ def test_loops_match_plain_pytorch(pools: Pools) -> None:
         )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [name if name == "move" else pytest.param(name, marks=SLOW) for name in SETTINGS])
 @pytest.mark.parametrize("group", list(GROUPS))
 @pytest.mark.parametrize("world", [1, 2])
 def test_disturbances(pools: Pools, world: int, group: str, setting: str) -> None:

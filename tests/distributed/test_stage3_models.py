@@ -84,6 +84,7 @@ def test_stage_3_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
         assert results["everything moves"]["gathers"][-1] > results["one unit"]["gathers"][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
     run(pools, 1, name, {key: SETTINGS[key] for key in ("everything moves", "kept")})

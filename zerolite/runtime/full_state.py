@@ -20,10 +20,10 @@ _allowed = 0  # calls under way that know what they do
 
 
 def _partitioned(module: torch.nn.Module, prefix: str) -> list[str]:
-    """The names of a module's own parameters that are not available: in the model, where an engine knows it, or below
+    """The names of a module's parameters that are not available: in the model, where an engine knows it, or below
     the module that was asked."""
     found = []
-    for key, parameter in module._parameters.items():
+    for key, parameter in module.named_parameters(remove_duplicate=False):
         handle = handle_of(parameter)
         if handle is not None and handle.status is not AVAILABLE:
             found.append(handle.name if handle.manager is not None else prefix + key)

@@ -260,8 +260,7 @@ def engines_in_a_row(setting: str, same_model: bool, collect: bool, count: int =
 
 
 def many_steps(setting: str, steps: int = 200) -> list[dict[str, int]]:
-    """The largest census of steps 11 to 20 and that of the last 10, without any collection of cycles between. Largest:
-    which of the communicator's regions is in use wanders."""
+    """The largest census of steps 11 to 20 and that of the last 10, without any collection of cycles between."""
     engine = zerolite.initialize(build(), settings(3, setting))
     train(engine, steps=2)
     gc.collect()
