@@ -145,8 +145,14 @@ def zerolite_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> None:
-    """fp32 on two ranks: the same numbers at every stage, to the last digit in the file."""
-    assert learning(zerolite_run(f"zero{stage}")) == learning(zerolite_run("zero2"))
+    """fp32 on two ranks: the same numbers at every stage, to the last digit in the file; but for the last one of the
+    norm in double precision at stage 3, where squares are added in another order."""
+    for line, expected in zip(learning(zerolite_run(f"zero{stage}")), learning(zerolite_run("zero2")), strict=True):
+        assert line[:-1] == expected[:-1]
+        if stage < 3 or expected[-1] is None:
+            assert line[-1] == expected[-1]
+        else:
+            assert line[-1] == pytest.approx(expected[-1], rel=1e-14, abs=0)
 
 
 def test_torchrun(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
