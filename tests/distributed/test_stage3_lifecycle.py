@@ -88,7 +88,7 @@ def test_loops_match_plain_pytorch(pools: Pools) -> None:
 
 @pytest.mark.parametrize("setting", [name if name == "move" else pytest.param(name, marks=SLOW) for name in SETTINGS])
 @pytest.mark.parametrize("group", list(GROUPS))
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=SLOW), 2])
 def test_disturbances(pools: Pools, world: int, group: str, setting: str) -> None:
     """In the first step, while the trace is recorded, and while a plan is followed. What a disturbance computes is
     what stage 2 computes, and training ends in the bits of a run without it."""

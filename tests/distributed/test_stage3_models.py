@@ -15,6 +15,14 @@ from tests.pool import Pools
 CASES = list(stage3_cases.CLASSES)
 assert stage3_models and stage3_graphs and stage3_library  # they fill the list
 
+# The first variant of each model, and all whose graphs differ, run always.
+_VARIED = ("Lora", "Checkpointed", "CheckpointedInPart", "TiedHead", "ReturnedParameter", "ViewChangedInPlace")
+_FIRST = {name.split("-")[0]: name for name in reversed(CASES)}
+FAST_AND_SLOW = [
+    name if name.startswith(_VARIED) or name in _FIRST.values() else pytest.param(name, marks=pytest.mark.slow)
+    for name in CASES
+]
+
 _ALL = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     # Everything is released after every use.
@@ -73,7 +81,7 @@ def differences(result: dict[str, Any], wanted: dict[str, Any], exact: bool = Tr
     return [*problems, f"{wrong} differ"] if wrong else problems
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAST_AND_SLOW)
 def test_stage_3_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
     stable = stage3_cases.CLASSES[name].stable
     for results in run(pools, 2, name):
