@@ -45,7 +45,7 @@ PHASES = {
 STAGE_3 = {
     ("coordinator", "enter_forward"): "hooks and schedule",
     ("coordinator", "leave_forward"): "hooks and schedule",
-    ("coordinator", "_on_output_gradient"): "hooks and schedule",
+    ("coordinator", "on_output_gradient"): "hooks and schedule",
     ("coordinator", "_execute"): "gather: wait",
     ("coordinator", "_launch"): "gather: launch",
     ("coordinator", "_release"): "release",
