@@ -67,7 +67,7 @@ def test_resident_and_peak_bytes_of_stage_3(pools: Pools, world: int, shared_mem
         assert result["resident"] < result["peak"] <= peak * (1 + TOLERANCE)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in (0, 1) else s for s in range(4)])
 def test_two_hundred_steps_grow_nothing(pools: Pools, stage: int) -> None:
     # The profiler does not see what gloo's threads free: a tensor of a collective now and then. What is left behind at
     # every step is at least one of a size per step.

@@ -74,7 +74,7 @@ def test_init_does_nothing_where_nothing_is_to_be_partitioned(pools: Pools) -> N
     pools(2).run(f"{CASES}:disabled_init", {"contexts": contexts})
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["listed", "cloned", "owner"])
 def test_construction_holds_the_shards_and_one_layer(pools: Pools, world: int, kind: str) -> None:
     shards = (8 + (kind == "cloned")) / world  # with the layer that the clones are of

@@ -61,7 +61,7 @@ def test_every_disturbance_is_in_one_group() -> None:
     assert sorted(cases.DISTURBANCES) == sorted(name for names in GROUPS.values() for name in names)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=SLOW)])
 def test_loops(pools: Pools, world: int) -> None:
     names = list(cases.LOOPS)
     expected = run(pools, world, names, "loop", 2)

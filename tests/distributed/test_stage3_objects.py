@@ -87,6 +87,7 @@ def test_pickling_the_module_is_whole_or_refused(pools: Pools, setting: str, whe
         assert message == "whole" or named, message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_model", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
 def test_five_engines_one_after_the_other(pools: Pools, world: int, same_model: bool) -> None:
