@@ -49,6 +49,7 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
     "zerolite.runtime.zero.stages": 0,
     "zerolite.runtime.zero.fetch_schedule": 0,
     "zerolite.runtime.zero.launch_plan": 0,
+    "zerolite.runtime.zero.weak_hook": 0,
     "zerolite.runtime.zero.buffer": 1,
     "zerolite.runtime.zero.bucket_filler": 2,
     "zerolite.runtime.zero.partitioned_parameter": 2,

@@ -316,7 +316,8 @@ def _start_stage3(
         handle = handle_of(parameter)
         assert handle is not None
         handle.on_written = functools.partial(_written, known, index)
-    return [*partitioned.hooks, *guard_state_dict(partitioned.model)]
+    guard_state_dict(partitioned.model)
+    return partitioned.hooks
 
 
 def _written(known: weakref.ref[StepPipeline], index: int) -> None:

@@ -50,19 +50,17 @@ def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -
 
 
 def guard_module(module: torch.nn.Module) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError while own parameters of ``module`` are
+    """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError while parameters of ``module`` are
     partitioned. For good: the hooks do nothing where none are."""
     if _before_save not in module._state_dict_pre_hooks.values():
         module.register_state_dict_pre_hook(_before_save)
         module.register_load_state_dict_pre_hook(_before_load)
 
 
-def guard_state_dict(model: torch.nn.Module) -> list[Any]:
-    """:func:`guard_module` for all modules of ``model``. Returns the hooks that must be removed with the engine:
-    none."""
+def guard_state_dict(model: torch.nn.Module) -> None:
+    """:func:`guard_module` for all modules of ``model``."""
     for module in model.modules():
         guard_module(module)
-    return []
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from zerolite.runtime.zero.partitioned_parameter import (
     handle_of,
     whole_numel,
 )
+from zerolite.runtime.zero.weak_hook import InertHook, WeakHook
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -103,28 +104,22 @@ def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return found
 
 
-class _Hook:
-    """A module's hook that knows the coordinator weakly, since a model may outlive its engine, and that a copied or
-    pickled module does not take along."""
-
+class _Hook(WeakHook[PartitionedParameterCoordinator]):
     def __init__(self, coordinator: PartitionedParameterCoordinator, unit: Unit) -> None:
-        self._coordinator = weakref.ref(coordinator)
+        super().__init__(coordinator)
         self._unit = unit
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_InertHook, ())
 
 
 class _Enter(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        coordinator = self._coordinator()
+        coordinator = self.owner()
         if coordinator is not None:
             coordinator.enter_forward(self._unit)
 
 
 class _Leave(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
-        coordinator = self._coordinator()
+        coordinator = self.owner()
         if coordinator is not None:
             coordinator.leave_forward(self._unit, module, outputs)
 
@@ -139,7 +134,7 @@ class _Untraced:
         self._call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_InertHook, ())
+        return (InertHook, ())
 
 
 class _Guard(_Hook):
@@ -154,15 +149,10 @@ class _Guard(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         for handle in self._handles:
             if handle.status is not AVAILABLE:
-                coordinator = self._coordinator()
+                coordinator = self.owner()
                 if coordinator is not None:
                     coordinator.gather_stray([i for h in self._handles if (i := coordinator.index_of(h)) is not None])
                 return
-
-
-class _InertHook:
-    def __call__(self, *args: Any) -> None:
-        return None
 
 
 class WatchedParameters(dict[str, Any]):

@@ -17,13 +17,13 @@ from zerolite.runtime.initial_sync import broadcast_into, content_hash, differin
 from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.module_hooks import external_parameters
 from zerolite.runtime.zero.partitioned_parameter import (
-    _OURS,
     AVAILABLE,
     NOT_AVAILABLE,
     PartitionedParameter,
     gather,
     handle_of,
     refresh,
+    users_attributes,
 )
 
 _off: Callable[[], Any] = torch._C.DisableTorchFunction  # no mode sees the torch functions that run inside
@@ -52,9 +52,7 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
         values = torch.empty_strided(handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.shard.device)
         copied = torch.nn.Parameter(values, parameter.requires_grad)
         del values
-        for name, value in vars(parameter).items():
-            if not (name.startswith("ds_") or name in _OURS):
-                setattr(copied, name, value)
+        vars(copied).update(users_attributes(parameter))
         partition(copied, handle.name, handle.comm, handle.shard.device).shard.copy_(handle.shard)
     memo[id(parameter)] = copied
     return copied

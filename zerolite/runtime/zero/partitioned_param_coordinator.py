@@ -34,15 +34,13 @@ _current_graph_task = torch._C._current_graph_task_id
 
 
 class Unit:
-    """What is gathered as one: a module or a subtree. ``open``: its forward uses under way."""
+    """What is gathered as one: a module or a subtree."""
 
-    __slots__ = ("index", "is_root", "name", "open")
+    __slots__ = ("index", "name")
 
-    def __init__(self, index: int, name: str, is_root: bool) -> None:
+    def __init__(self, index: int, name: str) -> None:
         self.index = index
         self.name = name
-        self.is_root = is_root
-        self.open = 0
 
 
 class Use:
@@ -88,7 +86,7 @@ class PartitionedParameterCoordinator:
         limits: FetchLimits,
     ) -> None:
         self.handles = list(handles)
-        self.units = [Unit(index, name, is_root=not index) for index, name in enumerate(unit_names)]
+        self.units = [Unit(index, name) for index, name in enumerate(unit_names)]
         self._index = {id(handle): index for index, handle in enumerate(self.handles)}
         persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
         self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
@@ -132,7 +130,6 @@ class PartitionedParameterCoordinator:
             self._begin_outermost()
         self._clock += 1
         self._stack.append(Use(unit, self._clock))
-        unit.open += 1
         self._execute(self.schedule.enter(unit.index))
 
     def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: Any) -> None:
@@ -162,7 +159,6 @@ class PartitionedParameterCoordinator:
     def _end(self, use: Use) -> None:
         self._clock += 1
         use.end = self._clock
-        use.unit.open -= 1
 
     def _begin_outermost(self) -> None:
         if self._tasks:
@@ -306,8 +302,6 @@ class PartitionedParameterCoordinator:
         """End everything under way and release all that nobody holds: after an exception, and when values have
         changed. Called on all ranks."""
         self._step_open = self._second_order = False
-        for use in self._stack:
-            use.unit.open = 0
         self._stack.clear()
         self._backward.clear()
         self._recomputed.clear()

@@ -1,7 +1,8 @@
 """One parameter of which every rank holds an equal part: partition, gather, release.
 
-A parameter's whole values live in one tensor, ``full``, that exists for good and whose *storage* is resized: to its
-length when the parameter is gathered, to nothing when it is released. Autograd may hold views of a weight (``x @
+A parameter's whole values live in one tensor, ``full``, that stays and whose *storage* is resized: to its length when
+the parameter is gathered, to nothing when it is released (where a user may have taken aliases, those keep the old
+memory and there is a new ``full``). Autograd may hold views of a weight (``x @
 w.t()``); they keep the storage, not the parameter's ``data``, so only this frees the memory and brings it back under
 them. ``param.data`` is a view of ``full`` while the parameter is available and an empty tensor of shape [0] otherwise.
 """
@@ -143,7 +144,6 @@ class PartitionedParameter:
             "partition": self.partition,
             "all_gather": self.all_gather,
             "partition_numel": self.partition_numel,
-            "__deepcopy__": self.whole_copy,
             "_zero_handle": self,
         }
         for name, value in named.items():
@@ -207,9 +207,7 @@ class PartitionedParameter:
         if not whole:
             self.release()
         copied = torch.nn.Parameter(values, parameter.requires_grad)
-        for name, value in vars(parameter).items():
-            if not (name.startswith("ds_") or name in _OURS):
-                setattr(copied, name, value)
+        vars(copied).update(users_attributes(parameter))
         memo[id(parameter)] = copied
         return copied
 
@@ -218,7 +216,7 @@ class PartitionedParameter:
         parameter = self.parameter
         gather([self])
         parameter.data = self.view
-        for name in [name for name in vars(parameter) if name.startswith("ds_") or name in _OURS]:
+        for name in vars(parameter).keys() - users_attributes(parameter).keys():
             delattr(parameter, name)
 
     def write(self) -> None:
@@ -253,6 +251,11 @@ class PartitionedParameter:
 
 
 _OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_handle")
+
+
+def users_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """What a user has hung on a partitioned parameter."""
+    return {k: value for k, value in vars(parameter).items() if not (k.startswith("ds_") or k in _OURS)}
 
 
 def handle_of(tensor: Any) -> PartitionedParameter | None:

@@ -3,7 +3,6 @@ next forward."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from zerolite.comm import Communicator, Pending
 from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.weak_hook import WeakHook
 
 
 class Publisher:
@@ -100,24 +100,16 @@ class Publisher:
             )
 
 
-class _ForwardHook:
+class _ForwardHook(WeakHook[Publisher]):
     """A forward pre-hook; an object and not a closure, so that it shows its purpose in a module's hook list."""
 
     def __init__(self, publisher: Publisher, buckets: list[int], owned: list[int], is_root: bool) -> None:
-        self._publisher = weakref.ref(publisher)  # the model may outlive its engine
+        super().__init__(publisher)
         self._buckets = buckets
         self._owned = owned
         self._is_root = is_root
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        publisher = self._publisher()
+        publisher = self.owner()
         if publisher is not None:
             publisher.before_forward(self._buckets, self._owned, self._is_root)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_InertHook, ())  # a copied or pickled module belongs to no engine
-
-
-class _InertHook:
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        return None
