@@ -1,15 +1,47 @@
 """Packaging of zerolite. Nothing is compiled here: kernels are built at run time, on the machine that uses them.
 
+With `ZEROLITE_BUILD_OPS=1` the CPU kernels are built ahead: a wheel then holds their library and is of one platform; an
+editable install puts it into the user's cache.
+
 `csrc/` (sources of the kernels) and `op_builder/` (what builds them) live at the top level of the repository and travel
 inside the wheel as `zerolite/csrc` and `zerolite/op_builder`.
 """
 
+import os
 import re
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+BUILD_OPS = os.environ.get("ZEROLITE_BUILD_OPS") == "1"
+
+
+class BuildPy(build_py):  # type: ignore[misc]  # setuptools has no types
+    """Python modules as ever, and the CPU kernels if they are to be built ahead."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """Leave out zerolite/op_builder.py, which stands for the package of that name in a checkout."""
+        modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
+        return [entry for entry in modules if entry[:2] != ("zerolite", "op_builder")]
+
+    def run(self) -> None:
+        super().run()
+        prebuilt = Path(self.build_lib, "zerolite", "op_builder", "prebuilt")
+        if not self.editable_mode:
+            shutil.rmtree(prebuilt, ignore_errors=True)  # of an earlier build in the same directory
+        if BUILD_OPS:
+            sys.path.insert(0, str(ROOT))
+            import op_builder
+
+            if self.editable_mode:
+                op_builder.load("cpu_kernels")
+            else:
+                op_builder.build_into(prebuilt, "cpu_kernels")
 
 
 def read_version() -> str:
@@ -43,6 +75,9 @@ setup(
     package_data={"zerolite.csrc": ["*", "**/*"]},
     include_package_data=False,
     zip_safe=False,
+    cmdclass={"build_py": BuildPy},
+    options={"bdist_wheel": {"plat_name": sysconfig.get_platform()}} if BUILD_OPS else {},
+    setup_requires=["ninja"] if BUILD_OPS else [],
     install_requires=[
         "torch>=2.6",
         "pydantic>=2.7",
@@ -53,7 +88,9 @@ setup(
         "tqdm",
     ],
     extras_require={"test": TEST, "transformers": TRANSFORMERS, "bench": BENCH, "plot": PLOT},
-    entry_points={"console_scripts": ["zerolite = zerolite.launcher.cli:main"]},
+    entry_points={
+        "console_scripts": ["zerolite = zerolite.launcher.cli:main", "zerolite_report = zerolite.report:main"]
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

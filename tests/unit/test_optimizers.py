@@ -77,7 +77,7 @@ def test_deepspeeds_switches_at_their_supported_value_change_nothing(key):
 
 def test_auto_and_json_values():
     spec = resolve_optimizer("AdamW", {"lr": "auto", "betas": [0, 0.95], "eps": 1, "weight_decay": "auto"})
-    assert spec.defaults == {"betas": (0, 0.95), "eps": 1, "fused": True}
+    assert spec.defaults == {"betas": (0, 0.95), "eps": 1}
     assert all(type(beta) is float for beta in spec.defaults["betas"])
     assert resolve_optimizer("Adam", {"adam_w_mode": "auto", "torch_adam": "auto"}) == resolve_optimizer("Adam")
     assert resolve_optimizer("Muon", {"ns_steps": 3.0}).defaults == {"ns_steps": 3} if "muon" in TORCH_OPTIMIZERS else 1
@@ -89,9 +89,15 @@ def test_params_are_not_changed():
     assert params == {"adam_w_mode": True, "torch_adam": True, "betas": [0.9, 0.99]}
 
 
-@pytest.mark.parametrize("name", USABLE)
-def test_fused_by_default_where_cpu_and_cuda_have_it(name):
-    assert resolve_optimizer(name).defaults.get("fused", False) is (name in ("adam", "adamw"))
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
+def test_switches_of_our_own_are_options_of_the_groups(name, key):
+    spec = resolve_optimizer(name, {key: False})
+    assert spec.options == {key: False} and key not in spec.defaults
+    optimizer = spec.make([torch.nn.Parameter(torch.zeros(2))])
+    assert optimizer.param_groups[0][key] is False
+    with pytest.raises(ConfigError, match=f"optimizer.params.{key}: expected true beside 'amsgrad'"):
+        resolve_optimizer(name, {key: False, "amsgrad": True})
 
 
 @pytest.mark.parametrize("choice", [{"foreach": True}, {"fused": False}, {"foreach": None}, {"capturable": True}])
@@ -142,7 +148,7 @@ def test_unknown_names(name, words):
         ("AdamW", {"fused": True, "foreach": True}, "optimizer.params: AdamW"),
         ("SGD", {"nesterov": True}, "optimizer.params: SGD .*momentum"),
         ("Lion", {"betas": [0.9, 1.5]}, "optimizer.params: Lion"),
-        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction: .*not supported yet"),
+        ("Adam", {"bias_correction": 0}, "optimizer.params.bias_correction: expected true or false, got 0"),
         ("Adam", {"torch_adam": "yes"}, "optimizer.params.torch_adam: expected true or false"),
         ("Adam", {"freeze_step": 100}, "optimizer.params.freeze_step: .*1-bit"),
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: .*gradient_clipping"),
@@ -157,7 +163,7 @@ def test_wrong_params(name, params, words):
 
 def test_all_errors_in_one_message():
     with pytest.raises(ConfigError) as error:
-        resolve_optimizer("AdamW", {"lr": "1", "beta": 1, "max_grad_norm": 1, "bias_correction": False, "eps": 1e-8})
+        resolve_optimizer("AdamW", {"lr": "1", "beta": 1, "max_grad_norm": 1, "bias_correction": 0, "eps": 1e-8})
     assert sorted(path for path, _ in error.value.errors) == [
         "optimizer.params.beta",
         "optimizer.params.bias_correction",

@@ -1,4 +1,5 @@
-"""The `zerolite` command: `zerolite [options] script.py args...` or `zerolite [options] -m module args...`.
+"""The `zerolite` command: `zerolite [options] script.py args...`, `zerolite [options] -m module args...`, or
+`zerolite report`.
 
 Everything up to the launch itself works without torch, so that `--help` and mistakes are answered at once.
 """
@@ -25,6 +26,11 @@ EPILOG = """\
 examples:
   zerolite train.py --config zero2.json
   zerolite --nproc 2 -m mypackage.train --config zero2.json
+  zerolite report
+
+`zerolite report [--json] [--build]` starts nothing: it prints versions, devices and which
+kernels can be used here. A file called `report` in the working directory is run instead,
+as any script; `python -m zerolite.report` always reports.
 
 Options come before the script; what follows it belongs to the script. OMP_NUM_THREADS
 is set to the cores divided by the processes, unless it is set already. The exit status
@@ -52,7 +58,7 @@ class LaunchRequest:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zerolite",
-        usage="zerolite [options] (script.py | -m module) [args ...]",
+        usage="zerolite [options] (script.py | -m module) [args ...]\n       zerolite report [--json] [--build]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -183,7 +189,12 @@ def set_thread_count(nproc: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `zerolite` command and return its exit status."""
-    request = parse_command_line(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["report"] and not os.path.isfile("report"):
+        from zerolite.report import main as print_report
+
+        return print_report(arguments[1:], prog="zerolite report")
+    request = parse_command_line(arguments)
     set_thread_count(request.nproc)
     try:
         from zerolite.launcher.agent import launch  # imports torch, hence only now

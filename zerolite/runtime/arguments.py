@@ -122,7 +122,7 @@ def optimizer_maker(
         assert config.optimizer is not None
         spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
         reason = spec.reason
-        made: Callable[[Groups], Optimizer] | Optimizer = lambda pieces: spec.cls(pieces, **spec.defaults)  # noqa: E731
+        made: Callable[[Groups], Optimizer] | Optimizer = spec.make
     elif isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
         reason = check_elementwise(optimizer)
         made = optimizer

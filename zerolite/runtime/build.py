@@ -28,6 +28,7 @@ from zerolite.runtime.dataloader import build_dataloader
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.full_state import guard_state_dict
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
+from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
@@ -138,7 +139,7 @@ def _assemble(
     reduction = _reduction_options(config, policy, precision, comm, accumulation, by_index)
     strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
     reducer = GradReducer(layout, trained, comm, reduction, window.next_backward_closes, strides)
-    sharded = ShardedOptimizer(make_inner, groups, buffer, precision.update_dtype)
+    sharded = ShardedOptimizer(make_inner, groups, buffer, precision.update_dtype, kernel_chooser(comm, device))
     overlap_forward = config.zero_optimization.overlap_comm is True and not policy.shard_parameters
     gather = policy.shard_optimizer and not policy.shard_parameters
     publisher = Publisher(buffer, comm, gather=gather, overlap_forward=overlap_forward)

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.accelerator import HostRead
 from zerolite.comm import Communicator
 from zerolite.runtime.zero.layout import Fragment, PartitionLayout
-
-_SMALL = 2048  # elements; more are squared by a call of their own
-_CHUNK = 1 << 15  # elements converted to double at once on the CPU: 256 KB, which stays in the second-level cache
 
 
 @dataclass(frozen=True)
@@ -74,20 +72,13 @@ class StatsVector:
         return GradStats(norm, tuple(bad), tuple(ranks), frozenset(used), agreed)
 
 
-def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of the squares of a 1-dim floating tensor, taken in double, as a 0-dim float64 tensor on its device.
+@dataclass(frozen=True)
+class _Launch:
+    """Buckets whose squares are summed together, and the segments (place in ``buckets``, start, elements, parameter)
+    that count in them; gaps may hold anything."""
 
-    In double the order of summation does not show once the result is rounded to single, so neither does the stage,
-    which decides what each rank sums.
-    """
-    if flat.is_cuda:
-        (norm,) = torch._foreach_norm([flat], 2.0, dtype=torch.float64)
-        return norm * norm
-    total = torch.zeros((), dtype=torch.float64)
-    for chunk in flat.split(_CHUNK):
-        exact = chunk.double()
-        total += torch.dot(exact, exact)
-    return total
+    buckets: tuple[int, ...]
+    table: torch.Tensor
 
 
 class StatsCollector:
@@ -101,8 +92,7 @@ class StatsCollector:
         self._fragments = list(fragments)
         self._comm = comm
         self._device = device
-        self._indices = torch.tensor([f.slot.index for f in fragments], dtype=torch.int64, device=device)
-        self._runs, self._large = _runs(self._fragments, self._count)
+        self._launches: dict[tuple[torch.dtype, ...], list[_Launch]] = {}
         self._all_used = torch.ones(self._count, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -116,13 +106,8 @@ class StatsCollector:
         values = torch.zeros(2 * count + comm.world_size + 2, dtype=torch.float64, device=self._device)
         if vote:
             values[-2:] = torch.tensor([vote, vote**2], dtype=torch.float64)
-        if self._device.type == "cuda" and self._fragments:
-            flats = [parts[f.slot.bucket].narrow(0, f.shard_start, f.numel) for f in self._fragments]
-            norms = torch.stack(list(torch._foreach_norm(flats, 2.0, dtype=torch.float64)))
-            values[self._indices] = norms * norms
-        elif self._fragments:
-            self._add_squares(parts, values[: count + 1])
-            values[count] = 0.0
+        for launch in self._plan(tuple(part.dtype for part in parts)):
+            torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
         values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
         if probes:
             values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()
@@ -132,61 +117,29 @@ class StatsCollector:
         total = values[:count].sum().reshape(1)
         return StatsVector(torch.cat([values, total]), count, comm.world_size, vote)
 
-    def _add_squares(self, parts: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-        """On the CPU: the squares of each parameter to ``squares[index]``; those of gaps, which may hold anything, to
-        the last element."""
-        for fragment in self._large:
-            flat = parts[fragment.slot.bucket].narrow(0, fragment.shard_start, fragment.numel)
-            squares[fragment.slot.index] += sum_of_squares(flat)
-        for run in self._runs:
-            exact = parts[run.bucket][run.start : run.end].double()
-            owners = torch.repeat_interleave(run.owners, run.lengths, output_size=run.end - run.start)
-            squares.index_add_(0, owners, exact.mul_(exact))
+    def _plan(self, dtypes: tuple[torch.dtype, ...]) -> list[_Launch]:
+        """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not
+        show once the result is rounded to single, and neither does the stage, which decides what each rank sums."""
+        plan = self._launches.get(dtypes)
+        if plan is None:
+            plan = []
+            for dtype in dict.fromkeys(dtypes):
+                buckets = tuple(bucket for bucket, other in enumerate(dtypes) if other == dtype)
+                place = {bucket: i for i, bucket in enumerate(buckets)}
+                segments = [
+                    [place[f.slot.bucket], f.shard_start, f.numel, f.slot.index]
+                    for f in self._fragments
+                    if f.slot.bucket in place
+                ]
+                if segments:
+                    plan.append(_Launch(buckets, torch.tensor(segments, dtype=torch.int64)))
+            self._launches[dtypes] = plan
+        return plan
 
     def _flags(self, used: set[int]) -> torch.Tensor:
         flags = torch.zeros(self._count, dtype=torch.float64)
         flags[sorted(used)] = 1.0
         return flags.to(self._device)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Small fragments that follow each other in a bucket: elements ``[start, end)`` of the part, cut in stretches of
-    ``lengths`` elements, each of the parameter ``owners`` (the number of parameters, for gaps)."""
-
-    bucket: int
-    start: int
-    end: int
-    lengths: torch.Tensor
-    owners: torch.Tensor
-
-
-def _runs(fragments: Sequence[Fragment], count: int) -> tuple[list[_Run], list[Fragment]]:
-    """Small fragments gathered in runs, and the others."""
-    groups: list[list[Fragment]] = []
-    large: list[Fragment] = []
-    for fragment in fragments:
-        if fragment.numel > _SMALL:
-            large.append(fragment)
-            continue
-        last = groups[-1] if groups else None
-        if last and last[0].slot.bucket == fragment.slot.bucket:
-            reach = fragment.shard_start + fragment.numel
-            gap = fragment.shard_start - (last[-1].shard_start + last[-1].numel)
-            if 0 <= gap <= _SMALL and reach - last[0].shard_start <= _CHUNK:
-                last.append(fragment)
-                continue
-        groups.append([fragment])
-    runs = []
-    for group in groups:
-        start, end = group[0].shard_start, group[-1].shard_start + group[-1].numel
-        lengths, owners, position = [], [], start
-        for f in group:
-            lengths += [f.shard_start - position, f.numel]
-            owners += [count, f.slot.index]
-            position = f.shard_start + f.numel
-        runs.append(_Run(group[0].slot.bucket, start, end, torch.tensor(lengths), torch.tensor(owners)))
-    return runs, large
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

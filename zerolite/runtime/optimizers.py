@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zerolite.config.errors import ConfigError
 from zerolite.ops.lion import Lion
+from zerolite.ops.rules import ONLY_HERE, unsupported
 from zerolite.runtime.keyword_params import check_keyword_params, nearest
 
 _PATH = "optimizer.params"
@@ -47,11 +48,6 @@ _UNUSABLE = {
     "sparseadam": "it needs sparse gradients, and zerolite keeps gradients in flat, dense buffers",
 }
 
-# Fused kernels of these exist on CPU and on CUDA in every torch that zerolite supports. (Adagrad's exists on CUDA only
-# in the newest; SGD's takes no mixture of parameters with and without a momentum buffer, which late parameters make.)
-_FUSED_BY_DEFAULT = tuple(TORCH_OPTIMIZERS[name] for name in ("adam", "adamw"))
-_IMPLEMENTATION_KEYS = ("fused", "foreach", "capturable", "differentiable")
-
 # DeepSpeed's names that have no class here, with the nearest that has one.
 _DEEPSPEED_ONLY = {
     "onebitadam": "Adam",
@@ -69,16 +65,15 @@ _COMPRESSION_KEYS = frozenset(
 )
 # Keys of DeepSpeed's own Adam and Lion: the only value that is supported, and what the other one would mean.
 _DEEPSPEED_SWITCHES = {
-    "bias_correction": (True, "an Adam without bias correction is not supported yet"),
-    "fp32_optimizer_states": (True, "16-bit optimizer states are not supported yet"),
     "set_grad_none": (True, "gradients are always released by zero_grad()"),
 }
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer of the configuration, ready to be made: `spec.cls(params, **spec.defaults)`.
+    """An optimizer of the configuration, ready to be made.
 
+    defaults: arguments of the constructor. options: entries of the param groups that only zerolite's kernels follow.
     name: the class's name. elementwise: whether each element's update depends only on that element and on scalars, so
     that ranks may update a part of a parameter each. reason: a sentence part that says why it is not elementwise, or
     None.
@@ -89,6 +84,16 @@ class OptimizerSpec:
     name: str
     elementwise: bool
     reason: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, groups: Any) -> Optimizer:
+        """The optimizer over these parameters or param groups."""
+        optimizer = self.cls(groups, **self.defaults)
+        optimizer.defaults.update(self.options)
+        for group in optimizer.param_groups:
+            for key, value in self.options.items():
+                group.setdefault(key, value)
+        return optimizer
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
@@ -103,7 +108,8 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -
     - "Lion" has DeepSpeed's defaults lr = 1e-3, betas = (0.9, 0.999) (the paper and `zerolite.ops.Lion`: 1e-4, (0.9,
       0.99)).
     - `torch_adam` is accepted and has no effect: Adam is always torch's.
-    - Adam and AdamW use torch's fused kernels unless one of fused, foreach, capturable, differentiable is given.
+    - `"bias_correction": false` and `"fp32_optimizer_states": false` (moments in bf16), of Adam and AdamW, are
+      zerolite's own and cannot be combined with torch's variants and implementations.
 
     Raises ConfigError with a sentence for each key that is unknown, unsupported or of the wrong type.
     """
@@ -111,8 +117,10 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -
     rest = dict(params or {})
     errors: Errors = []
     own: tuple[str, ...] = ()
+    options: dict[str, Any] = {}
     if type_name.lower() in ("adam", "adamw"):
-        own = ("adam_w_mode", "torch_adam", *_DEEPSPEED_SWITCHES)
+        own = ("adam_w_mode", "torch_adam", *ONLY_HERE, *_DEEPSPEED_SWITCHES)
+        options = {key: False for key in ONLY_HERE if not _take_bool(key, True, rest, errors)}
         cls = _take_adam_keys(type_name.lower(), rest, errors)
     elif cls is Lion:
         own = ("set_grad_none",)
@@ -120,16 +128,24 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -
     _take_foreign_keys(rest, errors)
     kwargs, problems = check_keyword_params(_PATH, cls, rest, hidden=("params", *_hidden(cls)), also_known=own)
     errors += problems
+    errors += _contradictions(options, kwargs)
     if kwargs.get("differentiable"):
         errors.append((f"{_PATH}.differentiable", "expected false, got true; the step is not recorded by autograd"))
     if errors:
         raise ConfigError(errors)
     defaults = {**_config_defaults(type_name.lower(), cls), **kwargs}
-    if cls in _FUSED_BY_DEFAULT and not any(key in kwargs for key in _IMPLEMENTATION_KEYS):
-        defaults["fused"] = True
     _try_to_make(cls, defaults)
     reason = check_elementwise(cls)
-    return OptimizerSpec(cls, defaults, cls.__name__, reason is None, reason)
+    return OptimizerSpec(cls, defaults, cls.__name__, reason is None, reason, options)
+
+
+def _contradictions(options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Errors:
+    """Keys that only zerolite's kernels follow beside one that asks for an implementation of torch."""
+    other = unsupported(kwargs)
+    if other is None:
+        return []
+    sentence = f"expected true beside '{other}', which only torch's implementation has; got false"
+    return [(f"{_PATH}.{key}", sentence) for key in options]
 
 
 def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:

@@ -35,7 +35,8 @@ logger = logging.getLogger("zerolite")
 class StepOptions:
     """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients.
     max_skipped_in_a_row: raise after so many, 0 for never. ignore_unused: whether parameters without any gradient
-    are fine. update_numel: master elements that are updated in one call; a larger bucket is a call of its own."""
+    are fine. update_numel: master elements that are updated in one call where torch's optimizer does it; a larger
+    bucket is a call of its own."""
 
     max_norm: float
     check_finite: bool
@@ -104,7 +105,8 @@ class StepPipeline:
         self._last_vote = 0  # for this rank's trace, in the last step's statistics
         self._agreed = True  # whether all ranks gave the same
         self._collector = StatsCollector(buffer.layout, list(buffer.layout.fragments(buffer.rank)), comm, device)
-        self._chunks = _chunks([master.numel() for master in buffer.master], options.update_numel)
+        numels = [master.numel() for master in buffer.master]
+        self._chunks = _chunks(numels, sum(numels) if optimizer.method.one_launch else options.update_numel)
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -249,6 +251,8 @@ class StepPipeline:
         if self._unsettled is not None:
             unsettled, self._unsettled = self._unsettled, None
             outcome = unsettled.stats.get()
+            if self._options.check_finite and not outcome.finite:
+                self._optimizer.method.forget_last()
             self._settle(outcome, unsettled.divisor)
 
     @property
@@ -278,7 +282,7 @@ class StepPipeline:
 
     def _may_skip_on_device(self) -> bool:
         """True on CUDA if the optimizer takes a skip flag there and no rank-dependent choice needs the host."""
-        if self._device.type != "cuda" or not self._optimizer.can_skip_on_device:
+        if self._device.type != "cuda" or not self._optimizer.method.can_skip_on_device:
             return False
         return len(self._reducer.used) == len(self._buffer.layout.slots)
 
@@ -299,11 +303,12 @@ class StepPipeline:
     ) -> None:
         for chunk in self._chunks:
             gradients = [self._reducer.reduced(bucket) for bucket in chunk]
-            self._optimizer.update(chunk, gradients, factor, used, found_inf)
+            self._publisher.wait(chunk)
+            rounded = self._optimizer.update(chunk, gradients, factor, used, found_inf, publish)
             for bucket in chunk:
                 self._reducer.release(bucket)
                 if publish:
-                    self._publisher.publish_bucket(bucket)
+                    self._publisher.publish_bucket(bucket, rounded)
         if publish:
             self._publisher.end_step()
 

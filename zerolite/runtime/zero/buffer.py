@@ -136,9 +136,10 @@ class ParameterBuffer:
             return strided_view(flat, fragment.slot, self.parameters[fragment.slot.index].data)
         return flat.narrow(0, fragment.shard_start, fragment.numel)
 
-    def publish(self, bucket: int) -> None:
-        """Round the masters of ``bucket`` into this rank's range of the compute parameters."""
-        if self.separate_master(bucket):
+    def publish(self, bucket: int, rounded: bool = False) -> None:
+        """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless whoever updated
+        them has done so (``rounded``)."""
+        if self.separate_master(bucket) and not rounded:
             self.owned_compute(bucket).copy_(self.master[bucket])
         # The parameters' own views were not written through: tell autograd, which refuses to use an outdated saved
         # weight.

@@ -34,10 +34,11 @@ class Publisher:
         self.handles: list[Any] = []  # of the installed hooks
         self.on_published: Callable[[], None] = lambda: None  # after the last bucket of a step
 
-    def publish_bucket(self, bucket: int) -> None:
-        """Called for every bucket in index order by the update phase, on all ranks."""
+    def publish_bucket(self, bucket: int, rounded: bool = False) -> None:
+        """Called for every bucket in index order by the update phase, on all ranks. ``rounded``: the update has already
+        written this rank's range of the compute parameters; it came after :meth:`wait`."""
         self.wait([bucket])  # of the step before, if no forward has needed it since
-        self._buffer.publish(bucket)
+        self._buffer.publish(bucket, rounded)
         if self._gather:
             pending = self._comm.all_gather(self._buffer.compute[bucket], tag="parameters")
             self._pending[bucket] = pending
@@ -51,7 +52,8 @@ class Publisher:
         self.on_published()
 
     def wait(self, buckets: Sequence[int]) -> None:
-        """Closes the hazard of a forward that reads parameters whose gather is still writing them."""
+        """Closes the hazard of a forward that reads parameters whose gather is still writing them, and of an update
+        that writes what a gather is still sending."""
         for bucket in buckets:
             pending = self._pending.pop(bucket, None)
             if pending is not None:

@@ -3,31 +3,21 @@ parameters."""
 
 from __future__ import annotations
 
-import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
-from zerolite.runtime.zero.layout import Fragment
-from zerolite.runtime.zero.partitioned_parameter import whole_shape
+from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.flat_update import FlatUpdate, Rule
+from zerolite.runtime.zero.pieces import Groups, Piece, UpdateMethod, cut, cut_state
+from zerolite.runtime.zero.piecewise_update import PiecewiseUpdate
 
-Groups = list[dict[str, Any]]
-
-
-@dataclass
-class _Piece:
-    """The owned part of one parameter: the tensor that the inner optimizer knows, a view of its master bucket."""
-
-    fragment: Fragment
-    group: int
-    tensor: torch.Tensor
-    position: int  # among the pieces of its bucket
+ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], "Rule | None"]
+"""The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -48,18 +38,16 @@ class ShardedOptimizer(Optimizer):
         groups: Groups,
         buffer: ParameterBuffer,
         update_dtype: Callable[[torch.dtype], torch.dtype],
+        choose_rule: ChooseRule = lambda inner, dtypes: None,
     ) -> None:
         self._buffer = buffer
-        self._update_dtypes = [update_dtype(master.dtype) for master in buffer.master]
-        self._pieces = self._cut(groups)
-        self._sizes = [_split_sizes(f, m.numel()) for f, m in zip(buffer.fragments, buffer.master, strict=True)]
+        self._pieces = cut(groups, buffer, update_dtype)
         self._on_step: Callable[[], None] = lambda: None
         self._on_zero_grad: Callable[[], None] = lambda: None
         self._on_read: Callable[[], None] = lambda: None
         self._on_load: Callable[[], None] = lambda: None
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
-            self._adopt_state()
         else:
             tensors: list[list[torch.Tensor]] = [[] for _ in groups]
             for piece in self._all_pieces():
@@ -67,11 +55,26 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
+        self.method = self._choose_method(choose_rule, update_dtype)
+        if isinstance(make_inner, Optimizer):
+            self._adopt_state()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
-        for bucket in range(len(buffer.master)):
-            self._unbind(bucket)
+
+    def _choose_method(
+        self, choose_rule: ChooseRule, update_dtype: Callable[[torch.dtype], torch.dtype]
+    ) -> UpdateMethod:
+        masters = [master.dtype for master in self._buffer.master]
+        dtypes = [update_dtype(dtype) for dtype in masters]
+        rule = choose_rule(self.inner, masters)
+        if rule is None:
+            return PiecewiseUpdate(self.inner, self._buffer, self._pieces, dtypes)
+        for piece in self._all_pieces():
+            self.inner.state.pop(piece.tensor, None)  # Adagrad makes its states when it is made
+            piece.tensor = self._master_view(piece)
+        states = [rule.state_dtype(self.inner.param_groups, dtype) for dtype in dtypes]
+        return FlatUpdate(rule, lambda: self.inner.param_groups, self._buffer, self._pieces, states)
 
     @property
     def param_groups(self) -> Groups:
@@ -140,9 +143,9 @@ class ShardedOptimizer(Optimizer):
         states, masters = {}, {}
         for piece in self._all_pieces():
             index = position[piece.fragment.slot.index]
-            state = self.inner.state.get(piece.tensor)
+            state = self.method.state_of(piece)
             if state:
-                states[index] = dict(state)
+                states[index] = state
             if self._buffer.separate_master(piece.fragment.slot.bucket):
                 masters[index] = self._master_view(piece)
         groups, start = [], 0
@@ -163,12 +166,7 @@ class ShardedOptimizer(Optimizer):
         position = self._positions()
         for piece in self._all_pieces():
             index = position[piece.fragment.slot.index]
-            self.inner.state.pop(piece.tensor, None)
-            if index in state_dict["state"]:
-                self.inner.state[piece.tensor] = {
-                    key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in state_dict["state"][index].items()
-                }
+            self.method.load_state(piece, state_dict["state"].get(index, {}))
             if index in state_dict["masters"]:
                 self._master_view(piece).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -177,7 +175,6 @@ class ShardedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- the update
 
-    @torch.no_grad()
     def update(
         self,
         buckets: Sequence[int],
@@ -185,152 +182,39 @@ class ShardedOptimizer(Optimizer):
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None = None,
-    ) -> None:
-        """Update the pieces of some buckets from ``factor × gradient``, in one call of the inner optimizer.
+        publish: bool = False,
+    ) -> bool:
+        """Update the pieces of some buckets from ``factor × gradient``. True if, with ``publish``, the result has also
+        been rounded into this rank's range of the compute parameters.
 
-        ``gradients``: laid out like the buckets' masters, any floating dtype; scaled in place where they have the
-        update's dtype already. ``used``: indices of the parameters that got a gradient (None: all); the others are
-        left alone, as torch leaves alone parameters whose ``grad`` is None. ``found_inf``: 0-dim fp32 on the device,
-        not zero to skip the update there.
+        ``gradients``: laid out like the buckets' masters, any floating dtype; may be scaled in place. ``used``: indices
+        of the parameters that got a gradient (None: all); the others are left alone, as torch leaves alone parameters
+        whose ``grad`` is None. ``found_inf``: 0-dim fp32 on the device, not zero to skip the update there.
         """
-        pieces: list[_Piece] = []
-        for bucket, gradient in zip(buckets, gradients, strict=True):
-            here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
-            if not here:
-                continue
-            gradient = gradient.to(self._update_dtypes[bucket])
-            if isinstance(factor, torch.Tensor) or factor != 1.0:
-                gradient.mul_(factor)
-            self._bind(bucket)
-            if len(here) > 1 and self._buffer.shard:
-                parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
-                for piece in here:
-                    piece.tensor.grad = parts[piece.position]
-            else:
-                for piece in here:
-                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
-            pieces += here
-        if not pieces:
-            return
-        try:
-            with self._only(pieces), self._skipping(found_inf):
-                type(self.inner).step(self.inner)
-        finally:
-            for piece in pieces:
-                piece.tensor.grad = None
-            for bucket in {piece.fragment.slot.bucket for piece in pieces}:
-                self._unbind(bucket)
+        return self.method.update(buckets, gradients, factor, used, found_inf, publish)
 
     def mark_called(self) -> None:
         """What torch's schedulers look for before they warn that step() was never called."""
         self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
 
-    @property
-    def can_skip_on_device(self) -> bool:
-        """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
-        if not getattr(self.inner, "_step_supports_amp_scaling", False):
-            return False
-        if isinstance(self.inner, torch.optim.SGD):
-            return False  # its kernel would leave a first momentum buffer uninitialised
-        return all(group.get("fused") for group in self.param_groups)
-
-    @contextlib.contextmanager
-    def _only(self, pieces: Sequence[_Piece]) -> Iterator[None]:
-        """Show the inner optimizer these pieces and nothing else."""
-        everything = self.inner.param_groups
-        outside = [group["params"] for group in everything]
-        chosen: dict[int, list[torch.Tensor]] = {}
-        for piece in pieces:
-            chosen.setdefault(piece.group, []).append(piece.tensor)
-        try:
-            for index, tensors in chosen.items():
-                everything[index]["params"] = tensors
-            self.inner.param_groups = [everything[index] for index in sorted(chosen)]
-            yield
-        finally:
-            self.inner.param_groups = everything
-            for group, parameters in zip(everything, outside, strict=True):
-                group["params"] = parameters
-
-    @contextlib.contextmanager
-    def _skipping(self, found_inf: torch.Tensor | None) -> Iterator[None]:
-        if found_inf is None:
-            yield
-            return
-        vars(self.inner).update(grad_scale=None, found_inf=found_inf)
-        try:
-            yield
-        finally:
-            for name in ("grad_scale", "found_inf"):
-                del vars(self.inner)[name]
-
     # ---------------------------------------------------------------- pieces
 
-    def _cut(self, groups: Groups) -> list[list[_Piece]]:
-        group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-        pieces: list[list[_Piece]] = []
-        for bucket, fragments in enumerate(self._buffer.fragments):
-            source = self._buffer.master[bucket]
-            if self._temporary(bucket):
-                source = source.to(self._update_dtypes[bucket])
-            pieces.append(
-                [
-                    _Piece(f, group_of[id(self._buffer.parameters[f.slot.index])], self._buffer.piece(f, source), i)
-                    for i, f in enumerate(fragments)
-                ]
-            )
-        return pieces
-
-    def _temporary(self, bucket: int) -> bool:
-        """True if masters are kept in fewer bits than the update computes in: then the update works on a copy of
-        the bucket in hand."""
-        return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
-
-    def _bind(self, bucket: int) -> None:
-        if self._temporary(bucket):
-            exact = self._buffer.master[bucket].to(self._update_dtypes[bucket])
-            for piece in self._pieces[bucket]:
-                piece.tensor.data = self._buffer.piece(piece.fragment, exact)
-
-    def _unbind(self, bucket: int) -> None:
-        if not self._temporary(bucket):
-            return
-        for piece in self._pieces[bucket]:
-            if piece.tensor.numel():
-                self._master_view(piece).copy_(piece.tensor)
-                piece.tensor.data = piece.tensor.new_empty(0)
-
-    def _all_pieces(self) -> Iterator[_Piece]:
+    def _all_pieces(self) -> Iterator[Piece]:
         for pieces in self._pieces:
             yield from pieces
 
-    def _master_view(self, piece: _Piece) -> torch.Tensor:
+    def _master_view(self, piece: Piece) -> torch.Tensor:
         return self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
 
     def _adopt_state(self) -> None:
-        """States that the user's optimizer made before (Adagrad does in its constructor) move to the pieces."""
+        """States that the user's optimizer made before move to the pieces."""
         for piece in self._all_pieces():
             parameter = self._buffer.parameters[piece.fragment.slot.index]
             state = self.inner.state.get(parameter)
             if state:
-                self.inner.state[piece.tensor] = {
-                    key: self._cut_state(value, parameter, piece) for key, value in state.items()
-                }
+                self.method.load_state(piece, {k: cut_state(v, parameter, piece) for k, v in state.items()})
         for parameter in self._buffer.parameters:
             self.inner.state.pop(parameter, None)
-
-    @staticmethod
-    def _cut_state(value: Any, parameter: torch.Tensor, piece: _Piece) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = whole_shape(parameter)
-        if value.shape != shape or not shape:
-            return value.clone()
-        fragment = piece.fragment
-        if piece.tensor.shape == shape:
-            return value.to(piece.tensor.dtype, copy=True)
-        part = flattened(value).narrow(0, fragment.param_start, fragment.numel)
-        return part.to(piece.tensor.dtype, copy=True)
 
     # ---------------------------------------------------------------- saving
 
@@ -367,15 +251,6 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 f"engine.optimizer.load_state_dict: expected param groups of {here} parameters, got groups of {saved}"
             )
-
-
-def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:
-    """Lengths that cut a shard into gap, fragment, gap, fragment, …, gap."""
-    sizes, position = [], 0
-    for fragment in fragments:
-        sizes += [fragment.shard_start - position, fragment.numel]
-        position = fragment.shard_start + fragment.numel
-    return [*sizes, numel - position]
 
 
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")

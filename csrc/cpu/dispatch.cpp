@@ -1,0 +1,140 @@
+// The entry points of the CPU library: checks, the choice of a path, and threads.
+#include <exception>
+#include <thread>
+#include <vector>
+
+#include "paths.h"
+
+#define ZL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Elements per thread below which another thread costs more than it brings.
+constexpr int64_t UPDATE_GRAIN = 16384, NORM_GRAIN_CHUNKS = 4;
+
+int best_isa() {
+#if defined(ZL_ONLY_PLAIN)
+  return ZL_PLAIN;
+#else
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (!avx2) return ZL_PLAIN;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return avx512 ? ZL_AVX512 : ZL_AVX2;
+#endif
+}
+
+const zl::Path* find_path(int32_t isa) {
+  const int best = best_isa();
+  if (isa == ZL_BEST) isa = best;
+  if (isa < ZL_PLAIN || isa > best) return nullptr;
+#if !defined(ZL_ONLY_PLAIN)
+  if (isa == ZL_AVX512) return &zl::path_avx512;
+  if (isa == ZL_AVX2) return &zl::path_avx2;
+#endif
+  return &zl::path_plain;
+}
+
+bool is_dtype(int32_t dtype) { return dtype == ZL_F32 || dtype == ZL_BF16 || dtype == ZL_F16; }
+
+// One thread's share is [total x i / n, total x (i + 1) / n), moved to a multiple of `align`.
+template <class Range>
+struct Work {
+  const Range& range;
+  int64_t total, align;
+  int threads;
+  int (*thread_num)(void);
+
+  void part(int i) const {
+    const int64_t begin = bound(i), end = bound(i + 1);
+    if (begin < end) range(begin, end);
+  }
+  int64_t bound(int i) const {
+    if (i >= threads) return total;
+    return total / align * i / threads * align;
+  }
+  static void in_team(void* self) {
+    const Work* work = (const Work*)self;
+    work->part(work->thread_num());
+  }
+};
+
+// Runs range(begin, end) over [0, total) on as many threads as are worth while.
+template <class Range>
+void spread(const zl_threads& how, int64_t total, int64_t grain, int64_t align, const Range& range) {
+  const int64_t useful = total / grain;
+  const int threads = (int)(useful < how.threads ? (useful < 1 ? 1 : useful) : (how.threads < 1 ? 1 : how.threads));
+  Work<Range> work{range, total, align, threads, how.thread_num};
+  if (threads == 1) {
+    work.part(0);
+  } else if (how.parallel && how.thread_num) {
+    how.parallel(Work<Range>::in_team, &work, (unsigned)threads, 0);
+  } else {
+    std::vector<std::thread> team;
+    int next = 1;
+    try {
+      team.reserve((size_t)threads - 1);
+      for (; next < threads; next++) team.emplace_back([&work, next] { work.part(next); });
+    } catch (const std::exception&) {  // no more threads to be had: the caller's does the rest
+    }
+    work.part(0);
+    for (; next < threads; next++) work.part(next);
+    for (std::thread& thread : team) thread.join();
+  }
+}
+
+// Where each segment ends when all are counted through, in units of `unit` elements (rounded up by segment). False if
+// one is not within its tensor, or its last column is not below `limit`.
+template <class Call>
+bool ends_of(const Call& call, int64_t unit, int64_t limit, std::vector<int64_t>& ends) {
+  int64_t end = 0;
+  ends.resize((size_t)call.segments);
+  for (int64_t i = 0; i < call.segments; i++) {
+    const int64_t* segment = call.table + i * ZL_TABLE_COLUMNS;
+    if (segment[0] < 0 || segment[0] >= call.tensors || segment[3] < 0 || segment[3] >= limit) return false;
+    if (segment[1] < 0 || segment[2] < 0 || segment[2] > call.numels[segment[0]] - segment[1]) return false;
+    end += (segment[2] + unit - 1) / unit;
+    ends[(size_t)i] = end;
+  }
+  return true;
+}
+
+}  // namespace
+
+ZL_EXPORT int32_t zl_abi() { return ZL_ABI; }
+
+// The widest path of this processor, a zl_isa.
+ZL_EXPORT int32_t zl_best_isa() { return best_isa(); }
+
+ZL_EXPORT int32_t zl_cpu_update(const zl_update* call) {
+  const zl::Path* path = find_path(call->isa);
+  if (!path) return ZL_BAD_ISA;
+  if (call->rule < 0 || call->rule >= ZL_RULES) return ZL_BAD_RULE;
+  if (!is_dtype(call->param_dtype) || !is_dtype(call->grad_dtype) || !is_dtype(call->state_dtype)) return ZL_BAD_DTYPE;
+  if (call->out_dtype != ZL_NONE && call->out_dtype != ZL_BF16 && call->out_dtype != ZL_F16) return ZL_BAD_DTYPE;
+  if (call->skip && *call->skip != 0.0f) return ZL_OK;
+  std::vector<int64_t> ends;
+  if (!ends_of(*call, 1, call->row_count, ends)) return ZL_BAD_TABLE;
+  const int64_t total = ends.empty() ? 0 : ends.back();
+  if (!total) return ZL_OK;
+  spread(call->threads, total, UPDATE_GRAIN, 64,
+         [&](int64_t begin, int64_t end) { path->update(*call, ends.data(), begin, end); });
+  return ZL_OK;
+}
+
+ZL_EXPORT int32_t zl_cpu_norm(const zl_norm* call) {
+  const zl::Path* path = find_path(call->isa);
+  if (!path) return ZL_BAD_ISA;
+  if (!is_dtype(call->dtype)) return ZL_BAD_DTYPE;
+  std::vector<int64_t> ends;
+  if (!ends_of(*call, ZL_NORM_CHUNK, call->owners, ends)) return ZL_BAD_TABLE;
+  const int64_t total = ends.empty() ? 0 : ends.back();
+  if (total > call->partials) return ZL_BAD_TABLE;
+  spread(call->threads, total, NORM_GRAIN_CHUNKS, 1,
+         [&](int64_t begin, int64_t end) { path->norm(*call, ends.data(), begin, end); });
+  int64_t chunk = 0;
+  for (int64_t i = 0; i < call->segments; i++)
+    for (; chunk < ends[(size_t)i]; chunk++) call->sums[call->table[i * ZL_TABLE_COLUMNS + 3]] += call->partial[chunk];
+  return ZL_OK;
+}

@@ -1,0 +1,113 @@
+// The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `partial`, `sums` and
+// the arrays that params, grads, states, outs and values point to lie on the device, everything else on the host. They
+// return ZL_OK, a zl_error, or the negative of a cudaError_t, and never wait for the device.
+//
+// A table too large for a launch's arguments (zl_cuda_*_bytes is not 0) is given in two copies: `filled`, on the host, by
+// zl_cuda_*_fill, and `copied`, its copy on the device. With `filled` null a call needs no memory beside the tensors: it
+// becomes as many launches as its table has portions, whose arguments a captured graph keeps.
+#include "norm.cuh"
+#include "update.cuh"
+
+#define ZL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+bool is_dtype(int32_t dtype) { return dtype == ZL_F32 || dtype == ZL_BF16 || dtype == ZL_F16; }
+
+int32_t check(const zl_update& call) {
+  if (call.rule < 0 || call.rule >= ZL_RULES) return ZL_BAD_RULE;
+  if (!is_dtype(call.param_dtype) || !is_dtype(call.grad_dtype) || !is_dtype(call.state_dtype)) return ZL_BAD_DTYPE;
+  if (call.out_dtype != ZL_NONE && call.out_dtype != ZL_BF16 && call.out_dtype != ZL_F16) return ZL_BAD_DTYPE;
+  return zl::good_table(call.table, call.segments, call.tensors, zl::UPDATE_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
+}
+
+int32_t check(const zl_norm& call) {
+  if (!is_dtype(call.dtype)) return ZL_BAD_DTYPE;
+  return zl::good_table(call.table, call.segments, call.tensors, ZL_NORM_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
+}
+
+template <class Piece>
+int64_t far_bytes(int64_t segments) {
+  return segments > zl::Table<Piece>::room ? zl::table_bytes<Piece>(segments) : 0;
+}
+
+int32_t code_of(cudaError_t error) { return -(int32_t)error; }
+
+template <class Arguments>
+int32_t launch(void (*kernel)(Arguments), int64_t blocks, Arguments& arguments, void* stream) {
+  void* list[] = {&arguments};
+  return code_of(cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3(zl::THREADS), list, 0, (cudaStream_t)stream));
+}
+
+int64_t chunks_of(const zl_norm& call) {
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < call.segments; i++)
+    chunks += (call.table[i * ZL_TABLE_COLUMNS + 2] + ZL_NORM_CHUNK - 1) / ZL_NORM_CHUNK;
+  return chunks;
+}
+
+}  // namespace
+
+ZL_EXPORT int32_t zl_abi() { return ZL_ABI; }
+
+// Text for a code that an entry point returned, static.
+ZL_EXPORT const char* zl_cuda_error_string(int32_t code) {
+  switch (code) {
+    case ZL_OK: return "no error";
+    case ZL_BAD_RULE: return "unknown rule";
+    case ZL_BAD_DTYPE: return "a dtype that is not fp32, bf16 or fp16";
+    case ZL_BAD_TABLE: return "a segment outside of its tensors, or too many elements for one launch";
+    default: return code < 0 ? cudaGetErrorString((cudaError_t)-code) : "unknown code";
+  }
+}
+
+// Bytes of the table of so many segments, or 0 if it fits into a launch's arguments.
+ZL_EXPORT int64_t zl_cuda_update_bytes(int64_t segments) { return far_bytes<zl::UpdatePiece>(segments); }
+ZL_EXPORT int64_t zl_cuda_norm_bytes(int64_t segments) { return far_bytes<zl::NormPiece>(segments); }
+
+ZL_EXPORT int32_t zl_cuda_update_fill(const zl_update* call, void* table) {
+  const int32_t code = check(*call);
+  if (!code) zl::fill<zl::UpdatePiece>(zl::UpdateMaker{*call}, call->segments, table);
+  return code;
+}
+
+ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, const void* copied, int32_t device,
+                                 void* stream) {
+  if (const int32_t code = check(*call)) return code;
+  // This library's runtime is not torch's: it is told the device that torch has made current.
+  if (const cudaError_t error = cudaSetDevice(device)) return code_of(error);
+  const zl::UpdateKernel kernel = zl::update_kernel_for(*call);
+  zl::UpdateArguments a{call->factor,     call->skip,        call->param_dtype,
+                        call->grad_dtype, call->state_dtype, call->out_dtype, {}};
+  const auto launch_one = [&](int64_t blocks) { return launch(kernel, blocks, a, stream); };
+  if (filled) return zl::launch_far(filled, copied, a.table, launch_one);
+  return zl::launch_here(zl::UpdateMaker{*call}, call->segments, a.table, launch_one);
+}
+
+// How many doubles `partial` must have room for: one per chunk, one per piece, and a counter per piece and one more.
+ZL_EXPORT int64_t zl_cuda_norm_partials(const zl_norm* call) {
+  return chunks_of(*call) + call->segments + call->segments / 2 + 1;
+}
+
+ZL_EXPORT int32_t zl_cuda_norm_fill(const zl_norm* call, void* table) {
+  const int32_t code = check(*call);
+  if (!code) zl::fill<zl::NormPiece>(zl::NormMaker(*call), call->segments, table);
+  return code;
+}
+
+ZL_EXPORT int32_t zl_cuda_norm(const zl_norm* call, const void* filled, const void* copied, int32_t device,
+                               void* stream) {
+  if (const int32_t code = check(*call)) return code;
+  if (call->partials < zl_cuda_norm_partials(call)) return ZL_BAD_TABLE;
+  if (const cudaError_t error = cudaSetDevice(device)) return code_of(error);
+  const zl::NormKernel kernel = zl::norm_kernel_for(call->dtype);
+  double* const total = call->partial + chunks_of(*call);
+  zl::NormArguments a{call->sums, call->partial, total, (unsigned*)(total + call->segments), {}};
+  const auto launch_one = [&](int64_t blocks) {
+    const size_t bytes = sizeof(unsigned) * ((size_t)a.table.count + 1);
+    const cudaError_t error = cudaMemsetAsync(a.arrived, 0, bytes, (cudaStream_t)stream);
+    return error ? code_of(error) : launch(kernel, blocks, a, stream);
+  };
+  if (filled) return zl::launch_far(filled, copied, a.table, launch_one);
+  return zl::launch_here(zl::NormMaker(*call), call->segments, a.table, launch_one);
+}

@@ -1,0 +1,124 @@
+// How a call's segments reach the device.
+//
+// A table is a list of pieces, one per segment that is not empty. Their chunks are counted through: piece i has those
+// from ends[i - 1] to ends[i], and every block of a launch takes one. A table of up to HERE_BYTES travels in the launch's
+// arguments; a larger one is laid out by `fill` in memory of the host, and the caller copies it to the device.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../kernels.h"
+
+namespace zl {
+
+constexpr int THREADS = 256, WARP = 32;
+constexpr int64_t MOST_BLOCKS = 0x7fffffff;
+constexpr int HERE_BYTES = 4096 - 64;  // of the 4 KB that arguments may have; the rest is for what goes beside
+
+template <class Piece>
+struct Table {
+  static constexpr int room = HERE_BYTES / (int)(sizeof(int64_t) + sizeof(Piece));
+  const int64_t* far_ends;  // null: the table is here
+  const Piece* far_pieces;
+  int32_t count;
+  int64_t ends[room];
+  Piece pieces[room];
+
+  __device__ __forceinline__ const int64_t* all_ends() const { return far_ends ? far_ends : ends; }
+  __device__ __forceinline__ const Piece& piece(int i) const { return far_ends ? far_pieces[i] : pieces[i]; }
+};
+
+// A table in memory: the header, `capacity` ends, `capacity` pieces.
+struct Header {
+  int64_t count, capacity;
+};
+
+template <class Piece>
+int64_t table_bytes(int64_t segments) {
+  return (int64_t)sizeof(Header) + segments * (int64_t)(sizeof(int64_t) + sizeof(Piece));
+}
+
+inline const int64_t* ends_in(const void* table) { return (const int64_t*)((const Header*)table + 1); }
+
+template <class Piece>
+const Piece* pieces_in(const void* table, int64_t capacity) {
+  return (const Piece*)(ends_in(table) + capacity);
+}
+
+// The piece that a chunk belongs to, the first with ends[i] > chunk. All lanes of a warp look at once, so that a
+// thousand pieces take two rounds. 0 <= chunk < ends[count - 1].
+__device__ __forceinline__ int find_piece(const int64_t* ends, int count, int64_t chunk) {
+  const int lane = (int)(threadIdx.x % WARP);
+  int low = 0, span = count;
+  while (span > 1) {
+    const int step = (span + WARP - 1) / WARP;
+    const int last = (lane + 1) * step - 1;  // of the lane's share
+    const bool before = last < span && ends[low + last] <= chunk;
+    const int skipped = __popc(__ballot_sync(0xffffffffu, before)) * step;
+    low += skipped;
+    span = step < span - skipped ? step : span - skipped;
+  }
+  return low;
+}
+
+// Whether every segment lies in a tensor of the call, and no launch could need more blocks than there are.
+inline bool good_table(const int64_t* table, int64_t segments, int64_t tensors, int64_t chunk) {
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < segments; i++) {
+    const int64_t* segment = table + i * ZL_TABLE_COLUMNS;
+    if (segment[0] < 0 || segment[0] >= tensors || segment[1] < 0 || segment[2] < 0 || segment[3] < 0) return false;
+    chunks += segment[2] / chunk + 2;
+  }
+  return chunks <= MOST_BLOCKS;
+}
+
+// What lays out and launches tables of one kind. `maker(i, &piece)` describes the i-th segment and returns how many
+// chunks it has, 0 for an empty one.
+template <class Piece, class Maker>
+void fill(const Maker& maker, int64_t segments, void* memory) {
+  Header* header = (Header*)memory;
+  int64_t* ends = (int64_t*)ends_in(memory);
+  Piece* pieces = (Piece*)pieces_in<Piece>(memory, segments);
+  header->count = 0;
+  header->capacity = segments;
+  int64_t end = 0;
+  for (int64_t i = 0; i < segments; i++) {
+    const int64_t chunks = maker(i, pieces + header->count);
+    if (!chunks) continue;
+    end += chunks;
+    ends[header->count++] = end;
+  }
+}
+
+// Calls launch(blocks) once, for the table whose host copy is `filled` and whose device copy is `copied`.
+template <class Piece, class Launch>
+int32_t launch_far(const void* filled, const void* copied, Table<Piece>& table, const Launch& launch) {
+  const Header* header = (const Header*)filled;
+  if (!header->count) return ZL_OK;
+  table.far_ends = ends_in(copied);
+  table.far_pieces = pieces_in<Piece>(copied, header->capacity);
+  table.count = (int32_t)header->count;
+  return launch(ends_in(filled)[header->count - 1]);
+}
+
+// Calls launch(blocks) as often as it takes for all segments to travel in arguments.
+template <class Piece, class Maker, class Launch>
+int32_t launch_here(const Maker& maker, int64_t segments, Table<Piece>& table, const Launch& launch) {
+  table.far_ends = nullptr;
+  table.far_pieces = nullptr;
+  for (int64_t i = 0; i < segments;) {
+    int64_t end = 0;
+    for (table.count = 0; i < segments && table.count < Table<Piece>::room; i++) {
+      const int64_t chunks = maker(i, table.pieces + table.count);
+      if (!chunks) continue;
+      end += chunks;
+      table.ends[table.count++] = end;
+    }
+    const int32_t code = table.count ? launch(end) : (int32_t)ZL_OK;
+    if (code) return code;
+  }
+  return ZL_OK;
+}
+
+}  // namespace zl

@@ -1,0 +1,71 @@
+// The C interface of zerolite's kernels: raw pointers, lengths and scalars. No torch, no Python, no state between calls.
+#pragma once
+
+#include <stdint.h>
+
+#define ZL_ABI 1  // raised with every change of this file; the Python side compares it
+
+enum zl_dtype { ZL_NONE = 0, ZL_F32 = 1, ZL_BF16 = 2, ZL_F16 = 3 };
+
+// Columns of a row of scalars, by rule. Column 0, `scale`, multiplies the gradient (beside *factor); its sign says
+// whether the loss is minimised. What the others mean stands with each rule in rules.h.
+enum zl_rule { ZL_ADAM = 0, ZL_LION = 1, ZL_ADAGRAD = 2, ZL_SGD = 3, ZL_RULES = 4 };
+enum { ZL_COLUMNS = 10, ZL_TABLE_COLUMNS = 4 };
+
+// Processor paths; ZL_BEST asks for the widest that the processor has.
+enum zl_isa { ZL_BEST = -1, ZL_PLAIN = 0, ZL_AVX2 = 1, ZL_AVX512 = 2 };
+
+enum zl_error {
+  ZL_OK = 0,
+  ZL_BAD_RULE = 1,
+  ZL_BAD_DTYPE = 2,
+  ZL_BAD_ISA = 3,
+  ZL_BAD_TABLE = 4,
+};
+
+// How a call spreads over threads: `parallel` is GOMP_parallel of the OpenMP runtime that torch uses and `thread_num` its
+// omp_get_thread_num, so that both share one pool. Null: threads of our own, which end with the call.
+typedef void (*zl_body)(void*);
+typedef struct {
+  void (*parallel)(zl_body, void*, unsigned threads, unsigned flags);
+  int (*thread_num)(void);
+  int32_t threads;
+} zl_threads;
+
+// Tensors are lists of flat arrays; the i-th of every list has the same length. A segment is
+// (tensor, start, numel, row): elements [start, start + numel) of the tensor-th arrays, updated with rows[row].
+// Segments do not overlap. `factor` multiplies every gradient; a `skip` that is not 0 leaves everything as it is.
+// Both may be null. `outs` receive the updated parameter rounded to `out_dtype` and are null for ZL_NONE.
+typedef struct {
+  int32_t rule;
+  int32_t param_dtype, grad_dtype, state_dtype, out_dtype;
+  int32_t isa;
+  int64_t tensors, segments;
+  const int64_t* numels;  // [tensors]
+  void* const* params;
+  const void* const* grads;
+  void* const* states[2];
+  void* const* outs;
+  const int64_t* table;  // [segments][ZL_TABLE_COLUMNS]
+  const float* rows;     // [row_count][ZL_COLUMNS]
+  int64_t row_count;
+  const float* factor;
+  const float* skip;
+  zl_threads threads;
+} zl_update;
+
+// sums[owner] += the sum of the squares of every segment (tensor, start, numel, owner), taken in double in an order that
+// depends on the segment alone. `partial` is room for one double per ZL_NORM_CHUNK elements or part of them, by segment.
+enum { ZL_NORM_CHUNK = 16384 };
+typedef struct {
+  int32_t dtype;
+  int32_t isa;
+  int64_t tensors, segments, partials;
+  const int64_t* numels;  // [tensors]
+  const void* const* values;
+  const int64_t* table;
+  double* partial;
+  double* sums;  // [owners]
+  int64_t owners;
+  zl_threads threads;
+} zl_norm;

@@ -1,0 +1,151 @@
+"""`zerolite report`: what it says, in which forms, and that it answers where things are missing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command
+from zerolite import report
+from zerolite.version import __version__
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+ask_processor = functools.cache(report.processor)  # takes a second
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`ask(*options)` is what `zerolite report` prints in a process that has loaded nothing, with an empty cache."""
+    for variable in ("ZEROLITE_KERNELS", "CXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("ZEROLITE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(report, "processor", ask_processor)
+
+    def ask(*options: str) -> str:
+        monkeypatch.setattr(sys.modules["zerolite.op_builder.load"], "_loaded", {})
+        assert report.main(options) == 0
+        return capsys.readouterr().out
+
+    return ask
+
+
+def op(answer: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [entry for entry in answer["ops"] if entry["name"] == name]
+    return found
+
+
+def test_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> None:
+    lines = ask().splitlines()
+    pairs = [re.fullmatch(r"( {2}(\S.*?) {2,})(.*)", line) for line in lines]
+    values = {match[2]: match[3] for match in pairs if match}
+    assert values["zerolite"] == __version__ and values["torch"] == torch.__version__
+    assert values["CUDA of torch"] == str(torch.version.cuda or "none")
+    assert "gloo" in values["backends"].split() and "fake" not in values["backends"]
+    assert values["directory"] == str(tmp_path / "cache") and values["usable"] == "yes"
+    assert {"python", "C++ compiler", "nvcc", "ninja", "name", "features"} <= set(values)
+    assert "op cpu_kernels" in lines and "op cuda_kernels" in lines
+    assert len({len(match[1]) for match in pairs if match}) == 1, "the values are not aligned"
+
+
+@pytest.mark.parametrize("command", [[str(ROOT / "bin" / "zerolite_report")], ["-m", "zerolite.report"]])
+def test_other_ways_to_ask(command: list[str], tmp_path: Path) -> None:
+    """Without torch on the path (`-S`), which these must survive and which makes them quick."""
+    environ = job_environment(PYTHONPATH=str(ROOT) if command[0] == "-m" else None, ZEROLITE_CACHE_DIR=str(tmp_path))
+    result = subprocess.run(
+        [sys.executable, "-S", *command, "--json"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert json.loads(result.stdout)["versions"]["zerolite"] == __version__, result.stderr
+    assert os.access(ROOT / "bin" / "zerolite_report", os.X_OK)
+
+
+@needs_compiler
+def test_build(tmp_path: Path, ask: Callable[..., str]) -> None:
+    """Before: it could be built. After: it is there, and the library chooses the set that was foretold."""
+    before, after = json.loads(ask("--json")), json.loads(ask("--json", "--build"))
+    found = {"name": "cpu_kernels", "compatible": True, "reason": "", "built": False, "path": None}
+    assert op(before, "cpu_kernels") == found
+    assert op(after, "cpu_kernels")["built"]
+    path = Path(op(after, "cpu_kernels")["path"])
+    assert path.parent == tmp_path / "cache" / "kernels" and path.is_file()
+    name = "instruction set of the kernels"
+    assert after["processor"][name] == before["processor"][name]
+    assert op(after, "cuda_kernels")["built"] == op(after, "cuda_kernels")["compatible"]
+    assert str(path) in ask()
+
+
+def test_why_not(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CUDA_HOME", "/no such toolkit")
+    answer = json.loads(ask("--json", "--build"))
+    assert not op(answer, "cpu_kernels")["compatible"]
+    assert "no-such-compiler" in op(answer, "cpu_kernels")["reason"]
+    assert "no-such-compiler" in answer["versions"]["C++ compiler"]
+    assert "/no such toolkit" in answer["versions"]["nvcc"]
+    if not torch.cuda.is_available():
+        assert "GPU" in op(answer, "cuda_kernels")["reason"]
+    monkeypatch.setenv("ZEROLITE_KERNELS", "0")
+    assert re.search(r"compatible +no\n +built +no\n +why not +ZEROLITE_KERNELS=0", ask())
+
+
+@needs_compiler
+def test_unusable_cache(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROLITE_CACHE_DIR", "/proc/zerolite")
+    text = ask()
+    assert re.search(r"usable +no: .*/proc/zerolite", text)
+    assert re.search(r"compatible +yes\n +built +no\n +note +the cache cannot be used", text)
+
+
+def test_torch_that_does_not_import(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')\n")
+    result = run_command("report", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["versions"]["torch"] == "cannot be imported: OSError: libtorch.so: cannot open"
+    assert answer["process groups"]["backends"] == "unknown"
+
+
+def test_script_called_report_is_run(tmp_path: Path) -> None:
+    """What worked before there was this command works on; a directory of that name is none of a script's business."""
+    (tmp_path / "report").write_text("import sys; print('script', sys.argv[1:])\n")
+    result = run_command("report", "--json", cwd=tmp_path)
+    assert result.stdout == "script ['--json']\n", result.stderr
+    (tmp_path / "report").unlink()
+    (tmp_path / "report").mkdir()
+    assert run_command("report", cwd=tmp_path).stdout.startswith("versions\n")
+
+
+def test_help_and_mistakes(tmp_path: Path) -> None:
+    result = run_command("report", "--help", cwd=tmp_path)
+    assert result.returncode == 0 and result.stdout.startswith("usage: zerolite report") and "--build" in result.stdout
+    assert "zerolite report" in run_command("--help", cwd=tmp_path).stdout
+    result = run_command("report", "--jsn", cwd=tmp_path)
+    assert result.returncode == 2 and "--jsn" in result.stderr
+
+
+def test_instruction_set_needs_all_features() -> None:
+    """Derived from the flags of the objects, where the library is not there to be asked."""
+    if report.platform.machine() != "x86_64":
+        pytest.skip("only x86-64 has several")
+    avx2 = ["avx2", "fma", "f16c"]
+    avx512 = ["avx512f", "avx512bw", "avx512vl", "avx512dq", *avx2]
+    assert report.instruction_set([], []) == "plain"
+    assert report.instruction_set(avx2[:-1], []) == "plain"
+    assert report.instruction_set(avx2, []) == "avx2"
+    assert report.instruction_set(avx512[1:], []) == "avx2"
+    assert report.instruction_set(avx512, []) == "avx512"

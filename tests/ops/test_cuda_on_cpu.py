@@ -1,0 +1,237 @@
+"""The CUDA sources, compiled by a C++ compiler and run on the CPU thread by thread: segments, alignments, tails, tables
+and the order of sums. What the hardware does (its arithmetic, its memory model, streams) is for tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from ctypes import Structure
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.calls import FLOATS, LENGTHS, Dtypes, all_dtypes, copy_call, copy_tensor, differences, flat, make_call
+from zerolite import op_builder
+from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+from zerolite.ops.cpu_kernels import CpuKernels
+from zerolite.ops.cuda_kernels import CudaKernels, _Entry
+
+ROOT = Path(__file__).resolve().parents[2]
+CXX = shutil.which(os.environ.get("CXX", "c++"))
+FP32: Dtypes = (torch.float32,) * 3 + (torch.bfloat16,)
+RULES = (ADAM, LION, ADAGRAD, SGD)
+UPDATE_ROOM, NORM_ROOM = 38, 126  # segments that travel in a launch's arguments
+UPDATE_CHUNK, NORM_CHUNK = 4096, 16384
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler; this machine has none")
+
+
+class SimulatedKernels(CudaKernels):
+    """The device's memory is the host's. capturing: as in the capture of a graph. backwards: blocks and threads run in
+    the opposite order."""
+
+    def __init__(self, library: ctypes.CDLL, capturing: bool = False, backwards: bool = False) -> None:
+        super().__init__(library)
+        self._simulate = library.zl_simulate
+        self.capturing, self.backwards = capturing, backwards
+        self.launches = 0
+
+    def _launch(self, entry: _Entry, arguments: Structure, device: torch.device) -> None:
+        call = ctypes.byref(arguments)
+        filled = copied = None
+        size = entry.bytes(arguments.segments)
+        if size and not self.capturing:
+            filled = torch.full((size,), 0x55, dtype=torch.uint8)
+            self._check(entry.fill(call, filled.data_ptr()), entry, device)
+            copied = filled.clone()
+        tables = [None if table is None else table.data_ptr() for table in (filled, copied)]
+        before = self._simulate(self.backwards)
+        self._check(entry.launch(call, *tables, 0, None), entry, device)
+        self.launches = self._simulate(False) - before
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    shim, target = ROOT / "tests/ops/cuda_on_cpu", tmp_path_factory.mktemp("cuda_on_cpu") / "kernels.so"
+    flags = "-O1 -std=c++17 -ffp-contract=off -fno-math-errno -fPIC -shared -fvisibility=hidden".split()
+    source = ["-x", "c++", "-I", shim, "-include", shim / "cuda_on_cpu.h", ROOT / "csrc/cuda/kernels.cu"]
+    done = subprocess.run([CXX, *flags, *source, "-o", target], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuKernels:
+    try:
+        return CpuKernels(op_builder.load("cpu_kernels"))
+    except op_builder.OpUnavailable as error:
+        pytest.skip(f"the kernels are compared with the CPU's, and there are none here: {error}")
+
+
+@pytest.fixture(params=["uploaded", "captured", "backwards"])
+def kernels(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Iterator[SimulatedKernels]:
+    yield SimulatedKernels(library, request.param == "captured", request.param == "backwards")
+
+
+def check_update(kernels: SimulatedKernels, cpu: CpuKernels, call: UpdateCall) -> None:
+    wanted = copy_call(call)
+    cpu.update(wanted)
+    kernels.update(call)
+    assert differences(call, wanted) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_all_dtypes(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
+    kernels = SimulatedKernels(library)
+    for dtypes in all_dtypes():
+        check_update(kernels, cpu, make_call(rule, dtypes, (17, 5), factor=0.37, skip=0.0))
+
+
+@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize("rule", RULES)
+def test_lengths_at_every_alignment(library: ctypes.CDLL, cpu: CpuKernels, rule: int, offset: int) -> None:
+    """Arrays that are aligned alike, and each its own way."""
+    kernels = SimulatedKernels(library)
+    mixed: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
+    for dtypes in (FP32, mixed):
+        check_update(kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor: offset))
+        check_update(
+            kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor: offset * (array + tensor) % 8)
+        )
+
+
+@pytest.mark.parametrize("numel", [UPDATE_CHUNK - 1, UPDATE_CHUNK, UPDATE_CHUNK + 1, 3 * UPDATE_CHUNK + 5])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_segments_of_several_chunks(kernels: SimulatedKernels, cpu: CpuKernels, numel: int, offset: int) -> None:
+    mixed: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    check_update(kernels, cpu, make_call(ADAM, mixed, (numel, 9), lambda array, tensor: offset))
+    check_update(kernels, cpu, make_call(ADAM, mixed, (numel, 9), lambda array, tensor: offset if array == 1 else 0))
+
+
+@pytest.mark.parametrize("count", [1, UPDATE_ROOM, UPDATE_ROOM + 1, 3 * UPDATE_ROOM, 1100])
+def test_many_segments(kernels: SimulatedKernels, cpu: CpuKernels, count: int) -> None:
+    """Segments of a few tensors, in no order, some of them empty, with gaps between them that stay as they are."""
+    per_tensor = (count + 3) // 4
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    table = [(i // per_tensor, i % per_tensor * 11 + 2, i % 10, i % 3) for i in order]
+    call = make_call(ADAM, FP32, (per_tensor * 11 + 20,) * 4, table=table)
+    check_update(kernels, cpu, call)
+    filled = sum(numel > 0 for _, _, numel, _ in table)
+    if kernels.capturing:
+        assert kernels.launches == -(-filled // UPDATE_ROOM)
+    else:
+        assert kernels.launches == (1 if filled else 0)
+
+
+def test_long_segments_in_a_table_in_memory(kernels: SimulatedKernels, cpu: CpuKernels) -> None:
+    lengths = [UPDATE_CHUNK + i if i % 9 == 0 else i for i in range(2 * UPDATE_ROOM)]
+    check_update(kernels, cpu, make_call(LION, FP32, lengths, lambda array, tensor: tensor % 5))
+
+
+@pytest.mark.parametrize("skip", [1.0, float("inf"), float("nan")])
+def test_a_skipped_call_changes_nothing(kernels: SimulatedKernels, skip: float) -> None:
+    call = make_call(ADAM, FP32, (17, UPDATE_CHUNK + 1), skip=skip)
+    before = copy_call(call)
+    kernels.update(call)
+    assert differences(call, before) == []
+
+
+@pytest.mark.parametrize("out", [None, torch.bfloat16])
+def test_sgd_without_states(kernels: SimulatedKernels, cpu: CpuKernels, out: torch.dtype | None) -> None:
+    call = make_call(SGD, (torch.float32,) * 3 + (out,), LENGTHS, table=[(i, 0, n, 3) for i, n in enumerate(LENGTHS)])
+    object.__setattr__(call, "states", [])
+    check_update(kernels, cpu, call)
+
+
+@pytest.mark.parametrize("segment", [(2, 0, 1, 0), (-1, 0, 1, 0), (0, -1, 1, 0), (0, 0, -1, 0), (0, 0, 1, -1)])
+@pytest.mark.parametrize("count", [1, UPDATE_ROOM + 1, NORM_ROOM + 1])
+def test_a_bad_segment_is_refused_before_anything_changes(
+    kernels: SimulatedKernels, segment: tuple[int, int, int, int], count: int
+) -> None:
+    table = [(0, 0, 1, 0)] + [(0, 1, 0, 0)] * (count - 1) + [segment]
+    call = make_call(ADAM, FP32, (8, 8), table=table)
+    before = copy_call(call)
+    with pytest.raises(RuntimeError, match="kernel for the update could not be started on cpu: a segment outside"):
+        kernels.update(call)
+    assert differences(call, before) == []
+    sums = torch.zeros(1, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="kernel for the norm could not be started on cpu: a segment outside"):
+        kernels.squares(sums, call.params, call.table)
+    assert sums.item() == 0.0
+
+
+def test_another_interface_is_refused(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerolite.ops.cuda_kernels.ABI", 0)
+    with pytest.raises(RuntimeError, match="CUDA kernels have interface 1, expected 0; rebuild them"):
+        CudaKernels(library)
+
+
+def finite(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    values = flat(numel, offset, dtype, seed)
+    return values.copy_(values.float().nan_to_num(3.0, 1e5, -1e5).clamp(-1e4, 1e4).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_squares(kernels: SimulatedKernels, dtype: torch.dtype) -> None:
+    lengths = [*LENGTHS, NORM_CHUNK - 1, NORM_CHUNK, 3 * NORM_CHUNK + 13]
+    values = [finite(numel, i % 9, dtype, i) for i, numel in enumerate(lengths)]
+    table = torch.tensor([(i, 0, numel, i % 4) for i, numel in enumerate(lengths)])
+    sums = torch.arange(5, dtype=torch.float64)
+    wanted = sums.clone()
+    for i, value in enumerate(values):
+        wanted[i % 4] += value.double().square().sum()
+    kernels.squares(sums, values, table)
+    torch.testing.assert_close(sums, wanted, rtol=1e-14, atol=0)
+    assert kernels.launches == 1
+
+
+def test_squares_depend_on_the_segment_alone(library: ctypes.CDLL) -> None:
+    """Not on its address, the rest of the table, how the table travels, or the order in which blocks run."""
+    numel = 3 * NORM_CHUNK + 13
+    settings = [
+        (0, 0, False, False),
+        (1, 0, False, True),
+        (8, 0, True, False),
+        (0, 70, False, True),
+        (3, 70, True, True),
+    ]
+    for dtype in FLOATS:
+        value = finite(numel, 0, dtype, 1)
+        found = set()
+        for offset, others, capturing, backwards in settings:
+            moved = torch.zeros(offset + numel + 9, dtype=dtype)[offset : offset + numel].copy_(value)
+            table = [(1, 0, i % 7, 1) for i in range(others)] + [(0, 0, numel, 0)] + [(1, 3, 4, 1)] * others
+            sums = torch.zeros(2, dtype=torch.float64)
+            kernels = SimulatedKernels(library, capturing, backwards)
+            kernels.squares(sums, [moved, value[:10]], torch.tensor(table))
+            found.add(sums[0].item())
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize("count", [NORM_ROOM, NORM_ROOM + 1, 600])
+@pytest.mark.parametrize("owners", [1, 7, 600])
+def test_squares_of_many_segments(library: ctypes.CDLL, count: int, owners: int) -> None:
+    """Owners in no order. Squares of small integers add up exactly, so any order of additions gives these sums."""
+    value = torch.arange(count * 3, dtype=torch.float32) % 16
+    table = torch.tensor([(0, i * 3, i % 4, (i * 13) % owners) for i in range(count)])
+    wanted = torch.zeros(owners, dtype=torch.float64)
+    for _, start, numel, owner in table.tolist():
+        wanted[owner] += value[start : start + numel].double().square().sum()
+    for capturing in (False, True):
+        sums = torch.zeros(owners, dtype=torch.float64)
+        kernels = SimulatedKernels(library, capturing)
+        kernels.squares(sums, [value], table)
+        assert torch.equal(sums, wanted)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_squares_show_what_is_not_finite(kernels: SimulatedKernels, bad: float) -> None:
+    values = [copy_tensor(finite(NORM_CHUNK + 5, 0, torch.bfloat16, i)) for i in range(2)]
+    values[1][-1] = bad
+    sums = torch.zeros(2, dtype=torch.float64)
+    kernels.squares(sums, values, torch.tensor([(i, 0, NORM_CHUNK + 5, i) for i in range(2)]))
+    assert sums.isfinite().tolist() == [True, False]

@@ -1,0 +1,175 @@
+"""The update kernels against the PyTorch reference, to the bit: what they compute does not depend on the instruction
+set, the number of threads, or where an element lies."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.cases import (
+    ALL_DTYPES,
+    BF16,
+    F16,
+    F32,
+    MIXED,
+    NAMES,
+    ONE_OF_EACH,
+    SPECIAL,
+    Dtypes,
+    Problem,
+    all_kernels,
+    assert_same,
+    kernels_of,
+    needs_fma,
+    numbers,
+    problem,
+    rule,
+    threads,
+)
+from zerolite.ops import cpu_kernels, reference
+from zerolite.ops.cpu_kernels import ISA_NAMES, CpuKernels
+
+LONG = 1_000_003
+LENGTHS = (0, 1, 7, 8, 15, 16, 17)
+
+pytestmark = needs_fma
+
+
+@pytest.fixture(params=ISA_NAMES)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return kernels_of(request.param)
+
+
+@pytest.fixture(params=["torch's threads", "own threads"])
+def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where threads come from: the OpenMP runtime of torch, or, as without one, the library itself."""
+    if request.param == "own threads":
+        monkeypatch.setattr(cpu_kernels, "_openmp", lambda: (None, None))
+
+
+@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_reference_in_all_dtypes(name: str, step: int) -> None:
+    base = problem(name, (203,), step)
+    for dtypes in ALL_DTYPES if base.states else [d for d in ALL_DTYPES if d.state == F32]:
+        one = replace(base, dtypes=dtypes)
+        expected = one.run(reference)
+        for isa, kernels in zip(ISA_NAMES, all_kernels(), strict=False):
+            assert_same(one.run(kernels, offset=5), expected, (isa, dtypes))
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 0.3, 2.0**-16, 0.0, float("nan")])
+def test_the_factor_multiplies_the_gradient(factor: float | None, kernels: CpuKernels) -> None:
+    for name, dtypes in itertools.product(("adamw-maximize", "sgd-momentum"), (Dtypes(), MIXED)):
+        one = problem(name, dtypes=dtypes, factor=factor)
+        one.rows[0, 0] *= 0.7
+        assert_same(one.run(kernels), one.run(reference), (name, dtypes))
+
+
+def test_the_factor_changes_something(kernels: CpuKernels) -> None:
+    one = problem("sgd", special=0.0)
+    doubled = replace(one, grads=[2 * g for g in one.grads])
+    assert_same(replace(one, factor=2.0).run(kernels), doubled.run(kernels))
+    assert not torch.equal(one.run(kernels)[0], doubled.run(kernels)[0])
+
+
+@pytest.mark.parametrize("skip", [1.0, -2.0, 1e-45, float("inf"), float("nan")])
+def test_skip_leaves_everything(skip: float, kernels: CpuKernels) -> None:
+    one = problem("adamw", dtypes=MIXED)
+    nothing = replace(one, table=torch.empty(0, 4, dtype=torch.int64))
+    skipped = replace(one, skip=skip).run(kernels)
+    assert_same(skipped, nothing.run(kernels))
+    assert_same(skipped, replace(one, skip=skip).run(reference))
+
+
+@pytest.mark.parametrize("skip", [0.0, -0.0])
+def test_a_skip_of_zero_does_not_skip(skip: float, kernels: CpuKernels) -> None:
+    one = problem("adamw", dtypes=MIXED)
+    assert_same(replace(one, skip=skip).run(kernels), one.run(reference))
+
+
+# ------------------------------------------------------------------- where an element lies
+
+
+@pytest.mark.parametrize("dtypes", [Dtypes(), MIXED, Dtypes(BF16, F16, BF16, F16)], ids=["fp32", "mixed", "16 bits"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_short_lengths_at_every_alignment(name: str, dtypes: Dtypes, kernels: CpuKernels) -> None:
+    """What an element becomes is what it becomes as a part of a longer array."""
+    long = problem(name, (max(LENGTHS),), dtypes=dtypes, special=0.2)
+    expected = long.run(reference)
+    for n, offset in itertools.product(LENGTHS, range(16)):
+        assert_same(_first(long, n).run(kernels, offset), [array[:n] for array in expected], (n, offset))
+
+
+def _first(one: Problem, n: int) -> Problem:
+    states = [[values[:n] for values in state] for state in one.states]
+    table = torch.tensor([[0, 0, n, 0]])
+    return replace(one, params=[one.params[0][:n]], grads=[one.grads[0][:n]], states=states, table=table)
+
+
+@pytest.mark.parametrize("dtypes", [Dtypes(), MIXED], ids=["fp32", "mixed"])
+def test_a_million_elements_at_every_alignment(dtypes: Dtypes, kernels: CpuKernels) -> None:
+    one = problem("adamw", (LONG,), dtypes=dtypes)
+    expected = one.run(reference)
+    for offset in range(16):
+        assert_same(one.run(kernels, offset), expected, offset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", [Dtypes(), MIXED, Dtypes(BF16, F16, BF16, F16)], ids=["fp32", "mixed", "16 bits"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_million_elements_of_every_rule(name: str, dtypes: Dtypes, kernels: CpuKernels) -> None:
+    one = problem(name, (LONG,), dtypes=dtypes)
+    expected = one.run(reference)
+    for offset in (0, 1, 7, 8, 13):
+        assert_same(one.run(kernels, offset), expected, offset)
+
+
+@pytest.mark.parametrize("start", range(17))
+def test_segments_begin_anywhere(start: int, kernels: CpuKernels) -> None:
+    """And what lies before and behind them stays as it is; Problem.run checks that."""
+    for n in (0, 1, 15, 33, 700):
+        one = problem("adamw", (800,), table=torch.tensor([[0, start, n, 0]]), dtypes=MIXED)
+        assert_same(one.run(kernels), one.run(reference), n)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_many_segments_and_rows_in_one_call(name: str, kernels: CpuKernels) -> None:
+    """Segments in any order, touching and apart, empty ones, several a tensor, tensors without one."""
+    of = rule(name)
+    rows = torch.tensor([of.row(1), of.row(5, lr=0.3), of.row(2**25, lr=1e-5)], dtype=F32)
+    segments = [[3, 10, 90, 2], [0, 0, 16, 0], [0, 16, 1, 1], [0, 20, 13, 2], [5, 0, 0, 0], [1, 1, 511, 1]]
+    segments += [[1, 512, 513, 0], [4, 7, 2000, 2], [2, 3, 0, 1], [6, 0, 1, 1], [4, 2007, 1, 0]]
+    table = torch.tensor(segments)
+    numels = (40, 1025, 3, 130, 2048, 0, 1, 5)
+    for dtypes in (Dtypes(), MIXED, Dtypes(F16, F16, BF16, BF16)):
+        one = problem(name, numels, table=table, rows=rows, dtypes=dtypes)
+        expected = one.run(reference)
+        for offset in (0, 3, 8):
+            assert_same(one.run(kernels, offset), expected, (dtypes, offset))
+
+
+def test_a_thousand_tensors(kernels: CpuKernels) -> None:
+    one = problem("adamw", [n % 37 for n in range(1000)], dtypes=MIXED)
+    assert_same(one.run(kernels), one.run(reference))
+
+
+# ------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.usefixtures("team")
+def test_any_number_of_threads(count: int, kernels: CpuKernels) -> None:
+    """Shares of threads end in the middle of segments."""
+    numels = (70_001, 3, 16_384, 0, 100_003)
+    table = torch.tensor(
+        [[0, 1, 69_999, 0], [1, 0, 3, 0], [4, 5, 50_000, 0], [2, 0, 16_384, 0], [4, 50_005, 49_997, 0]]
+    )
+    for name, dtypes in (("adamw", Dtypes()), ("adamw", MIXED), ("sgd-nesterov", Dtypes(BF16, F16, BF16, F16))):
+        one = problem(name, numels, table=table, dtypes=dtypes)
+        expected = one.run(reference)
+        with threads(count):
+            assert_same(one.run(kernels, offset=3), expected, (name, dtypes))

@@ -1,0 +1,642 @@
+"""Building libraries on first use: keys, many processes at once, broken and unusable caches, what is missing.
+
+The sources are tiny ones under the names of the real ones, so that the real table of ops is built from them. A wrapper
+around the compiler writes down every call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import op_builder
+from op_builder import OpUnavailable, compile, plan, store, tools
+from op_builder import load as load_function
+
+ROOT = Path(__file__).resolve().parents[2]
+GXX = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+X86 = os.uname().machine == "x86_64"
+load_module = sys.modules["op_builder.load"]
+
+needs_compiler = pytest.mark.skipif(GXX is None, reason="no C++ compiler on the PATH")
+
+ANSWER = "#define ANSWER 42\n"
+DISPATCH = """\
+#include "answer.h"
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT int answer() { return ANSWER; }
+"""
+KERNELS = """\
+#include "../shared.h"
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+extern "C" __attribute__((visibility("default"))) int JOIN(level_, ZL_ISA)() {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+  return 2;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+"""
+# A stand-in for the compiler. While the file `hang` is there, it writes its process id down and sleeps that long.
+WRAPPER = """\
+#!/bin/sh
+echo "$*" >> {here}/calls
+case "$*" in
+  *--version*) ;;
+  *) if [ -e {here}/hang ]; then echo $$ >> {here}/pids; sleep "$(cat {here}/hang)"; fi ;;
+esac
+exec {gxx} "$@"
+"""
+ELSEWHERE = """\
+import json, sys
+from pathlib import Path
+import op_builder, op_builder.turn
+op_builder.turn.PATIENCE_S = float(sys.argv[2])
+result = {}
+try:
+    result["answer"] = op_builder.load("cpu_kernels", csrc=Path(sys.argv[1])).answer()
+    status = op_builder.status("cpu_kernels", csrc=Path(sys.argv[1]))
+    result.update(reason=status.reason, path=str(status.path))
+except op_builder.OpUnavailable as error:
+    result["error"] = str(error)
+print(json.dumps(result))
+"""
+
+
+@dataclass
+class Place:
+    """Tiny sources, an empty cache, an empty temporary directory, and a compiler that writes its calls down."""
+
+    here: Path
+
+    @property
+    def csrc(self) -> Path:
+        return self.here / "csrc"
+
+    @property
+    def cache(self) -> Path:
+        return self.here / "cache"
+
+    @property
+    def cxx(self) -> Path:
+        return self.here / "cxx"
+
+    def calls(self, word: str = "") -> list[str]:
+        """Calls of the compiler so far that contain a word."""
+        log = self.here / "calls"
+        return [line for line in (log.read_text().splitlines() if log.exists() else []) if word in line]
+
+    def links(self) -> int:
+        return len(self.calls("-shared"))
+
+    def library(self) -> Path:
+        (path,) = (self.cache / "kernels").glob("*.so")
+        return path
+
+    def work(self) -> list[Path]:
+        return list((self.cache / "kernels").glob("*.work"))
+
+    def start(self, patience_s: float = 4.0, **changes: str) -> subprocess.Popen[str]:
+        """Load in another process, with changes to the environment."""
+        command = [sys.executable, "-c", ELSEWHERE, str(self.csrc), str(patience_s)]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=self.here)
+
+    def elsewhere(self, patience_s: float = 4.0, **changes: str) -> dict[str, str]:
+        return finish(self.start(patience_s, **changes))
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, str]:
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, process.returncode
+    result: dict[str, str] = json.loads(output)
+    return result
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    here = tmp_path / "a place"  # a space, as paths may have
+    place = Place(here)
+    (place.csrc / "cpu").mkdir(parents=True)
+    for name, text in (("shared.h", ""), ("answer.h", ANSWER), ("dispatch.cpp", DISPATCH), ("kernels.cpp", KERNELS)):
+        (place.csrc / ("" if name == "shared.h" else "cpu") / name).write_text("// old\n" + text)
+    place.cxx.write_text(WRAPPER.format(here=str(here).replace(" ", "\\ "), gxx=GXX))
+    place.cxx.chmod(0o755)
+    (here / "tmp").mkdir()
+    for variable in ("ZEROLITE_KERNELS", "ZEROLITE_BUILD_TIMEOUT", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("ZEROLITE_CACHE_DIR", str(place.cache))
+    monkeypatch.setenv("CXX", str(place.cxx).replace(" ", "\\ "))
+    monkeypatch.setenv("TMPDIR", str(here / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return place
+
+
+@needs_compiler
+def test_each_object_has_the_instruction_set_of_its_own_flags(place: Place) -> None:
+    library = load_function("cpu_kernels", csrc=place.csrc)
+    assert library.answer() == 42
+    levels = {"plain": 0, "avx2": 1, "avx512": 2} if X86 else {"plain": 0}
+    assert {name: library[f"level_{name}"]() for name in levels} == levels
+    assert not any("-march=native" in call for call in place.calls())
+    assert load_function("cpu_kernels", csrc=place.csrc) is library
+    assert place.links() == 1 and place.work() == []
+
+
+@needs_compiler
+def test_a_warm_load_runs_no_program(place: Place) -> None:
+    assert place.elsewhere()["answer"] == 42
+    before = place.calls()
+    assert before and place.elsewhere(PATH="")["answer"] == 42
+    assert place.calls() == before
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", ["source", "header", "shared header", "compiler"])
+def test_a_change_builds_anew(place: Place, changed: str) -> None:
+    place.elsewhere()
+    assert place.links() == 1
+    if changed == "compiler":
+        os.utime(place.cxx, ns=(1, 1))
+    else:
+        names = {"source": "cpu/kernels.cpp", "header": "cpu/answer.h", "shared header": "shared.h"}
+        path = place.csrc / names[changed]
+        path.write_text(path.read_text().replace("// old", "// new"))
+    assert place.elsewhere()["answer"] == 42
+    assert place.links() == 2
+    assert len(list((place.cache / "kernels").glob("*.so"))) == 2
+
+
+@needs_compiler
+def test_the_key_does_not_depend_on_where_the_sources_lie(place: Place) -> None:
+    place.elsewhere()
+    moved = Place(place.here)
+    place.csrc.rename(place.here / "moved $HOME")
+    (place.here / "csrc").symlink_to(place.here / "moved $HOME")
+    assert moved.elsewhere()["answer"] == 42
+    assert place.links() == 1
+
+
+@needs_compiler
+def test_a_path_with_a_dollar_sign(place: Place) -> None:
+    odd = place.here / "$odd: 'name'"
+    place.csrc.rename(odd)
+    assert load_function("cpu_kernels", csrc=odd).answer() == 42
+
+
+def test_flags_are_part_of_the_key(place: Place) -> None:
+    op = op_builder.OPS["cpu_kernels"]
+    contents = {
+        plan.make_plan(changed, place.csrc, None, None).content
+        for changed in (
+            op,
+            load_module.Op(op.name, op.kind, op.sources, op.headers, (*op.flags, "-g"), op.link_flags),
+            load_module.Op(op.name, op.kind, op.sources, op.headers, op.flags, (*op.link_flags, "-g")),
+            load_module.Op(op.name, op.kind, op.sources[:-1], op.headers, op.flags, op.link_flags),
+        )
+    }
+    assert len(contents) == 4
+
+
+@needs_compiler
+def test_eight_processes_at_once_build_once(place: Place) -> None:
+    processes = [place.start() for _ in range(8)]
+    assert [finish(process)["answer"] for process in processes] == [42] * 8
+    assert place.links() == 1 and place.work() == []
+
+
+@needs_compiler
+def test_threads_of_one_process_build_once(place: Place) -> None:
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(load_function("cpu_kernels", csrc=place.csrc).answer()))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [42] * 8 and place.links() == 1
+
+
+@needs_compiler
+def test_a_killed_builder_blocks_nobody(place: Place) -> None:
+    """The builder dies of SIGKILL while its compilers run on; a process that was waiting builds at once."""
+    (place.here / "hang").write_text("30")
+    builder = place.start()
+    wait_until(lambda: (place.here / "pids").exists())
+    waiting = place.start()
+    time.sleep(0.5)
+    (place.here / "hang").unlink()
+    start = time.monotonic()
+    builder.kill()
+    try:
+        assert finish(waiting)["answer"] == 42
+        assert time.monotonic() - start < 5
+        assert place.work() == [] and place.links() == 1
+    finally:
+        builder.communicate()
+        for pid in (place.here / "pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@needs_compiler
+def test_a_lock_without_signs_of_life_is_not_waited_for(place: Place) -> None:
+    """As when a fork of a killed builder holds the lock on."""
+    import fcntl
+
+    place.elsewhere()
+    library = place.library()
+    library.unlink()
+    with open(library.with_suffix(".lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        start = time.monotonic()
+        assert place.elsewhere(patience_s=1.0)["answer"] == 42
+        assert time.monotonic() - start >= 1.0
+    assert place.links() == 2 and library.exists()
+
+
+@needs_compiler
+def test_a_slow_builder_is_waited_for(place: Place) -> None:
+    """Compiling and then linking each take longer than the patience, and the signs of life tell the others so."""
+    (place.here / "hang").write_text("2")
+    builder = place.start()
+    wait_until(lambda: (place.here / "pids").exists())
+    assert place.elsewhere(patience_s=1.5)["answer"] == 42
+    finish(builder)
+    assert place.links() == 1
+
+
+@needs_compiler
+def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
+    (place.csrc / "cpu" / "dispatch.cpp").write_text("#error not like this\n")
+    (place.here / "hang").write_text("2")
+    processes = [place.start() for _ in range(4)]
+    errors = [finish(process)["error"] for process in processes]
+    assert all("not like this" in error for error in errors)
+    assert len(place.calls("dispatch.cpp")) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["half", "empty", "other", "sealed nonsense"])
+def test_a_damaged_library_is_built_again_once(place: Place, damage: str) -> None:
+    place.elsewhere()
+    library = place.library()
+    content = library.read_bytes()
+    broken = {"half": content[: len(content) // 2], "empty": b"", "other": content[:-40] + bytes(40)}
+    library.unlink()
+    library.write_bytes(broken.get(damage, b"nonsense"))
+    if damage == "sealed nonsense":
+        store.seal(library)
+    assert place.elsewhere()["answer"] == 42
+    assert place.links() == 2
+    assert place.elsewhere()["answer"] == 42
+    assert place.links() == 2 and store.is_whole(library)
+
+
+@needs_compiler
+def test_leftovers_of_killed_builders_are_removed(place: Place) -> None:
+    """Those of the same library at once, others when they are older than any build."""
+    place.elsewhere()
+    library = place.library()
+    library.unlink()
+    names = {"same": f"{library.stem}.abc.work", "old": "other-1.abc.work", "young": "other-2.abc.work"}
+    for name in names.values():
+        (library.parent / name).mkdir()
+    os.utime(library.parent / names["old"], (1, 1))
+    assert place.elsewhere()["answer"] == 42
+    assert [path.name for path in place.work()] == [names["young"]]
+
+
+def spoil(cache: Path, how: str) -> str:
+    """Make a cache directory unusable; return what the environment must say."""
+    if how == "a file":
+        cache.write_text("")
+    elif how == "in proc":
+        return "/proc/zerolite"
+    elif how == "of another user":
+        cache.mkdir()
+        try:
+            os.chown(cache, 12345, -1)
+        except PermissionError:
+            pytest.skip("only root can give a directory away")
+    elif how == "writable by all":
+        cache.mkdir()
+        cache.chmod(0o777)
+    elif how == "writable by the group":
+        cache.mkdir()
+        cache.chmod(0o775)
+    elif how == "a link to a directory":
+        cache.mkdir(mode=0o700)
+        (cache / "kernels").symlink_to(cache.parent / "tmp")
+    elif how == "read-only":
+        if os.geteuid() == 0:
+            pytest.skip("root may write everywhere")
+        cache.mkdir(mode=0o500)
+    return str(cache)
+
+
+UNUSABLE = [
+    *("a file", "in proc", "of another user", "writable by all", "writable by the group"),
+    *("a link to a directory", "read-only"),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", UNUSABLE)
+def test_an_unusable_cache_is_left_alone(place: Place, how: str) -> None:
+    """The library is built for the one process, in a directory that is gone afterwards; the status says why."""
+    chosen = spoil(place.cache, how)
+    result = place.elsewhere(ZEROLITE_CACHE_DIR=chosen)
+    assert result["answer"] == 42
+    assert "cache cannot be used" in result["reason"] and result["path"] == "None"
+    assert list((place.here / "tmp").iterdir()) == []
+    assert not list(place.here.glob("cache/**/*.so"))
+
+
+@needs_compiler
+def test_no_home_directory(place: Place) -> None:
+    changes = {"ZEROLITE_CACHE_DIR": "", "HOME": "nowhere"}
+    result = place.elsewhere(**changes)
+    assert result["answer"] == 42 and "no home directory" in result["reason"]
+    assert not (place.here / "nowhere").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", ["size=40k", "size=10m,ro"])
+def test_a_full_or_read_only_file_system(place: Place, options: str) -> None:
+    """A real one, mounted in a user namespace where that is allowed."""
+    place.cache.mkdir(mode=0o700)
+    mount = 'mount -t tmpfs -o "mode=700,$0" none "$1" && shift && exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", mount, options, str(place.cache)]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may not mount a file system")
+    output = subprocess.run(
+        [*command, sys.executable, "-c", ELSEWHERE, str(place.csrc), "4"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    result = json.loads(output.stdout)
+    assert result["answer"] == 42, result
+    assert ("No space left" if "ro" not in options else "Read-only") in result["reason"]
+    assert list((place.here / "tmp").iterdir()) == []
+
+
+@needs_compiler
+def test_no_directory_at_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROLITE_CACHE_DIR", "/proc/zerolite")
+
+    def mkdtemp(**_: object) -> str:
+        raise OSError(28, "No space left on device", "/tmp/x")
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    with pytest.raises(OpUnavailable, match=r"(?s)no directory to build.*proc.*No space left.*ZEROLITE_CACHE_DIR"):
+        load_function("cpu_kernels", csrc=place.csrc)
+
+
+@needs_compiler
+def test_a_compile_error_quotes_the_compiler_and_keeps_the_log(place: Place) -> None:
+    (place.csrc / "cpu" / "dispatch.cpp").write_text("int f() { return no_such_name; }\n")
+    with pytest.raises(OpUnavailable) as caught:
+        load_function("cpu_kernels", csrc=place.csrc)
+    error = caught.value
+    assert "no_such_name" in error.cause and "dispatch.cpp:1" in error.cause and "CXX" in error.remedy
+    assert error.log is not None and str(error.log) in error.cause and "no_such_name" in error.log.read_text()
+    attempts = len(place.calls("dispatch.cpp"))
+    with pytest.raises(OpUnavailable, match="no_such_name"):
+        load_function("cpu_kernels", csrc=place.csrc)
+    assert len(place.calls("dispatch.cpp")) == attempts, "a failure is final for the process"
+    assert not op_builder.status("cpu_kernels", csrc=place.csrc).compatible
+    (place.csrc / "cpu" / "dispatch.cpp").write_text(DISPATCH)
+    assert place.elsewhere()["answer"] == 42 and place.work() == []
+
+
+@needs_compiler
+def test_a_build_that_takes_too_long_is_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.here / "hang").write_text("30")
+    monkeypatch.setenv("ZEROLITE_BUILD_TIMEOUT", "0.5")
+    start = time.monotonic()
+    with pytest.raises(OpUnavailable, match=r"longer than 0\.5 s \(ZEROLITE_BUILD_TIMEOUT\)"):
+        load_function("cpu_kernels", csrc=place.csrc)
+    assert time.monotonic() - start < 10
+    for pid in (place.here / "pids").read_text().split():
+        wait_until(lambda pid=pid: not Path("/proc", pid).exists())  # type: ignore[misc]
+    assert place.work() == []
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-3", ""])
+def test_a_wrong_timeout_is_said(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROLITE_BUILD_TIMEOUT", value)
+    with pytest.raises(OpUnavailable, match=f"ZEROLITE_BUILD_TIMEOUT expects a positive number.*{value!r}"):
+        compile.build_timeout_s()
+
+
+def check_unavailable(csrc: Path, *parts: str) -> None:
+    """Both `load` and `status` give the same reason."""
+    status = op_builder.status("cpu_kernels", csrc=csrc)
+    with pytest.raises(OpUnavailable) as caught:
+        load_function("cpu_kernels", csrc=csrc)
+    assert not status.compatible and not status.built
+    assert status.reason == str(caught.value) == f"{caught.value.cause} {caught.value.remedy}"
+    for part in parts:
+        assert part in str(caught.value), (part, str(caught.value))
+
+
+def test_no_compiler(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    check_unavailable(place.csrc, "no C++ compiler", "apt install g++", "ZEROLITE_KERNELS=0")
+
+
+@pytest.mark.parametrize(("cxx", "part"), [("no-such-cxx -O2", "'no-such-cxx'"), ("false", "status 1")])
+def test_a_wrong_compiler(place: Place, cxx: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", cxx)
+    check_unavailable(place.csrc, part, "CXX")
+
+
+@needs_compiler
+def test_no_ninja(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "_packaged_ninja", lambda: None)
+    monkeypatch.setenv("PATH", "")
+    check_unavailable(place.csrc, "no ninja", "pip install ninja")
+
+
+def test_ninja_is_that_of_the_package_before_that_of_the_path(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = tools._packaged_ninja()
+    if packaged is None:
+        pytest.skip("the package `ninja` is not installed")
+    other = place.here / "ninja"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(place.here))
+    assert tools.find_ninja() == packaged
+    monkeypatch.setattr(tools, "_packaged_ninja", lambda: None)
+    assert tools.find_ninja() == str(other)
+
+
+def test_kernels_switched_off(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROLITE_KERNELS", "0")
+    check_unavailable(place.csrc, "ZEROLITE_KERNELS=0")
+    assert place.calls() == [] and not place.cache.exists()
+
+
+def test_missing_sources(place: Place) -> None:
+    (place.csrc / "cpu" / "kernels.cpp").unlink()
+    check_unavailable(place.csrc, "kernels.cpp", "incomplete", "--force-reinstall")
+
+
+def test_unknown_op() -> None:
+    with pytest.raises(ValueError, match="no op 'adam'; there are cpu_kernels, cuda_kernels"):
+        load_function("adam")
+
+
+@needs_compiler
+def test_status_builds_nothing_and_says_where(place: Place) -> None:
+    status = op_builder.status("cpu_kernels", csrc=place.csrc)
+    assert (status.compatible, status.reason, status.built, status.path) == (True, "", False, None)
+    assert [call for call in place.calls() if "--version" not in call] == []
+    place.elsewhere()
+    status = op_builder.status("cpu_kernels", csrc=place.csrc)
+    assert (status.compatible, status.built, status.path) == (True, True, place.library())
+
+
+@needs_compiler
+def test_without_a_compiler_a_library_of_the_same_sources_will_do(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a compute node whose home directory is that of a login node with a compiler."""
+    place.elsewhere()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert op_builder.status("cpu_kernels", csrc=place.csrc).path == place.library()
+    assert load_function("cpu_kernels", csrc=place.csrc).answer() == 42
+    with open(place.csrc / "shared.h", "a") as file:
+        file.write("// changed\n")
+    assert not load_module._find_any_stored(
+        plan.make_plan(op_builder.OPS["cpu_kernels"], place.csrc, None, None), place.cache / "kernels"
+    )
+
+
+@needs_compiler
+def test_a_library_built_ahead_needs_neither_compiler_nor_cache(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    prebuilt = place.here / "prebuilt"
+    built = op_builder.build_into(prebuilt, "cpu_kernels", csrc=place.csrc)
+    assert built.parent == prebuilt and not place.cache.exists() and list(prebuilt.iterdir()) == [built]
+    monkeypatch.setattr(load_module, "PREBUILT", prebuilt)
+    calls = place.calls()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("ZEROLITE_CACHE_DIR", "/proc/zerolite")
+    status = op_builder.status("cpu_kernels", csrc=place.csrc)
+    assert status.built and status.path == built
+    assert load_function("cpu_kernels", csrc=place.csrc).answer() == 42
+    assert place.calls() == calls
+    other = place.here / "other"
+    shutil.copytree(place.csrc, other)
+    (other / "cpu" / "answer.h").write_text("#define ANSWER 43\n")
+    check_unavailable(other, "no-such-compiler")
+
+
+@needs_compiler
+def test_a_damaged_library_built_ahead_is_not_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = op_builder.build_into(place.here / "prebuilt", "cpu_kernels", csrc=place.csrc)
+    built.write_bytes(built.read_bytes()[:1000])
+    monkeypatch.setattr(load_module, "PREBUILT", built.parent)
+    assert load_function("cpu_kernels", csrc=place.csrc).answer() == 42
+    assert place.library().exists()
+
+
+@pytest.fixture
+def cuda_source(place: Place) -> Path:
+    (place.csrc / "cuda").mkdir()
+    (place.csrc / "cuda" / "kernels.cu").write_text(
+        "__global__ void kernel(float* x) { x[threadIdx.x] = 1; }\n"
+        'extern "C" __attribute__((visibility("default"))) int answer() { return sizeof(kernel) > 0 ? 7 : 0; }\n'
+    )
+    return place.csrc
+
+
+def fake_nvcc(place: Place, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    nvcc = place.here / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(place.here / "cuda"))
+
+
+def test_cuda_of_another_major_version(place: Place, cuda_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvcc(place, monkeypatch, "11.8")
+    status = op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="12.6", csrc=cuda_source)
+    assert not status.compatible
+    assert "is of CUDA 11.8, and torch was built with CUDA 12.6" in status.reason and "CUDA_HOME" in status.reason
+    with pytest.raises(OpUnavailable, match=r"CUDA 11\.8"):
+        load_function("cuda_kernels", capability=(9, 0), torch_cuda="12.6", csrc=cuda_source)
+    if GXX is not None:
+        assert op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="11.1", csrc=cuda_source).compatible
+
+
+def test_no_nvcc(place: Place, cuda_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/no such toolkit")
+    reason = op_builder.status("cuda_kernels", capability=(9, 0), csrc=cuda_source).reason
+    assert "CUDA_HOME is '/no such toolkit'" in reason
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setattr(tools.shutil, "which", lambda name: None)
+    reason = op_builder.status("cuda_kernels", capability=(9, 0), csrc=cuda_source).reason
+    assert "no CUDA compiler" in reason and "ZEROLITE_KERNELS=0" in reason
+
+
+def test_no_gpu(place: Place, cuda_source: Path) -> None:
+    assert "no compute capability" in op_builder.status("cuda_kernels", csrc=cuda_source).reason
+
+
+def test_cuda_commands_name_the_architecture(place: Place, cuda_source: Path) -> None:
+    op = op_builder.OPS["cuda_kernels"]
+    plans = [plan.make_plan(op, cuda_source, capability, None) for capability in ((9, 0), (12, 0))]
+    assert plans[0].content != plans[1].content
+    nvcc = tools.Program(("/cuda/bin/nvcc",), "", "")
+    command = plan.compile_command(plans[1], op.sources[0], (nvcc,))
+    assert command[0] == "/cuda/bin/nvcc" and "--fmad=false" in command
+    assert command[command.index("-gencode") + 1] == "arch=compute_120,code=sm_120"
+
+
+@needs_compiler
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+def test_cuda_is_compiled_where_there_is_no_gpu(place: Place, cuda_source: Path) -> None:
+    assert load_function("cuda_kernels", capability=(9, 0), csrc=cuda_source).answer() == 7
+    assert op_builder.status("cuda_kernels", capability=(9, 0), csrc=cuda_source).built
+    assert not op_builder.status("cuda_kernels", capability=(8, 0), csrc=cuda_source).built
+
+
+def test_one_package_under_both_names(tmp_path: Path) -> None:
+    """`from zerolite import op_builder` finds the neighbour of the zerolite that runs, whatever `sys.path` says."""
+    (tmp_path / "op_builder").mkdir()
+    (tmp_path / "op_builder" / "__init__.py").write_text("raise ImportError('the wrong one')")
+    code = "from zerolite import op_builder; print(op_builder.__file__, op_builder.csrc_path())"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.split() == [str(ROOT / "op_builder" / "__init__.py"), str(ROOT / "csrc")], result.stderr

@@ -1,0 +1,49 @@
+"""The kernels of this process, loaded once per device type."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from zerolite import op_builder
+from zerolite.ops.call import UpdateCall
+from zerolite.ops.cpu_kernels import CpuKernels
+
+
+class Kernels(Protocol):
+    def update(self, call: UpdateCall) -> None: ...
+
+    def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None: ...
+
+
+def kernels_for(device: torch.device) -> Kernels | None:
+    """The compiled kernels for a device, built on first use; None where that is not possible."""
+    found = _load(device.type, _capability(device))
+    return found if not isinstance(found, str) else None
+
+
+def why_unavailable(device: torch.device) -> str | None:
+    """None if :func:`kernels_for` finds kernels for the device, else a sentence with the cause and the remedy."""
+    found = _load(device.type, _capability(device))
+    return found if isinstance(found, str) else None
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def _load(device_type: str, capability: tuple[int, int] | None) -> Kernels | str:
+    if device_type not in ("cpu", "cuda"):
+        return f"there are no kernels for devices of type '{device_type}'."
+    try:
+        if device_type == "cpu":
+            return CpuKernels(op_builder.load("cpu_kernels"))
+        from zerolite.ops.cuda_kernels import CudaKernels
+
+        return CudaKernels(op_builder.load("cuda_kernels", capability=capability, torch_cuda=torch.version.cuda))
+    except (op_builder.OpUnavailable, OSError, RuntimeError) as error:
+        return str(error)

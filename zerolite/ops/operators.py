@@ -1,0 +1,142 @@
+"""The kernels as operators of torch: ``torch.ops.zerolite.adam_``, ``lion_``, ``adagrad_``, ``sgd_`` and ``squares_``.
+
+Each has a schema with its mutations, an implementation for tensors that exist, and one for fake tensors that checks the
+same things. They change their arguments and return nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerolite.ops import reference
+from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, TABLE_COLUMNS, Tensors, UpdateCall
+from zerolite.ops.cpu_kernels import CpuKernels
+from zerolite.ops.library import kernels_for
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
+
+_TAIL = "Tensor(z!)[] outs, Tensor table, Tensor rows, Tensor? factor, Tensor? skip) -> ()"
+_UPDATES = {  # operator: its rule, and the names of its states
+    "adam_": (ADAM, ("exp_avgs", "exp_avg_sqs")),
+    "lion_": (LION, ("exp_avgs",)),
+    "adagrad_": (ADAGRAD, ("sums",)),
+    "sgd_": (SGD, ("momentum_buffers",)),
+}
+_SQUARES = "squares_(Tensor(a!) sums, Tensor[] values, Tensor table) -> ()"
+
+
+def _check(call: UpdateCall) -> None:
+    lists: dict[str, Tensors] = {"params": call.params, "grads": call.grads}
+    lists |= {f"states {i}": states for i, states in enumerate(call.states) if states or call.rule != SGD}
+    if call.outs:
+        lists["outs"] = call.outs
+    for name, tensors in lists.items():
+        allowed = _HALVES if name == "outs" else _FLOATS
+        _check_list(name, tensors, call.params, allowed)
+    _check_table(call.table)
+    if call.rows.dtype != torch.float32 or call.rows.dim() != 2 or call.rows.shape[1] != COLUMNS:
+        raise ValueError(f"expected rows to be fp32 [rows, {COLUMNS}], got {_describe(call.rows)}")
+    for name, scalar in (("factor", call.factor), ("skip", call.skip)):
+        if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
+            raise ValueError(f"expected {name} to be one fp32 number, got {_describe(scalar)}")
+
+
+def _check_list(name: str, tensors: Tensors, like: Tensors, allowed: Sequence[torch.dtype]) -> None:
+    if len(tensors) != len(like):
+        raise ValueError(f"expected as many {name} as params, {len(like)}, got {len(tensors)}")
+    if not tensors:
+        return
+    dtype, device = tensors[0].dtype, like[0].device
+    if dtype not in allowed:
+        raise ValueError(f"expected {name} of {' or '.join(map(str, allowed))}, got {dtype}")
+    for i, (tensor, param) in enumerate(zip(tensors, like, strict=True)):
+        good = tensor.dtype == dtype and tensor.device == device and tensor.numel() == param.numel()
+        if not (good and tensor.is_contiguous()):
+            raise ValueError(
+                f"expected {name}[{i}] contiguous, {dtype} on {device}, with the {param.numel()} elements of "
+                f"params[{i}], got {_describe(tensor)}"
+            )
+
+
+def _check_table(table: torch.Tensor) -> None:
+    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != TABLE_COLUMNS or not table.is_contiguous():
+        raise ValueError(f"expected a contiguous int64 table [segments, {TABLE_COLUMNS}], got {_describe(table)}")
+
+
+def _check_bounds(table: torch.Tensor, tensors: Tensors, rows: int) -> None:
+    """That every segment lies within its tensor and names a row (or owner) there is. Not on fake tensors."""
+    which, start, numel, row = table.unbind(1)
+    inside = (which >= 0) & (which < len(tensors)) & (start >= 0) & (numel >= 0) & (row >= 0) & (row < rows)
+    sizes = torch.tensor([tensor.numel() for tensor in tensors])
+    inside &= start + numel <= sizes[which.clamp(0, len(tensors) - 1)]
+    if not bool(inside.all()):
+        segment = int((~inside).nonzero()[0])
+        raise ValueError(
+            f"expected every segment (tensor, start, elements, row) of table within its tensor, with a row below {rows}, got "
+            f"{table[segment].tolist()} as the {segment}-th"
+        )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    strided = "" if tensor.is_contiguous() else " with gaps"
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}{strided}"
+
+
+def _call_of(rule: int, count: int, arguments: Sequence[Any]) -> UpdateCall:
+    params, grads, *rest = arguments
+    return UpdateCall(rule, params, grads, tuple(s for s in rest[:count] if s), *rest[count:])
+
+
+def _update_implementation(rule: int, count: int, real: bool) -> Any:
+    def implementation(*arguments: Any) -> None:
+        call = _call_of(rule, count, arguments)
+        _check(call)
+        if not real or not call.params or not call.table.shape[0]:
+            return
+        kernels = kernels_for(call.params[0].device)
+        if not isinstance(kernels, CpuKernels):  # which checks this itself
+            _check_bounds(call.table, call.params, call.rows.shape[0])
+        (kernels or reference).update(call)
+
+    return implementation
+
+
+def _check_squares(sums: torch.Tensor, values: Tensors, table: torch.Tensor) -> None:
+    _check_list("values", values, values, (*_FLOATS, torch.float64))
+    _check_table(table)
+    if sums.dtype != torch.float64 or not sums.is_contiguous() or (values and sums.device != values[0].device):
+        raise ValueError(f"expected sums to be contiguous float64 on the device of values, got {_describe(sums)}")
+
+
+def _squares(sums: torch.Tensor, values: Tensors, table: torch.Tensor) -> None:
+    _check_squares(sums, values, table)
+    if values and table.shape[0]:
+        kernels = kernels_for(sums.device) if values[0].dtype in _FLOATS else None
+        if not isinstance(kernels, CpuKernels):
+            _check_bounds(table, values, sums.numel())
+        (kernels or reference).squares(sums, values, table)
+
+
+_library = torch.library.Library("zerolite", "DEF")
+
+
+def _register() -> None:
+    for name, (rule, states) in _UPDATES.items():
+        lists = ", ".join(f"Tensor({letter}!)[] {state}" for letter, state in zip("bc", states, strict=False))
+        _library.define(f"{name}(Tensor(a!)[] params, Tensor[] grads, {lists}, {_TAIL}")
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, _update_implementation(rule, len(states), real=True), key)
+        torch.library.register_fake(
+            f"zerolite::{name}", _update_implementation(rule, len(states), real=False), lib=_library
+        )
+    _library.define(_SQUARES)
+    for key in ("CPU", "CUDA"):
+        _library.impl("squares_", _squares, key)
+    torch.library.register_fake("zerolite::squares_", _check_squares, lib=_library)
+
+
+_register()

@@ -1,0 +1,118 @@
+"""The kernels in plain PyTorch: what runs where they cannot be built, and what the tests hold them against.
+
+The operations are those of torch.optim's foreach implementations, in their order, with an exact square root. They run on a stretch of elements at a
+time, so that temporaries stay small.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerolite.accelerator import host_value
+from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+
+_STRETCH = 1 << 20
+_EXACT = 1 << 15  # elements converted to double at once: 256 KB, which stays in the second-level cache
+
+Row = list[float]
+Rule = Callable[[Row, torch.Tensor, torch.Tensor, list[torch.Tensor]], None]
+
+
+@torch.no_grad()
+def update(call: UpdateCall) -> None:
+    if call.skip is not None and host_value(call.skip) != 0:
+        return
+    rule = _RULES[call.rule]
+    rows = call.rows.double().tolist()
+    for tensor, start, numel, row in call.table.tolist():
+        for at in range(start, start + numel, _STRETCH):
+            part = slice(at, min(at + _STRETCH, start + numel))
+            lists = (call.params, call.grads, *call.states)
+            param, grad, *states = (_flat(tensors[tensor])[part] for tensors in lists)
+            exact = param.float()
+            exact_states = [state.float() for state in states]
+            scaled = grad.float() * rows[row][0]
+            if call.factor is not None:
+                scaled = grad.float() * (call.factor * torch.tensor(rows[row][0], dtype=torch.float32)).to(grad.device)
+            rule(rows[row], exact, scaled, exact_states)
+            for kept, value in zip([param, *states], [exact, *exact_states], strict=True):
+                if kept.dtype != torch.float32:
+                    kept.copy_(value)
+            if call.outs:
+                _flat(call.outs[tensor])[part].copy_(exact)
+
+
+@torch.no_grad()
+def squares(sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
+    """sums[owner] += the sum of squares of each segment (tensor, start, elements, owner) of ``table``, in double."""
+    segments = table.tolist()
+    if sums.is_cuda:
+        flats = [_flat(values[tensor])[start : start + numel] for tensor, start, numel, _ in segments]
+        norms = torch.stack(list(torch._foreach_norm(flats, 2.0, dtype=torch.float64)))
+        owners = table[:, 3].contiguous().pin_memory().to(sums.device, non_blocking=True)
+        sums.index_add_(0, owners, norms * norms)
+        return
+    for tensor, start, numel, owner in segments:
+        for chunk in _flat(values[tensor])[start : start + numel].split(_EXACT):
+            exact = chunk.double()
+            sums[owner] += torch.dot(exact, exact)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1)
+
+
+def _root(value: torch.Tensor) -> torch.Tensor:
+    """The correctly rounded square root; torch's own in fp32 is that of the vector library it was built with, which may
+    be off by one unit in the last place."""
+    return value.double().sqrt_().float()
+
+
+def _adam(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:
+    _, keep, l2, weight1, beta2, weight2, correction2, eps, step, *_ = row
+    m, v = states
+    if l2:
+        g = g.add(p, alpha=l2)
+    if keep != 1.0:
+        p.mul_(keep)
+    m.lerp_(g, weight1)
+    v.mul_(beta2).addcmul_(g, g, value=weight2)
+    p.addcdiv_(m, _root(v).div_(correction2).add_(eps), value=step)
+
+
+def _lion(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:
+    _, keep, beta1, weight1, beta2, weight2, step, *_ = row
+    (m,) = states
+    direction = (m * beta1).add_(g, alpha=weight1).sign_()
+    if keep != 1.0:
+        p.mul_(keep)
+    p.add_(direction, alpha=step)
+    m.mul_(beta2).add_(g, alpha=weight2)
+
+
+def _adagrad(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:
+    _, l2, eps, step, *_ = row
+    (total,) = states
+    if l2:
+        g = g.add(p, alpha=l2)
+    total.addcmul_(g, g, value=1)
+    p.addcdiv_(g, _root(total).add_(eps), value=step)
+
+
+def _sgd(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:
+    _, l2, momentum, weight, first, nesterov, step, *_ = row
+    if l2:
+        g = g.add(p, alpha=l2)
+    for buffer in itertools.islice(states, 1 if momentum else 0):
+        if first:
+            buffer.copy_(g)
+        else:
+            buffer.mul_(momentum).add_(g, alpha=weight)
+        g = g.add(buffer, alpha=momentum) if nesterov else buffer
+    p.add_(g, alpha=step)
+
+
+_RULES: dict[int, Rule] = {ADAM: _adam, LION: _lion, ADAGRAD: _adagrad, SGD: _sgd}

@@ -1,0 +1,247 @@
+"""Updates by our own kernels: states flat by bucket, all buckets of the same dtypes in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.pieces import Groups, Piece, State
+
+Flat = list[torch.Tensor]
+
+
+class Rule(Protocol):
+    """What is known here of zerolite.ops.rules.UpdateRule."""
+
+    @property
+    def states(self) -> tuple[str, ...]: ...
+
+    @property
+    def counts_steps(self) -> bool: ...
+
+    def row(self, group: Mapping[str, Any], step: int) -> Sequence[float]: ...
+
+    def has_states(self, group: Mapping[str, Any]) -> bool: ...
+
+    def initial(self, group: Mapping[str, Any]) -> float: ...
+
+    def unsupported(self, group: Mapping[str, Any]) -> str | None: ...
+
+    def state_dtype(self, groups: Sequence[Mapping[str, Any]], update: torch.dtype) -> torch.dtype: ...
+
+    def launch(
+        self,
+        params: Flat,
+        grads: Flat,
+        states: Sequence[Flat],
+        outs: Flat,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Buckets that go together, and their segments. ``rows``: for each row of scalars its param group, and by how many
+    steps its parameters lag behind those that were updated every time."""
+
+    buckets: tuple[int, ...]
+    table: torch.Tensor
+    rows: tuple[tuple[int, int], ...]
+
+
+class FlatUpdate:
+    """States of the pieces in flat tensors laid out like the master buckets, allocated by the first update.
+
+    Steps are counted on the host, for all pieces together: ``_missed`` has the pieces that were left out of some of
+    them because their parameters got no gradient. Counting does not stop at 2^24, as it does in torch's fp32 tensors.
+    """
+
+    one_launch = True
+    can_skip_on_device = True
+
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Callable[[], Groups],
+        buffer: ParameterBuffer,
+        pieces: list[list[Piece]],
+        state_dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self._rule = rule
+        self._groups = groups
+        self._buffer = buffer
+        self._pieces = [[piece for piece in members if piece.fragment.numel] for members in pieces]
+        self._state_dtypes = state_dtypes
+        self._states: list[Flat] | None = None  # by name, then by bucket
+        self._steps = 0
+        self._missed: dict[int, int] = {}  # by index of the parameter
+        self._used: frozenset[int] | None = None  # in the last update; None for all
+        self._left_out: list[int] = []  # the others
+        self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
+
+    @torch.no_grad()
+    def update(
+        self,
+        buckets: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+    ) -> bool:
+        """See :meth:`ShardedOptimizer.update`. True: with ``publish`` the compute parameters have been written."""
+        groups = self._groups()
+        for index, group in enumerate(groups):
+            key = self._rule.unsupported(group)
+            if key is not None:
+                raise ValueError(
+                    f"optimizer.param_groups[{index}]['{key}'] is {group[key]!r}, which zerolite's kernels cannot "
+                    "follow; give it when the optimizer is made, and torch's own implementation is used"
+                )
+        states = self._allocated(groups)
+        by_bucket = dict(zip(buckets, gradients, strict=True))
+        self._count(used)
+        on_host = isinstance(factor, float)
+        for launch in self._plan(tuple(buckets), gradients, publish):
+            rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
+            scalars = torch.tensor(rows, dtype=torch.float64)
+            if on_host:
+                scalars[:, 0] *= factor
+            outs = [self._buffer.owned_compute(b) for b in launch.buckets if self._writes(b, publish)]
+            self._rule.launch(
+                [self._buffer.master[b] for b in launch.buckets],
+                [by_bucket[b] for b in launch.buckets],
+                [[state[b] for b in launch.buckets] for state in states],
+                outs,
+                launch.table,
+                scalars.float(),
+                factor if isinstance(factor, torch.Tensor) else None,
+                found_inf,
+            )
+        return True
+
+    def forget_last(self) -> None:
+        """The last update was skipped on the device: it does not count."""
+        self._steps -= 1
+        for index in self._left_out:
+            self._missed[index] -= 1
+
+    # ---------------------------------------------------------------- states
+
+    def state_of(self, piece: Piece) -> State:
+        step = self._steps_of(piece)
+        if self._states is None or step == 0:
+            return {}
+        state: State = {"step": torch.tensor(float(step))} if self._rule.counts_steps else {}
+        bucket = piece.fragment.slot.bucket
+        for name, flats in zip(self._rule.states, self._states, strict=False):
+            state[name] = self._buffer.piece(piece.fragment, flats[bucket])
+        return state
+
+    def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        """Takes a state in torch's form; an empty one is that of a parameter which was never updated."""
+        step = int(state["step"]) if "step" in state else int(any(state.get(n) is not None for n in self._rule.states))
+        if step > self._steps:
+            for other in self._all():
+                index = other.fragment.slot.index
+                self._missed[index] = self._missed.get(index, 0) + step - self._steps
+            self._steps = step
+        self._missed[piece.fragment.slot.index] = self._steps - step
+        self._launches.clear()
+        if not piece.fragment.numel or (not step and self._states is None):
+            return
+        groups = self._groups()
+        bucket = piece.fragment.slot.bucket
+        for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
+            view = self._buffer.piece(piece.fragment, flats[bucket])
+            if state.get(name) is not None:
+                view.copy_(state[name])
+            else:
+                view.fill_(self._rule.initial(groups[piece.group]))
+
+    def _allocated(self, groups: Groups) -> list[Flat]:
+        if self._states is None:
+            if not any(self._rule.has_states(group) for group in groups):
+                return []
+            self._states = [self._new_states(groups) for _ in self._rule.states]
+            if not self._rule.counts_steps:
+                self._steps, self._missed = 0, {}  # what counted before had no states
+                self._launches.clear()
+        return self._states
+
+    def _new_states(self, groups: Groups) -> Flat:
+        flats: Flat = []
+        for master, dtype, members in zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True):
+            flat = torch.zeros_like(master, dtype=dtype)
+            for piece in members:
+                value = self._rule.initial(groups[piece.group])
+                if value:
+                    self._buffer.piece(piece.fragment, flat).fill_(value)
+            flats.append(flat)
+        return flats
+
+    # ---------------------------------------------------------------- counting
+
+    def _all(self) -> Iterable[Piece]:
+        return (piece for members in self._pieces for piece in members)
+
+    def _steps_of(self, piece: Piece) -> int:
+        return self._steps - self._missed.get(piece.fragment.slot.index, 0)
+
+    def _count(self, used: frozenset[int] | None) -> None:
+        if used is not None and len(used) == len(self._buffer.parameters):
+            used = None
+        if used != self._used:
+            self._used = used
+            indices = (piece.fragment.slot.index for piece in self._all())
+            self._left_out = [] if used is None else [index for index in indices if index not in used]
+            self._launches.clear()
+        self._steps += 1
+        for index in self._left_out:
+            self._missed[index] = self._missed.get(index, 0) + 1
+
+    # ---------------------------------------------------------------- planning
+
+    def _writes(self, bucket: int, publish: bool) -> bool:
+        return publish and self._buffer.separate_master(bucket)
+
+    def _plan(self, buckets: tuple[int, ...], gradients: Sequence[torch.Tensor], publish: bool) -> list[_Launch]:
+        dtypes = tuple(gradient.dtype for gradient in gradients)
+        key = (buckets, dtypes, publish)
+        plan = self._launches.get(key)
+        if plan is None:
+            kinds: dict[tuple[Any, ...], list[int]] = {}
+            for bucket, dtype in zip(buckets, dtypes, strict=True):
+                out = self._buffer.compute[bucket].dtype if self._writes(bucket, publish) else None
+                kind = (self._buffer.master[bucket].dtype, dtype, self._state_dtypes[bucket], out)
+                kinds.setdefault(kind, []).append(bucket)
+            plan = [launch for members in kinds.values() if (launch := self._launch(members)) is not None]
+            self._launches[key] = plan
+        return plan
+
+    def _launch(self, buckets: list[int]) -> _Launch | None:
+        """Neighbours of one group and one count of steps are one segment."""
+        rows: dict[tuple[int, int], int] = {}
+        segments: list[list[int]] = []
+        for tensor, bucket in enumerate(buckets):
+            for piece in self._pieces[bucket]:
+                fragment = piece.fragment
+                if self._used is not None and fragment.slot.index not in self._used:
+                    continue
+                scalars = (piece.group, self._missed.get(fragment.slot.index, 0))
+                row = rows.setdefault(scalars, len(rows))
+                last = segments[-1] if segments else None
+                if last and last[0] == tensor and last[3] == row and last[1] + last[2] == fragment.shard_start:
+                    last[2] += fragment.numel
+                else:
+                    segments.append([tensor, fragment.shard_start, fragment.numel, row])
+        if not segments:
+            return None
+        return _Launch(tuple(buckets), torch.tensor(segments, dtype=torch.int64), tuple(rows))

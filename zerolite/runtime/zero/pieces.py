@@ -1,0 +1,90 @@
+"""What a rank updates of each parameter, and the two ways to update it share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
+from zerolite.runtime.zero.layout import Fragment
+from zerolite.runtime.zero.partitioned_parameter import whole_shape
+
+Groups = list[dict[str, Any]]
+State = dict[str, Any]  # of one parameter, as in torch's optimizer.state[parameter]
+
+
+@dataclass
+class Piece:
+    """The owned part of one parameter.
+
+    group: index of its param group. tensor: a view of its master bucket, in the parameter's shape if it is whole; what
+    the inner optimizer was made of. position: among the pieces of its bucket.
+    """
+
+    fragment: Fragment
+    group: int
+    tensor: torch.Tensor
+    position: int
+
+
+class UpdateMethod(Protocol):
+    """How the pieces are updated; states are kept here.
+
+    one_launch: whether all buckets are best updated in one call. can_skip_on_device: whether ``found_inf`` is taken.
+    """
+
+    @property
+    def one_launch(self) -> bool: ...
+
+    @property
+    def can_skip_on_device(self) -> bool: ...
+
+    def update(
+        self,
+        buckets: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+    ) -> bool: ...
+
+    def forget_last(self) -> None: ...
+
+    def state_of(self, piece: Piece) -> State: ...
+
+    def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None: ...
+
+
+def cut(
+    groups: Groups, buffer: ParameterBuffer, update_dtype: Callable[[torch.dtype], torch.dtype]
+) -> list[list[Piece]]:
+    """The pieces of every bucket. Where masters are kept in fewer bits than the update computes in, their tensors
+    are copies in the update's dtype."""
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    pieces: list[list[Piece]] = []
+    for bucket, fragments in enumerate(buffer.fragments):
+        source = buffer.master[bucket].to(update_dtype(buffer.master[bucket].dtype))
+        pieces.append(
+            [
+                Piece(f, group_of[id(buffer.parameters[f.slot.index])], buffer.piece(f, source), i)
+                for i, f in enumerate(fragments)
+            ]
+        )
+    return pieces
+
+
+def cut_state(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
+    """The piece's part of a state that belongs to the whole parameter; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = whole_shape(parameter)
+    if value.shape != shape or not shape:
+        return value.clone()
+    if piece.tensor.shape == shape:
+        return value.to(piece.tensor.dtype, copy=True)
+    part = flattened(value).narrow(0, piece.fragment.param_start, piece.fragment.numel)
+    return part.to(piece.tensor.dtype, copy=True)

@@ -1,0 +1,158 @@
+"""Updates by any torch optimizer, whose parameters are the pieces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.layout import Fragment
+from zerolite.runtime.zero.pieces import Piece, State
+
+
+class PiecewiseUpdate:
+    """The inner optimizer steps over the pieces of some buckets at a time and keeps their states."""
+
+    one_launch = False
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        buffer: ParameterBuffer,
+        pieces: list[list[Piece]],
+        update_dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self._inner = inner
+        self._buffer = buffer
+        self._pieces = pieces
+        self._update_dtypes = update_dtypes
+        self._sizes = [_split_sizes(f, m.numel()) for f, m in zip(buffer.fragments, buffer.master, strict=True)]
+        for bucket in range(len(buffer.master)):
+            self._unbind(bucket)
+
+    @torch.no_grad()
+    def update(
+        self,
+        buckets: Sequence[int],
+        gradients: Sequence[torch.Tensor],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+    ) -> bool:
+        """See :meth:`ShardedOptimizer.update`. False: only masters have been written."""
+        pieces: list[Piece] = []
+        for bucket, gradient in zip(buckets, gradients, strict=True):
+            here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
+            if not here:
+                continue
+            gradient = gradient.to(self._update_dtypes[bucket])
+            if isinstance(factor, torch.Tensor) or factor != 1.0:
+                gradient.mul_(factor)
+            self._bind(bucket)
+            if len(here) > 1 and self._buffer.shard:
+                parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
+                for piece in here:
+                    piece.tensor.grad = parts[piece.position]
+            else:
+                for piece in here:
+                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
+            pieces += here
+        if not pieces:
+            return False
+        try:
+            with self._only(pieces), self._skipping(found_inf):
+                type(self._inner).step(self._inner)
+        finally:
+            for piece in pieces:
+                piece.tensor.grad = None
+            for bucket in {piece.fragment.slot.bucket for piece in pieces}:
+                self._unbind(bucket)
+        return False
+
+    def forget_last(self) -> None:
+        """Torch's fused kernels count steps on the device, where they see the skip."""
+
+    @property
+    def can_skip_on_device(self) -> bool:
+        """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
+        if not getattr(self._inner, "_step_supports_amp_scaling", False):
+            return False
+        if isinstance(self._inner, torch.optim.SGD):
+            return False  # its kernel would leave a first momentum buffer uninitialised
+        return all(group.get("fused") for group in self._inner.param_groups)
+
+    def state_of(self, piece: Piece) -> State:
+        return dict(self._inner.state.get(piece.tensor) or {})
+
+    def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        self._inner.state.pop(piece.tensor, None)
+        if state:
+            self._inner.state[piece.tensor] = {
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+            }
+
+    @contextlib.contextmanager
+    def _only(self, pieces: Sequence[Piece]) -> Iterator[None]:
+        """Show the inner optimizer these pieces and nothing else."""
+        everything = self._inner.param_groups
+        outside = [group["params"] for group in everything]
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for piece in pieces:
+            chosen.setdefault(piece.group, []).append(piece.tensor)
+        try:
+            for index, tensors in chosen.items():
+                everything[index]["params"] = tensors
+            self._inner.param_groups = [everything[index] for index in sorted(chosen)]
+            yield
+        finally:
+            self._inner.param_groups = everything
+            for group, parameters in zip(everything, outside, strict=True):
+                group["params"] = parameters
+
+    @contextlib.contextmanager
+    def _skipping(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+        if found_inf is None:
+            yield
+            return
+        vars(self._inner).update(grad_scale=None, found_inf=found_inf)
+        try:
+            yield
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                del vars(self._inner)[name]
+
+    # ---------------------------------------------------------------- masters in fewer bits than the update
+
+    def _temporary(self, bucket: int) -> bool:
+        """True if the update works on a copy of the bucket in hand."""
+        return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
+
+    def _bind(self, bucket: int) -> None:
+        if self._temporary(bucket):
+            exact = self._buffer.master[bucket].to(self._update_dtypes[bucket])
+            for piece in self._pieces[bucket]:
+                piece.tensor.data = self._buffer.piece(piece.fragment, exact)
+
+    def _unbind(self, bucket: int) -> None:
+        if not self._temporary(bucket):
+            return
+        master = self._buffer.master[bucket]
+        for piece in self._pieces[bucket]:
+            if piece.tensor.numel():
+                self._buffer.piece(piece.fragment, master).copy_(piece.tensor)
+                piece.tensor.data = piece.tensor.new_empty(0)
+
+
+def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:
+    """Lengths that cut a shard into gap, fragment, gap, fragment, …, gap."""
+    sizes, position = [], 0
+    for fragment in fragments:
+        sizes += [fragment.shard_start - position, fragment.numel]
+        position = fragment.shard_start + fragment.numel
+    return [*sizes, numel - position]
