@@ -1,4 +1,5 @@
 // The entry points of the CPU library: checks, the choice of a path, and threads.
+#include <atomic>
 #include <exception>
 #include <thread>
 #include <vector>
@@ -38,25 +39,33 @@ const zl::Path* find_path(int32_t isa) {
 
 bool is_dtype(int32_t dtype) { return dtype == ZL_F32 || dtype == ZL_BF16 || dtype == ZL_F16; }
 
-// One thread's share is [total x i / n, total x (i + 1) / n), moved to a multiple of `align`.
+// [0, total) in as many parts as there should be threads; bounds are multiples of `align`. The i-th thread takes the i-th
+// part, so that memory stays with the processor that touched it first, and then whatever is left: a team may be smaller
+// than it was asked to be.
 template <class Range>
 struct Work {
   const Range& range;
   int64_t total, align;
   int threads;
   int (*thread_num)(void);
+  std::vector<std::atomic<bool>> taken;
 
-  void part(int i) const {
-    const int64_t begin = bound(i), end = bound(i + 1);
-    if (begin < end) range(begin, end);
+  Work(const Range& body, int64_t all, int64_t multiple, int parts, int (*number)(void))
+      : range(body), total(all), align(multiple), threads(parts), thread_num(number), taken((size_t)parts) {}
+
+  void take(int first) {
+    for (int n = 0; n < threads; n++) {
+      const int i = (first + n) % threads;
+      if (!taken[(size_t)i].exchange(true) && bound(i) < bound(i + 1)) range(bound(i), bound(i + 1));
+    }
   }
   int64_t bound(int i) const {
     if (i >= threads) return total;
     return total / align * i / threads * align;
   }
   static void in_team(void* self) {
-    const Work* work = (const Work*)self;
-    work->part(work->thread_num());
+    Work* work = (Work*)self;
+    work->take(work->thread_num());
   }
 };
 
@@ -65,23 +74,20 @@ template <class Range>
 void spread(const zl_threads& how, int64_t total, int64_t grain, int64_t align, const Range& range) {
   const int64_t useful = total / grain;
   const int threads = (int)(useful < how.threads ? (useful < 1 ? 1 : useful) : (how.threads < 1 ? 1 : how.threads));
-  Work<Range> work{range, total, align, threads, how.thread_num};
-  if (threads == 1) {
-    work.part(0);
-  } else if (how.parallel && how.thread_num) {
+  if (threads == 1) return range(0, total);
+  Work<Range> work(range, total, align, threads, how.thread_num);
+  if (how.parallel && how.thread_num) {
     how.parallel(Work<Range>::in_team, &work, (unsigned)threads, 0);
-  } else {
-    std::vector<std::thread> team;
-    int next = 1;
-    try {
-      team.reserve((size_t)threads - 1);
-      for (; next < threads; next++) team.emplace_back([&work, next] { work.part(next); });
-    } catch (const std::exception&) {  // no more threads to be had: the caller's does the rest
-    }
-    work.part(0);
-    for (; next < threads; next++) work.part(next);
-    for (std::thread& thread : team) thread.join();
+    return;
   }
+  std::vector<std::thread> team;
+  try {
+    team.reserve((size_t)threads - 1);
+    for (int i = 1; i < threads; i++) team.emplace_back([&work, i] { work.take(i); });
+  } catch (const std::exception&) {  // no more threads to be had: those that are there do the rest
+  }
+  work.take(0);
+  for (std::thread& thread : team) thread.join();
 }
 
 // Where each segment ends when all are counted through, in units of `unit` elements (rounded up by segment). False if

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,6 +18,13 @@ from zerolite.version import __version__
 
 LEFT_BEHIND = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "runs")
 WHERE = "import zerolite, zerolite.op_builder as b; print(zerolite.__file__); print(b.csrc_path())"
+# Loads the CPU kernels where nothing can be compiled, and prints where they come from.
+LOAD_WITHOUT_COMPILER = """\
+from zerolite import op_builder
+op_builder.load("cpu_kernels")
+print(op_builder.status("cpu_kernels").path)
+"""
+NO_COMPILER = {"CC": "false", "CXX": "false"}
 SAMPLE_SOURCE = Path("csrc") / "sample" / "sample.cpp"
 
 
@@ -47,10 +55,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built with the tools of this environment and without the network."""
-    directory = tmp_path_factory.mktemp("wheel")
+    """A wheel as it comes without asking for more."""
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"), ZEROLITE_BUILD_OPS=None, **NO_COMPILER)
+
+
+def build_wheel(source: Path, directory: Path, **changes: str | None) -> Path:
+    """Make a wheel with the tools of this environment and without the network."""
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", directory]
-    run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=directory)
+    run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=directory, **changes)
     (wheel,) = directory.glob("*.whl")
     return wheel
 
@@ -66,6 +78,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected_files(source: Path) -> set[str]:
     """Every file that must travel, named as in the wheel."""
     files = {path.relative_to(source).as_posix() for path in source.glob("zerolite/**/*.py")}
+    files.remove("zerolite/op_builder.py")  # stands for the package of that name, which a wheel has
     for name, pattern in (("csrc", "**/*"), ("op_builder", "**/*.py")):
         files |= {f"zerolite/{p.relative_to(source).as_posix()}" for p in (source / name).glob(pattern) if p.is_file()}
     return files
@@ -81,6 +94,7 @@ def test_wheel_holds_every_module_and_kernel_source_and_nothing_else(source: Pat
     assert names == expected_files(source)
     assert {"zerolite/csrc/README.md", "zerolite/csrc/sample/sample.cpp", "zerolite/op_builder/__init__.py"} <= names
     assert "zerolite = zerolite.launcher.cli:main" in entry_points
+    assert "zerolite_report = zerolite.report:main" in entry_points
     assert "Requires-Python: >=3.10" in metadata and "Requires-Dist: torch>=2.6" in metadata
     assert not any(line.startswith("Requires-Dist: numpy") and "extra" not in line for line in metadata.splitlines())
 
@@ -123,11 +137,51 @@ def test_source_distribution_builds_the_same_wheel(source: Path, wheel: Path, tm
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {"Makefile", "LICENSE", "constraints.txt", "bin/zerolite", ".ci/run", SAMPLE_SOURCE.as_posix()} <= names
-    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", tmp_path]
-    run(sys.executable, "-m", "pip", "wheel", *options, archive, cwd=tmp_path)
-    (rebuilt,) = tmp_path.glob("*.whl")
+    assert {"bin/zerolite_report", "zerolite/op_builder.py"} <= names  # it also runs in place
+    rebuilt = build_wheel(archive, tmp_path)
     with zipfile.ZipFile(wheel) as direct, zipfile.ZipFile(rebuilt) as through_sdist:
         assert sorted(direct.namelist()) == sorted(through_sdist.namelist())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+def test_kernels_built_ahead(source: Path, tmp_path: Path) -> None:
+    """`ZEROLITE_BUILD_OPS=1`: one library more and the platform's name; it loads without compiler and cache. The next
+    wheel without the variable, from the same directory, holds nothing of it."""
+    for name in ("ahead", "pure", "installed"):
+        (tmp_path / name).mkdir()
+    wheel = build_wheel(source, tmp_path / "ahead", ZEROLITE_BUILD_OPS="1")
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name == f"zerolite-{__version__}-py3-none-{platform}.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    (library,) = names - expected_files(source)
+    assert library.startswith("zerolite/op_builder/prebuilt/cpu_kernels-") and library.endswith(".so")
+    assert expected_files(source) <= names
+    target = tmp_path / "installed"
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    changes = {"PYTHONPATH": str(target), "ZEROLITE_CACHE_DIR": "/proc/zerolite", "PATH": "", **NO_COMPILER}
+    assert run(sys.executable, "-c", LOAD_WITHOUT_COMPILER, cwd=tmp_path, **changes) == f"{target / library}\n"
+    assert (source / "build" / "lib" / library).exists()
+    pure = build_wheel(source, tmp_path / "pure", ZEROLITE_BUILD_OPS=None)
+    assert pure.name == f"zerolite-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(pure) as archive:
+        assert not any(name.endswith(".so") for name in archive.namelist())
+
+
+def test_building_ahead_without_a_compiler_is_an_error(source: Path, tmp_path: Path) -> None:
+    """Who asks for it must not get a wheel without it."""
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", tmp_path]
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *map(str, options), str(source)],
+        cwd=tmp_path,
+        env=job_environment(**NO_COMPILER, ZEROLITE_BUILD_OPS="1"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert result.returncode != 0 and "The C++ compiler" in result.stdout + result.stderr
+    assert list(tmp_path.glob("*.whl")) == []
 
 
 def make_environment(directory: Path) -> Path:
@@ -136,14 +190,23 @@ def make_environment(directory: Path) -> Path:
     return directory / "bin"
 
 
-def test_editable_install(source: Path, tmp_path: Path) -> None:
-    """Both top-level directories are found as subpackages of zerolite. Build tools are borrowed."""
+@pytest.mark.parametrize("build_ops", [None, pytest.param("1", marks=pytest.mark.slow)])
+def test_editable_install(build_ops: str | None, source: Path, tmp_path: Path) -> None:
+    """Both top-level directories are found as subpackages of zerolite. Build tools are borrowed. What is built ahead
+    goes into the cache and not into the checkout."""
     bin_directory = make_environment(tmp_path / "venv")
     tools = run(
         sys.executable, "-c", "import setuptools, os; print(os.path.dirname(setuptools.__path__[0]))", cwd=tmp_path
     )
     options = ["--no-build-isolation", "--no-deps", "--no-index"]
-    run(bin_directory / "pip", "install", *options, "-e", source, cwd=tmp_path, PYTHONPATH=tools.strip())
+    changes = {
+        "PYTHONPATH": tools.strip(),
+        "ZEROLITE_BUILD_OPS": build_ops,
+        "ZEROLITE_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    run(bin_directory / "pip", "install", *options, "-e", source, cwd=tmp_path, **changes)
+    assert len(list(tmp_path.glob("cache/kernels/cpu_kernels-*.so"))) == (1 if build_ops else 0)
+    assert not list(source.glob("op_builder/**/*.so"))
     lines = run(bin_directory / "python", "-c", WHERE, cwd=tmp_path).splitlines()
     assert lines == [str(source / "zerolite" / "__init__.py"), str(source / "csrc")]
     assert run(bin_directory / "zerolite", "--version", cwd=tmp_path) == f"zerolite {__version__}\n"
@@ -158,14 +221,19 @@ def test_empty_environment(source: Path, tmp_path: Path) -> None:
     outside.mkdir()
     run(bin_directory / "python", "-m", "pip", "install", *pins, cwd=outside, timeout=1800)
     # A compiler that always fails: installing never compiles.
-    no_compiler = {"CC": "false", "CXX": "false"}
-    run(bin_directory / "python", "-m", "pip", "install", source, cwd=outside, timeout=1800, **no_compiler)
+    run(bin_directory / "python", "-m", "pip", "install", source, cwd=outside, timeout=1800, **NO_COMPILER)
     lines = run(bin_directory / "python", "-c", WHERE, cwd=outside).splitlines()
     assert all(Path(line).is_relative_to(tmp_path / "venv") for line in lines), lines
     example = source / "examples" / "gpt"
     arguments = ["--config", example / "configs" / "zero2.json", "--steps", "3", "--out", outside / "run"]
     run(bin_directory / "zerolite", "--nproc", "2", example / "train.py", *arguments, cwd=outside, timeout=600)
     assert (outside / "run" / "metrics.jsonl").stat().st_size > 0
+    if shutil.which("g++") is not None:  # unless it is asked to; pip then brings ninja for the while
+        options = ["--no-deps", "--force-reinstall", source]
+        run(bin_directory / "pip", "install", *options, cwd=outside, timeout=1800, ZEROLITE_BUILD_OPS="1")
+        changes = {"ZEROLITE_CACHE_DIR": "/proc/zerolite", "PATH": "", **NO_COMPILER}
+        found = run(bin_directory / "python", "-c", LOAD_WITHOUT_COMPILER, cwd=outside, **changes)
+        assert Path(found.strip()).parent.name == "prebuilt"
 
 
 def test_tools_are_there() -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 Optimizer = tuple[str, dict[str, Any]]
 
-# foreach: torch's fused and per-tensor kernels give bits that depend on where an element lies in its tensor.
-SGD: Optimizer = ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "foreach": True})
-ADAMW: Optimizer = ("AdamW", {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "foreach": True})
+SGD: Optimizer = ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
+ADAMW: Optimizer = ("AdamW", {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1})
 STATIC_SCALE = 256.0
 
 # Settings of stage 3 for models of a few hundred elements, for which the defaults would do nothing at all.

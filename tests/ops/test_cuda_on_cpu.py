@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.calls import FLOATS, LENGTHS, Dtypes, all_dtypes, copy_call, copy_tensor, differences, flat, make_call
+from tests.ops.cuda_calls import (
+    FLOATS,
+    LENGTHS,
+    Dtypes,
+    all_dtypes,
+    copy_call,
+    copy_tensor,
+    differences,
+    flat,
+    make_call,
+)
 from zerolite import op_builder
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels

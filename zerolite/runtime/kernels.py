@@ -40,8 +40,8 @@ def kernel_chooser(
         if rule is not None and rule.only_here(optimizer.param_groups):
             if not known:
                 raise ValueError(
-                    f"optimizer.params: {' and '.join(ONLY_HERE)} can be false for parameters in fp32, bf16 or fp16, got "
-                    f"{', '.join(sorted({str(dtype) for dtype in masters}))}; leave the keys out"
+                    f"optimizer.params: {' and '.join(ONLY_HERE)} can be false for parameters in fp32, bf16 or fp16, "
+                    f"got {', '.join(sorted({str(dtype) for dtype in masters}))}; leave the keys out"
                 )
             return rule
         if rule is not None and known and not somewhere:
@@ -67,7 +67,7 @@ def _prefer_fused(optimizer: Optimizer) -> None:
 def _warning(device: torch.device, reason: str, comm: Communicator) -> str:
     where = f"rank {comm.rank}: " if comm.world_size > 1 else ""
     return (
-        f"{where}zerolite's {device.type.upper()} kernels are not available: {reason} All ranks update with torch's own "
-        "optimizers: fused Adam and AdamW, which are fast and whose bits depend on where an element lies, so stages and "
-        "world sizes agree only closely; foreach for the others."
+        f"{where}zerolite's {device.type.upper()} kernels are not available: {reason} All ranks update with torch's "
+        "optimizers instead. Its fused Adam and AdamW are as fast, but their bits depend on where an element lies, so "
+        "stages and world sizes agree only closely; the others are slower."
     )

@@ -20,7 +20,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __builtin_assume(condition) ((void)0)
+#define __builtin_assume(condition) ((void)(condition))
 
 struct dim3 {
   unsigned x;
@@ -87,7 +87,7 @@ struct Block {
 };
 
 inline Block block;
-inline bool backwards = false;
+inline bool backwards = false, misaligned = false;
 inline int launches = 0;
 
 inline void yield() {
@@ -152,6 +152,13 @@ inline void run_block(unsigned index, int threads) {
 #define threadIdx (sim::block.running->index)
 #define blockIdx (sim::block.index)
 
+// Where the kernels say that a pointer leads to the device's memory, they are about to use it.
+template <class T>
+bool __isGlobal(T* pointer) {
+  if ((uintptr_t)pointer % sizeof(T)) sim::misaligned = true;
+  return true;
+}
+
 inline void __syncthreads() { sim::block.all.wait(); }
 inline void __threadfence() {}
 
@@ -179,8 +186,9 @@ inline unsigned atomicAdd(unsigned* at, unsigned x) {
 
 typedef int cudaError_t;
 typedef void* cudaStream_t;
+constexpr cudaError_t cudaErrorMisalignedAddress = 716;
 inline cudaError_t cudaSetDevice(int) { return 0; }
-inline const char* cudaGetErrorString(cudaError_t) { return "an error of CUDA's"; }
+inline const char* cudaGetErrorString(cudaError_t) { return "misaligned address"; }
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
   memset(at, value, bytes);
   return 0;
@@ -197,8 +205,9 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments), dim3 grid, dim3 threads,
   sim::block.body = Body::run;
   sim::block.argument = &body;
   sim::launches++;
+  sim::misaligned = false;
   for (unsigned i = 0; i < grid.x; i++) sim::run_block(sim::backwards ? grid.x - 1 - i : i, (int)threads.x);
-  return 0;
+  return sim::misaligned ? cudaErrorMisalignedAddress : 0;
 }
 
 // Sets the order of blocks and threads, and returns how many launches there have been.

@@ -1,4 +1,4 @@
-"""Calls for the kernels' tests, and what tells whether two of them have become the same, to the bit."""
+"""Calls for the tests of the CUDA kernels, and what tells whether two of them have become the same, to the bit."""
 
 from __future__ import annotations
 

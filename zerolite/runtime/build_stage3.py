@@ -1,0 +1,106 @@
+"""What stage 3 adds to an engine: shards in sliced buckets, and what gathers them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.config import ZeroliteConfig
+from zerolite.runtime.engine import Engine
+from zerolite.runtime.full_state import guard_state_dict
+from zerolite.runtime.precision import Precision
+from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.runtime.zero.fetch_schedule import FetchLimits
+from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.launch_plan import LaunchPlan
+from zerolite.runtime.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
+from zerolite.runtime.zero.module_hooks import leaf_rule
+from zerolite.runtime.zero.partitioned_parameter import handle_of, move_shard
+from zerolite.runtime.zero.publisher import Publisher
+from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, units_of_buckets
+
+
+def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig) -> int:
+    """Elements of a bucket, as the config says or by the model's size."""
+    zero = config.zero_optimization
+    # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
+    sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
+    return min(sizes) if sizes else auto_bucket_numel(sum(spec.numel for spec in specs))
+
+
+def partitioned_buffer(
+    partitioned: PartitionedModel,
+    trained: list[torch.nn.Parameter],
+    specs: list[ParameterSpec],
+    config: ZeroliteConfig,
+    precision: Precision,
+    comm: Communicator,
+    device: torch.device,
+) -> ParameterBuffer:
+    """Stage 3: shards in sliced buckets, one for each unit."""
+    plans = partitioned.plan(_stage3_options(config))
+    layout = PartitionLayout.build_sliced(
+        specs, bucket_groups(trained, plans, bucket_numel(specs, config)), comm.world_size
+    )
+    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard)
+    buffer.fill_from_shards(device, precision.compute_dtype, precision.master_dtype)
+    in_layout = {id(p) for p in trained}
+    for parameter, handle in zip(partitioned.parameters, partitioned.handles, strict=True):
+        dtype = precision.compute_dtype(parameter)
+        if id(parameter) not in in_layout and handle.shard.dtype != dtype:
+            handle.move(torch.empty_like(handle.shard, dtype=dtype))
+    return buffer
+
+
+def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
+    zero = config.zero_optimization
+    leaf = zero.leaf_module
+    return Stage3Options(
+        persistence=zero.stage3_param_persistence_threshold,
+        model_persistence=zero.stage3_model_persistence_threshold,
+        granularity=zero.stage3_module_granularity_threshold,
+        is_leaf=leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes),
+        limits=FetchLimits(
+            prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
+            max_live_numel=zero.stage3_max_live_parameters,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+        ),
+    )
+
+
+def start_stage3(
+    partitioned: PartitionedModel,
+    engine: Engine,
+    pipeline: StepPipeline,
+    publisher: Publisher,
+    reducer: GradReducer,
+    trained: list[torch.nn.Parameter],
+) -> list[Any]:
+    """Install what gathers; returns the hooks. The engine keeps the coordinator alive, hooks know it weakly."""
+    coordinator = partitioned.start()
+    engine.coordinator = coordinator
+    publisher.on_published = coordinator.on_update
+    coordinator.on_backward_begin = pipeline.begin_backward
+    coordinator.on_use_end = reducer.on_use_end
+    unit_of = units_of_buckets(reducer.layout, trained, partitioned.plans)
+    reducer.follow(LaunchPlan(unit_of, lambda: coordinator.schedule.plan_number))
+    pipeline.trace = coordinator.schedule
+    pipeline.on_zero_grad = coordinator.drop_failed
+    known = weakref.ref(pipeline)
+    for index, parameter in enumerate(trained):
+        handle = handle_of(parameter)
+        assert handle is not None
+        handle.on_written = functools.partial(_written, known, index)
+    guard_state_dict(partitioned.model)
+    return partitioned.hooks
+
+
+def _written(known: weakref.ref[StepPipeline], index: int) -> None:
+    pipeline = known()
+    if pipeline is not None:
+        pipeline.on_values_loaded([index])
