@@ -20,7 +20,7 @@ Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]  # par
 
 # Zeros, denormals of every dtype, numbers that overflow when they are squared or rounded, and none at all.
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 6e-8, 6e-5, 65504.0, 65519.9, -65520.0, 1e30, 3.39e38, float("inf"), float("-inf"))
-NAN = float("nan")
+NANS = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # CUDA's own is the second
 
 # Rows of scalars (csrc/rules.h) that take every branch of the rules between them.
 ROWS = {
@@ -57,7 +57,8 @@ def flat(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor
     values."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-8, 4, (numel,), generator=generator)
-    special = torch.tensor([*SPECIAL, NAN])[torch.randint(0, len(SPECIAL) + 1, (numel,), generator=generator)]
+    specials = torch.cat([torch.tensor(SPECIAL), NANS])
+    special = specials[torch.randint(0, specials.numel(), (numel,), generator=generator)]
     values = torch.where(torch.rand(numel, generator=generator) < 0.1, special, values)
     memory = torch.full((offset + numel + PADDING,), 77.0, dtype=dtype)
     memory[offset : offset + numel] = values.to(dtype)

@@ -4,8 +4,12 @@ set, the number of threads, or where an element lies."""
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +37,7 @@ from tests.ops.cases import (
 from zerolite.ops import cpu_kernels, reference
 from zerolite.ops.cpu_kernels import ISA_NAMES, CpuKernels
 
+ROOT = Path(__file__).resolve().parents[2]
 LONG = 1_000_003
 LENGTHS = (0, 1, 7, 8, 15, 16, 17)
 
@@ -181,3 +186,25 @@ def test_any_number_of_threads(count: int, kernels: CpuKernels) -> None:
         expected = one.run(reference)
         with threads(count):
             assert_same(one.run(kernels, offset=3), expected, (name, dtypes))
+
+
+_SMALL_TEAM = """
+import torch
+from tests.ops.cases import MIXED, assert_same, kernels_of, problem, threads
+from zerolite.ops import reference
+
+one = problem("adamw", (200_000,), dtypes=MIXED)
+expected = one.run(reference)
+with threads(4):
+    assert_same(one.run(kernels_of("plain")), expected)
+"""
+
+
+@pytest.mark.parametrize("setting", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}], ids=str)
+def test_a_team_smaller_than_asked(setting: dict[str, str]) -> None:
+    """OpenMP need not give as many threads as a program wants; all elements are updated all the same."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", **setting}
+    done = subprocess.run(
+        [sys.executable, "-c", _SMALL_TEAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

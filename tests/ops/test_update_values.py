@@ -1,0 +1,233 @@
+"""What the update kernels make of numbers at the limits: rounding to 16 bits, infinities, NaN, denormals, betas near 0
+and 1, long runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+
+from tests.ops.cases import (
+    BF16,
+    F16,
+    F32,
+    MIXED,
+    NAMES,
+    SPECIAL,
+    Dtypes,
+    Problem,
+    assert_same,
+    kernels_of,
+    needs_fma,
+    numbers,
+    problem,
+    rule,
+    threads,
+)
+from zerolite.ops import reference
+from zerolite.ops.call import SGD, UpdateCall
+from zerolite.ops.cpu_kernels import ISA_NAMES, CpuKernels
+
+HALVES = pytest.mark.parametrize("half", [BF16, F16], ids=["bf16", "fp16"])
+
+
+@pytest.fixture(params=ISA_NAMES)
+def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
+    with threads(1):
+        yield kernels_of(request.param)
+
+
+# ------------------------------------------------------------------- conversions
+
+
+def _patterns(half: torch.dtype) -> torch.Tensor:
+    """Every value of a 16-bit dtype [65536], NaN and infinities included."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(half)
+
+
+def _near_midpoints(half: torch.dtype) -> torch.Tensor:
+    """fp32: all values of a 16-bit dtype, the middles between neighbours (and beyond the largest, where infinity
+    begins), and the floats next to all of these."""
+    one_sign = _patterns(half)[1 << 15 :]
+    finite = one_sign[one_sign.isfinite()].double()
+    beyond = 2 * finite[-1:] - finite[-2:-1]
+    points = torch.cat([finite, (finite + torch.cat([finite[1:], beyond])) / 2]).float()
+    up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
+    near = torch.cat([points, torch.nextafter(points, up), torch.nextafter(points, down)])
+    return torch.cat([near, -near, _patterns(half).float(), SPECIAL])
+
+
+def _sgd(kernels: CpuKernels, params: torch.Tensor, grads: torch.Tensor, lr: float, out: torch.dtype | None, piece: int):
+    """One step of plain SGD, in segments of ``piece`` elements: those of one element take the scalar path of every
+    instruction set. Returns the parameters and their 16-bit copy."""
+    row = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, -lr, 0.0, 0.0, 0.0]])
+    n = params.numel()
+    starts = torch.arange(0, n, piece)
+    zero = torch.zeros_like(starts)
+    table = torch.stack([zero, starts, (n - starts).clamp(max=piece), zero], dim=1)
+    outs = [] if out is None else [torch.full((n,), 7.0, dtype=out)]
+    kernels.update(UpdateCall(SGD, [params], [grads], (), outs, table, row, None, None))
+    return params, outs[0] if outs else None
+
+
+@HALVES
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+def test_narrowing_rounds_to_nearest_even(half: torch.dtype, piece: int, kernels: CpuKernels) -> None:
+    values = _near_midpoints(half)
+    params, out = _sgd(kernels, values.clone(), torch.zeros_like(values), 0.0, half, piece)
+    assert_same([params, out], [values, values.to(half)])
+
+
+@HALVES
+def test_narrowing_of_any_bits(half: torch.dtype, kernels: CpuKernels) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=generator).to(torch.int32).view(F32)
+    _, out = _sgd(kernels, values.clone(), torch.zeros_like(values), 0.0, half, 1 << 20)
+    assert_same([out], [values.to(half)])
+
+
+@HALVES
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+def test_widening_is_exact(half: torch.dtype, piece: int, kernels: CpuKernels) -> None:
+    """As gradients, with a learning rate of -1 from -0; and there and back again, as parameters."""
+    patterns = _patterns(half)
+    params, _ = _sgd(kernels, torch.full((1 << 16,), -0.0), patterns.clone(), -1.0, None, piece)
+    assert_same([params], [patterns.float()])
+    params, _ = _sgd(kernels, patterns.clone(), torch.zeros(1 << 16), 0.0, None, piece)
+    assert_same([params], [patterns])
+
+
+@pytest.mark.parametrize(
+    ("half", "value", "expected"),
+    [
+        (F16, 65519.996, 65504.0),
+        (F16, 65520.0, math.inf),
+        (F16, -1e9, -math.inf),
+        (F16, 2.0**-25, 0.0),  # a tie, to the even one
+        (F16, 2.0**-25 * (1 + 2**-23), 2.0**-24),
+        (F16, 3 * 2.0**-25, 2.0**-23),
+        (F16, 2.0**-14 - 2.0**-26, 2.0**-14),
+        (F16, 1 + 2.0**-11, 1.0),
+        (F16, 1 + 3 * 2.0**-11, 1 + 2.0**-9),
+        (BF16, 1 + 2.0**-8, 1.0),
+        (BF16, 1 + 3 * 2.0**-8, 1 + 2.0**-6),
+        (BF16, 3.4028234e38, math.inf),
+        (BF16, 1e-45, 0.0),
+        (BF16, 2.0**-133 + 2.0**-134, 2.0**-132),
+    ],
+)
+def test_narrowing_of_known_values(half: torch.dtype, value: float, expected: float, kernels: CpuKernels) -> None:
+    """Worked out by hand, so that nothing rests on torch's conversion alone."""
+    for n in (1, 16):
+        values = torch.full((n,), value)
+        _, out = _sgd(kernels, values, torch.zeros(n), 0.0, half, n)
+        assert out.tolist() == [expected] * n
+
+
+# ------------------------------------------------------------------- numbers at the limits
+
+
+def _crossed(name: str, dtypes: Dtypes) -> Problem:
+    """Every special value as parameter, with every one as gradient and as first state."""
+    of = rule(name)
+    p, g, s = (values.flatten() for values in torch.meshgrid(SPECIAL, SPECIAL, SPECIAL, indexing="ij"))
+    second = SPECIAL[torch.randint(len(SPECIAL), p.shape, generator=torch.Generator().manual_seed(1))]
+    table = torch.tensor([[0, 0, p.numel(), 0]])
+    states = [[s.contiguous()], [second]][: of.states]
+    rows = torch.tensor([of.row(3)], dtype=F32)
+    return Problem(of, [p.contiguous()], [g.contiguous()], states, table, rows, dtypes)
+
+
+@needs_fma
+@pytest.mark.parametrize("name", NAMES)
+def test_special_values(name: str, kernels: CpuKernels) -> None:
+    for dtypes in (Dtypes(), MIXED, Dtypes(F32, F16, BF16, F16)):
+        one = _crossed(name, dtypes)
+        assert_same(one.run(kernels), one.run(reference), dtypes)
+
+
+def test_infinities_and_nan_reach_the_outputs(kernels: CpuKernels) -> None:
+    """Nothing hides an overflow: what is not finite in the gradient is not finite afterwards."""
+    one = problem("adamw", (64,), special=0.0, dtypes=MIXED)
+    one.grads[0][[3, 17, 40]] = torch.tensor([math.nan, math.inf, -math.inf])
+    broken = torch.zeros(64, dtype=torch.bool)
+    broken[[3, 17, 40]] = True
+    params, first, second, out = one.run(kernels)
+    assert torch.equal(~params.isfinite(), broken) and torch.equal(~out.isfinite(), broken)
+    assert torch.equal(~first.isfinite(), broken) and torch.equal(~second.isfinite(), broken)
+
+
+def test_denormals_are_not_flushed(kernels: CpuKernels) -> None:
+    one = problem("sgd", (40,), special=0.0)
+    tiny = replace(one, params=[torch.full((40,), 1e-40)], grads=[torch.full((40,), 3e-43)])
+    tiny.rows[0, 6] = -1.0
+    (params,) = tiny.run(kernels)
+    assert torch.equal(params, torch.tensor(1e-40) - torch.full((40,), 3e-43)) and bool((params != 0).all())
+
+
+LIMITS = (0.0, 1e-7, 0.5, 0.9999999)
+
+
+@needs_fma
+@pytest.mark.parametrize("betas", list(itertools.product(LIMITS, LIMITS)))
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_betas_at_their_limits(name: str, betas: tuple[float, float], kernels: CpuKernels) -> None:
+    of = rule(name)
+    for step in (1, 2, 1000, (1 << 24) + 1):
+        one = problem(name, (259,), rows=torch.tensor([of.row(step, betas=betas)], dtype=F32))
+        assert_same(one.run(kernels), one.run(reference), step)
+
+
+def test_betas_of_zero_keep_nothing(kernels: CpuKernels) -> None:
+    of = rule("adamw")
+    one = problem("adamw", (40,), special=0.0, rows=torch.tensor([of.row(1, betas=(0.0, 0.0))], dtype=F32))
+    _, first, second = one.run(kernels)
+    assert torch.equal(first, one.grads[0]) and torch.equal(second, one.grads[0] ** 2)
+
+
+# ------------------------------------------------------------------- step counts
+
+STEPS = (1, 2, 1000, (1 << 24) - 1, 1 << 24, (1 << 24) + 1, (1 << 24) + 2, 1 << 25, (1 << 31) + 1, 1 << 40)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9999999, 0.99999999), (0.0, 0.0)])
+@pytest.mark.parametrize("step", STEPS)
+def test_corrections_at_any_step(step: int, betas: tuple[float, float]) -> None:
+    """The factors that correct the bias, against decimal arithmetic with 60 digits."""
+    row = rule("adamw").row(step, betas=betas, lr=1e-3)
+    with localcontext() as context:
+        context.prec = 60
+        corrections = [1 - Decimal(beta) ** step for beta in betas]
+        root, rate = corrections[1].sqrt(), -Decimal(1e-3) / corrections[0]
+    assert row[6] == pytest.approx(float(root), rel=1e-8)
+    assert row[8] == pytest.approx(float(rate), rel=1e-8)
+
+
+def test_steps_do_not_stall() -> None:
+    """fp32 holds no odd number above 2^24: a count in fp32 stays there for ever, a rate that depends on it too."""
+    counts = [(1 << 24) + i for i in range(4)]
+    rates = [rule("adagrad").row(step, lr_decay=1.0, lr=1.0)[3] for step in counts]
+    assert rates == [-1.0 / step for step in counts] and len(set(rates)) == 4
+    corrections = [rule("adam").row(step, betas=(0.9, 1 - 2.0**-26))[6] for step in counts]
+    assert corrections == sorted(corrections) and len(set(corrections)) == 4
+
+
+def test_a_step_late_in_a_run(kernels: CpuKernels) -> None:
+    """Beyond 2^24 steps Adam takes a plain step: the corrections are 1, and the parameter still moves."""
+    of, n = rule("adam"), 33
+    one = problem("adam", (n,), special=0.0, rows=torch.tensor([of.row((1 << 25) + 1)], dtype=F32))
+    one = replace(one, params=[torch.zeros(n)], grads=[torch.ones(n)], states=[[torch.ones(n)], [torch.ones(n)]])
+    params, first, second = one.run(kernels)
+    assert params.tolist() == pytest.approx([-1e-2] * n, rel=1e-5)
+    assert torch.equal(first, torch.ones(n)) and torch.equal(second, torch.ones(n))
+
+
+def test_numbers_have_what_they_promise() -> None:
+    values = numbers(100_000, seed=0)
+    tiny = values.abs().lt(1.1754944e-38) & (values != 0)
+    assert all(bool(kind.any()) for kind in (values.isnan(), values.isinf(), values == 0, tiny))
