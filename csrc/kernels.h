@@ -3,14 +3,14 @@
 
 #include <stdint.h>
 
-#define ZL_ABI 1  // raised with every change of this file; the Python side compares it
+#define ZL_ABI 2  // raised with every change of this file; the Python side compares it
 
 enum zl_dtype { ZL_NONE = 0, ZL_F32 = 1, ZL_BF16 = 2, ZL_F16 = 3 };
 
 // Columns of a row of scalars, by rule. Column 0, `scale`, multiplies the gradient (beside *factor); its sign says
 // whether the loss is minimised. What the others mean stands with each rule in rules.h.
 enum zl_rule { ZL_ADAM = 0, ZL_LION = 1, ZL_ADAGRAD = 2, ZL_SGD = 3, ZL_RULES = 4 };
-enum { ZL_COLUMNS = 10, ZL_TABLE_COLUMNS = 4 };
+enum { ZL_COLUMNS = 8, ZL_TABLE_COLUMNS = 4 };
 
 // Processor paths; ZL_BEST asks for the widest that the processor has.
 enum zl_isa { ZL_BEST = -1, ZL_PLAIN = 0, ZL_AVX2 = 1, ZL_AVX512 = 2 };

@@ -1,10 +1,10 @@
-// The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `partial`, `sums` and
-// the arrays that params, grads, states, outs and values point to lie on the device, everything else on the host. They
-// return ZL_OK, a zl_error, or the negative of a cudaError_t, and never wait for the device.
+// The entry points of the CUDA library. They take the calls of ../kernels.h, in which `factor`, `skip`, `partial`,
+// `sums` and the arrays of params, grads, states, outs and values lie on the device, everything else on the host.
+// They return ZL_OK, a zl_error, or the negative of a cudaError_t, and never wait for the device.
 //
-// A table too large for a launch's arguments (zl_cuda_*_bytes is not 0) is given in two copies: `filled`, on the host, by
-// zl_cuda_*_fill, and `copied`, its copy on the device. With `filled` null a call needs no memory beside the tensors: it
-// becomes as many launches as its table has portions, whose arguments a captured graph keeps.
+// A table too large for a launch's arguments (zl_cuda_*_bytes is not 0) is given in two copies: `filled`, on the host,
+// by zl_cuda_*_fill, and `copied`, its copy on the device. With `filled` null a call needs no memory but the tensors:
+// it becomes as many launches as its table has portions, whose arguments a captured graph keeps.
 #include "norm.cuh"
 #include "update.cuh"
 

@@ -103,7 +103,7 @@ __device__ __forceinline__ bool last_to_arrive(unsigned* arrived, unsigned count
   return last;
 }
 
-// Adds the pieces' totals to their owners' sums. Pieces of one owner are neighbours; one thread adds them in their order.
+// Adds the pieces' totals to their owners' sums. Pieces of one owner are neighbours: one thread adds them in order.
 __device__ __forceinline__ void add_to_owners(const NormArguments& a) {
   for (int i = (int)threadIdx.x; i < a.table.count; i += THREADS) {
     const int64_t owner = a.table.piece(i).owner;

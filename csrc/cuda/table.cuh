@@ -1,8 +1,8 @@
 // How a call's segments reach the device.
 //
 // A table is a list of pieces, one per segment that is not empty. Their chunks are counted through: piece i has those
-// from ends[i - 1] to ends[i], and every block of a launch takes one. A table of up to HERE_BYTES travels in the launch's
-// arguments; a larger one is laid out by `fill` in memory of the host, and the caller copies it to the device.
+// from ends[i - 1] to ends[i], and every block of a launch takes one. A table of up to HERE_BYTES travels in the
+// launch's arguments; a larger one is laid out by `fill` in memory of the host, and the caller copies it to the device.
 #pragma once
 
 #include <stddef.h>

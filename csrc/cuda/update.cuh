@@ -9,8 +9,8 @@ namespace zl {
 constexpr int UPDATE_CHUNK = 4096;  // elements of a block
 constexpr int UPDATE_BLOCKS = 4;    // that a multiprocessor shall have room for: 64 registers a thread
 
-// Elements [begin, end) of arrays whose start was moved down by `begin` elements, so that quads of all of them are aligned
-// alike; where the arrays disagree, `begin` is 0 and `aligned` is 0.
+// Elements [begin, end) of arrays whose start was moved down by `begin` elements, so that quads of all of them are
+// aligned alike; where the arrays disagree, `begin` is 0 and `aligned` is 0.
 struct UpdatePiece {
   char* param;
   const char* grad;
@@ -96,7 +96,7 @@ struct UpdateChunk {
     s1 = second.v;
   }
 
-  // [head, tail) in whole quads; what lies before and after one by one, which is all where arrays are not aligned alike.
+  // [head, tail) in whole quads; what lies before and after one by one: everything, if arrays are not aligned alike.
   __device__ __forceinline__ void update(const Rule& rule) const {
     const int head = aligned ? min(high, (low + QUAD - 1) / QUAD * QUAD) : high;
     const int tail = max(head, high / QUAD * QUAD);

@@ -15,6 +15,7 @@ from tests.ops.cuda_calls import (
     Dtypes,
     all_dtypes,
     copy_call,
+    copy_tensor,
     differences,
     dtype_name,
     flat,
@@ -35,7 +36,7 @@ RULES = (ADAM, LION, ADAGRAD, SGD)
 FP32: Dtypes = (torch.float32,) * 4
 MIXED: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
 LONG = 1_000_003
-BUSY = 200_000_000  # cycles: a tenth of a second, in which the host is far ahead of the device
+BUSY = 1_000_000_000  # cycles: half a second, in which the host gets far ahead of the device
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,8 @@ def test_a_captured_call_replays(kernels: CudaKernels, cpu: CpuKernels, count: i
     on_device, other = copy_call(call, DEVICE), copy_call(many_segments(500, LION), DEVICE)
     assert on_device.factor is not None and on_device.skip is not None
     assert call.factor is not None and call.skip is not None
-    kernels.update(other)
+    for once in (other, copy_call(call, DEVICE)):
+        kernels.update(once)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -195,6 +197,8 @@ def test_a_captured_call_replays(kernels: CudaKernels, cpu: CpuKernels, count: i
 
 def test_a_capture_takes_as_many_launches_as_the_table_needs(kernels: CudaKernels) -> None:
     call = copy_call(make_call(LION, FP32[:3] + (None,), (8,) * 80), DEVICE)
+    kernels.update(call)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels.update(call)
@@ -238,7 +242,8 @@ def finite(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tens
 
 def squares(kernels: CudaKernels, values: list[torch.Tensor], owners: list[int]) -> torch.Tensor:
     sums = torch.zeros(max(owners) + 1, dtype=torch.float64, device=DEVICE)
-    table = torch.tensor([(i, 0, value.numel(), owner) for i, (value, owner) in enumerate(zip(values, owners))])
+    pairs = zip(values, owners, strict=True)
+    table = torch.tensor([(i, 0, value.numel(), owner) for i, (value, owner) in enumerate(pairs)])
     with no_synchronisation():
         kernels.squares(sums, values, table)
     return sums
@@ -253,7 +258,7 @@ def test_squares(kernels: CudaKernels, dtype: torch.dtype, count: int) -> None:
     wanted = torch.zeros(max(owners) + 1, dtype=torch.float64)
     for value, owner in zip(values, owners, strict=True):
         wanted[owner] += value.double().square().sum()
-    on_device = [value.to(DEVICE) for value in values]
+    on_device = [copy_tensor(value, DEVICE) for value in values]
     found = squares(kernels, on_device, owners)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-14, atol=0)
     for _ in range(20):  # whichever block is the last
@@ -302,7 +307,7 @@ def test_squares_are_one_launch(kernels: CudaKernels, count: int) -> None:
 @pytest.mark.parametrize("count", [3, 1000])
 def test_captured_squares_replay(kernels: CudaKernels, count: int) -> None:
     """Every replay starts its counters anew, and gives the bits of a call that was not captured."""
-    values = [finite(20_000, i % 9, torch.bfloat16, i).to(DEVICE) for i in range(count)]
+    values = [copy_tensor(finite(20_000, i % 9, torch.bfloat16, i), DEVICE) for i in range(count)]
     owners = [i % 7 for i in range(count)]
     wanted = squares(kernels, values, owners)
     sums = torch.zeros_like(wanted)

@@ -237,8 +237,8 @@ def assert_same(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], w
         if places.numel():
             at = int(places[0])
             raise AssertionError(
-                f"{what}: array {number} ({a.dtype}) differs in {places.numel()} of {a.numel()} elements, first at {at}: "
-                f"got {a[at].item()!r}, expected {b[at].item()!r}"
+                f"{what}: array {number} ({a.dtype}) differs in {places.numel()} of {a.numel()} elements, first at "
+                f"{at}: got {a[at].item()!r}, expected {b[at].item()!r}"
             )
 
 

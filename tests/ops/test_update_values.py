@@ -62,7 +62,9 @@ def _near_midpoints(half: torch.dtype) -> torch.Tensor:
     return torch.cat([near, -near, _patterns(half).float(), SPECIAL])
 
 
-def _sgd(kernels: CpuKernels, params: torch.Tensor, grads: torch.Tensor, lr: float, out: torch.dtype | None, piece: int):
+def _sgd(
+    kernels: CpuKernels, params: torch.Tensor, grads: torch.Tensor, lr: float, out: torch.dtype | None, piece: int
+):
     """One step of plain SGD, in segments of ``piece`` elements: those of one element take the scalar path of every
     instruction set. Returns the parameters and their 16-bit copy."""
     row = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, -lr, 0.0, 0.0, 0.0]])

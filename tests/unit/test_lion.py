@@ -12,10 +12,10 @@ SHAPES = [(), (1,), (7,), (3, 5), (2, 1, 33), (0,), (4, 0)]
 
 def plain_lion(p, g, m, lr, beta1, beta2, weight_decay):
     """Algorithm 2 of the paper for one tensor: the new parameter and the new momentum."""
-    c = torch.add(m * beta1, g, alpha=1 - beta1)
+    change = torch.sign(torch.lerp(m, g, 1 - beta1)) * -lr
     if weight_decay:
-        p = p * (1 - lr * weight_decay)
-    return torch.sub(p, torch.sign(c), alpha=lr), torch.add(m * beta2, g, alpha=1 - beta2)
+        change = torch.add(change, p, alpha=-lr * weight_decay)
+    return p + change, torch.lerp(m, g, 1 - beta2)
 
 
 def gradients(shapes, dtype, step):

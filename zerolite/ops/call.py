@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 ADAM, LION, ADAGRAD, SGD = range(4)  # zl_rule in csrc/kernels.h
-COLUMNS = 10  # of a row of scalars
+COLUMNS = 8  # of a row of scalars
+MOMENTUM = 2  # the column of SGD's rows that has it
 TABLE_COLUMNS = 4
 
 Tensors = Sequence[torch.Tensor]
@@ -22,8 +23,8 @@ class UpdateCall:
     i-th of every list of the same number of elements; one dtype per list (fp32, bf16, fp16), the same for all states.
     outs: empty, or tensors of a 16-bit dtype that receive the updated parameters, rounded to the nearest, ties to even.
     table: int64 on the CPU, [segments, 4]: tensor, start, elements, row; segments do not overlap. rows: fp32 on the
-    CPU, [rows, 10], the scalars of csrc/rules.h. factor: fp32, one element on the tensors' device, multiplies the gradients.
-    skip: the same; if it is not zero, nothing is changed.
+    CPU, [rows, 8], the scalars of csrc/rules.h. factor: fp32, one element on the tensors' device, multiplies the
+    gradients. skip: the same; if it is not zero, nothing is changed.
     """
 
     rule: int

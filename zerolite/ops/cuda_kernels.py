@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zerolite.ops.call import UpdateCall
-from zerolite.ops.cpu_kernels import _DTYPES, ABI, _addresses, _Norm, _pointer, _Update
+from zerolite.ops.interface import Norm, Update, check_abi, norm_arguments, update_arguments
 
 
 @dataclass(frozen=True)
@@ -33,58 +33,27 @@ class CudaKernels:
 
     In the capture of a CUDA graph there is no such copy: a longer table becomes several launches. A replay works on the
     addresses, the table and the rows of scalars (lr, bias correction) that the call had when it was captured; only what
-    lies on the device is read anew: the tensors' elements, ``factor`` and ``skip``.
+    lies on the device is read anew: the tensors' elements, ``factor`` and ``skip``. As everything that is captured, a
+    call should have run once before, so that its kernel is loaded.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Raises RuntimeError for a library of another version of the interface."""
-        library.zl_abi.restype = c_int32
-        if library.zl_abi() != ABI:
-            raise RuntimeError(
-                f"the CUDA kernels have interface {library.zl_abi()}, expected {ABI}; rebuild them: delete the cache "
-                "directory that `zerolite report` names"
-            )
-        self._update = _entry(library, "update", _Update)
-        self._norm = _entry(library, "norm", _Norm)
-        self._partials = _prototype(library.zl_cuda_norm_partials, c_int64, POINTER(_Norm))
+        check_abi(library, "CUDA")
+        self._update = _entry(library, "update", Update)
+        self._norm = _entry(library, "norm", Norm)
+        self._partials = _prototype(library.zl_cuda_norm_partials, c_int64, POINTER(Norm))
         self._error_string = _prototype(library.zl_cuda_error_string, c_char_p, c_int32)
 
     def update(self, call: UpdateCall) -> None:
-        states = [_addresses(tensors) for tensors in call.states]
-        kept = (_addresses(call.params), _addresses(call.grads), _addresses(call.outs))
-        arguments = _Update(
-            rule=call.rule,
-            param_dtype=_DTYPES[call.params[0].dtype],
-            grad_dtype=_DTYPES[call.grads[0].dtype],
-            state_dtype=_DTYPES[call.states[0][0].dtype if call.states else torch.float32],
-            out_dtype=_DTYPES[call.outs[0].dtype] if call.outs else 0,
-            tensors=len(call.params),
-            segments=call.table.shape[0],
-            params=_pointer(kept[0]),
-            grads=_pointer(kept[1]),
-            states=(c_void_p * 2)(*(_pointer(state) for state in states)),
-            outs=_pointer(kept[2]) if call.outs else None,
-            table=call.table.data_ptr(),
-            rows=call.rows.data_ptr(),
-            factor=None if call.factor is None else call.factor.data_ptr(),
-            skip=None if call.skip is None else call.skip.data_ptr(),
-        )
-        self._launch(self._update, arguments, call.params[0].device)
+        self._launch(self._update, update_arguments(call), call.params[0].device)
 
     def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
         """sums[owner] += the sum of squares of each segment (tensor, start, elements, owner) of ``table``, in double.
 
         Equal segments have equal sums, bit for bit, wherever they lie; an owner's are added in the order of the table.
         Not those of the CPU's kernel: the order of additions within a segment is another."""
-        kept = _addresses(values)
-        arguments = _Norm(
-            dtype=_DTYPES[values[0].dtype],
-            tensors=len(values),
-            segments=table.shape[0],
-            values=_pointer(kept),
-            table=table.data_ptr(),
-            sums=sums.data_ptr(),
-        )
+        arguments = norm_arguments(sums, values, table)
         arguments.partials = self._partials(ctypes.byref(arguments))
         partial = torch.empty(arguments.partials, dtype=torch.float64, device=sums.device)
         arguments.partial = partial.data_ptr()

@@ -16,9 +16,9 @@ class Lion(Optimizer):
     """Moves each element by `lr`, in the direction of the sign of an interpolation between the momentum and the
     gradient.
 
-        c = beta1 * m + (1 - beta1) * g
+        c = m + (1 - beta1) * (g - m)
         p = p - lr * (sign(c) + weight_decay * p)
-        m = beta2 * m + (1 - beta2) * g
+        m = m + (1 - beta2) * (g - m)
 
     lr: the size of a step; a good one is 3 to 10 times smaller than AdamW's. betas: (beta1, beta2), each in [0, 1).
     weight_decay: decoupled, as AdamW's. One state per parameter, `exp_avg`, of the parameter's shape and dtype.
@@ -91,11 +91,10 @@ def _lion(
     weight_decay: float,
 ) -> None:
     beta1, beta2 = betas
-    direction = torch._foreach_mul(exp_avgs, beta1)
-    torch._foreach_add_(direction, grads, alpha=1 - beta1)
-    torch._foreach_sign_(direction)
+    change = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
+    torch._foreach_sign_(change)
+    torch._foreach_mul_(change, -lr)
     if weight_decay != 0:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_add_(params, direction, alpha=-lr)
-    torch._foreach_mul_(exp_avgs, beta2)
-    torch._foreach_add_(exp_avgs, grads, alpha=1 - beta2)
+        torch._foreach_add_(change, params, alpha=-lr * weight_decay)
+    torch._foreach_add_(params, change)
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta2)

@@ -6,13 +6,14 @@ same things. They change their arguments and return nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from zerolite.ops import reference
-from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, TABLE_COLUMNS, Tensors, UpdateCall
+from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, MOMENTUM, SGD, TABLE_COLUMNS, Tensors, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.library import kernels_for
 
@@ -31,18 +32,25 @@ _SQUARES = "squares_(Tensor(a!) sums, Tensor[] values, Tensor table) -> ()"
 
 def _check(call: UpdateCall) -> None:
     lists: dict[str, Tensors] = {"params": call.params, "grads": call.grads}
-    lists |= {f"states {i}": states for i, states in enumerate(call.states) if states or call.rule != SGD}
+    lists |= {f"states {i}": states for i, states in enumerate(call.states)}
     if call.outs:
         lists["outs"] = call.outs
     for name, tensors in lists.items():
         allowed = _HALVES if name == "outs" else _FLOATS
         _check_list(name, tensors, call.params, allowed)
+    if len({states[0].dtype for states in call.states if states}) > 1:
+        raise ValueError(f"expected states of one dtype, got {[states[0].dtype for states in call.states]}")
     _check_table(call.table)
-    if call.rows.dtype != torch.float32 or call.rows.dim() != 2 or call.rows.shape[1] != COLUMNS:
-        raise ValueError(f"expected rows to be fp32 [rows, {COLUMNS}], got {_describe(call.rows)}")
+    rows = call.rows
+    good = rows.dtype == torch.float32 and rows.dim() == 2 and rows.shape[1] == COLUMNS
+    if not (good and rows.is_contiguous() and rows.device.type == "cpu"):
+        raise ValueError(f"expected contiguous fp32 rows [rows, {COLUMNS}] on the CPU, got {_describe(rows)}")
     for name, scalar in (("factor", call.factor), ("skip", call.skip)):
-        if scalar is not None and (scalar.dtype != torch.float32 or scalar.numel() != 1):
-            raise ValueError(f"expected {name} to be one fp32 number, got {_describe(scalar)}")
+        if scalar is None:
+            continue
+        good = scalar.dtype == torch.float32 and scalar.numel() == 1
+        if not good or (call.params and scalar.device != call.params[0].device):
+            raise ValueError(f"expected {name} to be one fp32 number on the device of params, got {_describe(scalar)}")
 
 
 def _check_list(name: str, tensors: Tensors, like: Tensors, allowed: Sequence[torch.dtype]) -> None:
@@ -63,8 +71,11 @@ def _check_list(name: str, tensors: Tensors, like: Tensors, allowed: Sequence[to
 
 
 def _check_table(table: torch.Tensor) -> None:
-    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != TABLE_COLUMNS or not table.is_contiguous():
-        raise ValueError(f"expected a contiguous int64 table [segments, {TABLE_COLUMNS}], got {_describe(table)}")
+    good = table.dtype == torch.int64 and table.dim() == 2 and table.shape[1] == TABLE_COLUMNS
+    if not (good and table.is_contiguous() and table.device.type == "cpu"):
+        raise ValueError(
+            f"expected a contiguous int64 table [segments, {TABLE_COLUMNS}] on the CPU, got {_describe(table)}"
+        )
 
 
 def _check_bounds(table: torch.Tensor, tensors: Tensors, rows: int) -> None:
@@ -72,7 +83,7 @@ def _check_bounds(table: torch.Tensor, tensors: Tensors, rows: int) -> None:
     which, start, numel, row = table.unbind(1)
     inside = (which >= 0) & (which < len(tensors)) & (start >= 0) & (numel >= 0) & (row >= 0) & (row < rows)
     sizes = torch.tensor([tensor.numel() for tensor in tensors])
-    inside &= start + numel <= sizes[which.clamp(0, len(tensors) - 1)]
+    inside &= numel <= sizes[which.clamp(0, len(tensors) - 1)] - start
     if not bool(inside.all()):
         segment = int((~inside).nonzero()[0])
         raise ValueError(
@@ -88,7 +99,10 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _call_of(rule: int, count: int, arguments: Sequence[Any]) -> UpdateCall:
     params, grads, *rest = arguments
-    return UpdateCall(rule, params, grads, tuple(s for s in rest[:count] if s), *rest[count:])
+    states = tuple(rest[:count])
+    if rule == SGD and not states[0]:  # without momentum
+        states = ()
+    return UpdateCall(rule, params, grads, states, *rest[count:])
 
 
 def _update_implementation(rule: int, count: int, real: bool) -> Any:
@@ -97,10 +111,14 @@ def _update_implementation(rule: int, count: int, real: bool) -> Any:
         _check(call)
         if not real or not call.params or not call.table.shape[0]:
             return
+        if not call.states and bool(call.rows[:, MOMENTUM].any()):
+            raise ValueError("expected momentum_buffers for rows with momentum, got none")
         kernels = kernels_for(call.params[0].device)
         if not isinstance(kernels, CpuKernels):  # which checks this itself
             _check_bounds(call.table, call.params, call.rows.shape[0])
         (kernels or reference).update(call)
+        changed = (*call.params, *itertools.chain(*call.states), *call.outs)
+        torch.autograd.graph.increment_version(changed)
 
     return implementation
 
@@ -119,6 +137,7 @@ def _squares(sums: torch.Tensor, values: Tensors, table: torch.Tensor) -> None:
         if not isinstance(kernels, CpuKernels):
             _check_bounds(table, values, sums.numel())
         (kernels or reference).squares(sums, values, table)
+        torch.autograd.graph.increment_version(sums)
 
 
 _library = torch.library.Library("zerolite", "DEF")

@@ -1,7 +1,7 @@
 """The kernels in plain PyTorch: what runs where they cannot be built, and what the tests hold them against.
 
-The operations are those of torch.optim's foreach implementations, in their order, with an exact square root. They run
-on a stretch of elements at a time, so that temporaries stay small.
+The operations are those of csrc/rules.h, which says why, and give the same bits on processors with FMA. They run on a
+stretch of elements at a time, so that temporaries stay small.
 """
 
 from __future__ import annotations
@@ -72,25 +72,22 @@ def _root(value: torch.Tensor) -> torch.Tensor:
 
 
 def _adam(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:
-    _, keep, l2, weight1, beta2, weight2, correction2, eps, step, *_ = row
+    _, decay, l2, weight1, weight2, correction2, eps, step = row
     m, v = states
     if l2:
         g = g.add(p, alpha=l2)
-    if keep != 1.0:
-        p.mul_(keep)
     m.lerp_(g, weight1)
-    v.mul_(beta2).addcmul_(g, g, value=weight2)
-    p.addcdiv_(m, _root(v).div_(correction2).add_(eps), value=step)
+    v.add_(torch.addcmul(-v, g, g), alpha=weight2)
+    change = (m * step).div_(_root(v).div_(correction2).add_(eps))
+    p.add_(change.add_(p, alpha=decay) if decay else change)
 
 
 def _lion(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:
-    _, keep, beta1, weight1, beta2, weight2, step, *_ = row
+    _, decay, weight1, weight2, step, *_ = row
     (m,) = states
-    direction = (m * beta1).add_(g, alpha=weight1).sign_()
-    if keep != 1.0:
-        p.mul_(keep)
-    p.add_(direction, alpha=step)
-    m.mul_(beta2).add_(g, alpha=weight2)
+    change = m.lerp(g, weight1).sign_().mul_(step)
+    p.add_(change.add_(p, alpha=decay) if decay else change)
+    m.lerp_(g, weight2)
 
 
 def _adagrad(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]) -> None:

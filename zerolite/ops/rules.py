@@ -77,13 +77,12 @@ def _adam_row(group: Group, step: int, decoupled: bool) -> Row:
     correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
     if not group.get("bias_correction", True):
         correction1 = correction2 = 1.0
-    keep, l2 = (1.0 - lr * decay, 0.0) if decoupled else (1.0, decay)
+    shrink, l2 = (-lr * decay, 0.0) if decoupled else (0.0, decay)
     return _filled(
         _sign(group),
-        keep,
+        shrink,
         l2,
         1.0 - beta1,
-        beta2,
         1.0 - beta2,
         correction2**0.5,
         float(group["eps"]),
@@ -94,8 +93,7 @@ def _adam_row(group: Group, step: int, decoupled: bool) -> Row:
 def _lion_row(group: Group, step: int) -> Row:
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
-    keep = 1.0 - lr * float(group["weight_decay"])
-    return _filled(1.0, keep, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -lr)
+    return _filled(1.0, -lr * float(group["weight_decay"]), 1.0 - beta1, 1.0 - beta2, -lr)
 
 
 def _adagrad_row(group: Group, step: int) -> Row:

@@ -198,14 +198,10 @@ def _connect(
         on_backward_begin()
         boundary.check_scaled(layout.slots[index].name)
 
-    def on_load() -> None:
-        pipeline.zero_grad()
-        pipeline.publish()
-
     boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None)
     reducer.attach(on_first_gradient, publisher.on_gradient if publisher.overlaps else None)
     publisher.attach(model)
-    optimizer.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, on_load)
+    optimizer.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, pipeline.on_masters_loaded)
     return boundary
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,8 +33,8 @@ def kernel_chooser(
     missing = torch.tensor([0.0 if reason is None else comm.rank + 1.0], dtype=torch.float64, device=device)
     comm.all_reduce_max(missing, tag="kernels")
     somewhere = host_value(missing)
-    if somewhere == comm.rank + 1:
-        logger.warning("%s", _warning(device, reason or "", comm))
+    if somewhere == comm.rank + 1 and os.environ.get("ZEROLITE_KERNELS") != "0":
+        _warn_once(_warning(device, reason or "", comm))
 
     def choose(optimizer: Optimizer, masters: Sequence[torch.dtype]) -> UpdateRule | None:
         rule = rule_of(optimizer)
@@ -62,6 +64,11 @@ def _prefer_fused(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             group["fused"] = True
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _warning(device: torch.device, reason: str, comm: Communicator) -> str:

@@ -225,6 +225,12 @@ class StepPipeline:
         """Somebody loaded values into these parameters of the module: they are what the next update starts from."""
         self._written.update(indices)
 
+    def on_masters_loaded(self) -> None:
+        """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
+        self._written.clear()
+        self.zero_grad()
+        self.publish()
+
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
         for bucket in range(len(self._buffer.layout.buckets)):

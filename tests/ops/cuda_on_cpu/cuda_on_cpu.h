@@ -1,5 +1,5 @@
-// Enough of CUDA to compile csrc/cuda with a C++ compiler and run it on the CPU, one block after the other. The threads of a
-// block are coroutines that yield at barriers, so what they do between two barriers happens in the order of their
+// Enough of CUDA to compile csrc/cuda with a C++ compiler and run it on the CPU, one block after the other. The threads
+// of a block are coroutines that yield at barriers, so what they do between two barriers happens in the order of their
 // numbers, or in the opposite order, and so do the blocks: see `zl_simulate`.
 #pragma once
 
@@ -48,11 +48,6 @@ inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b
 inline float __uint_as_float(uint32_t x) { return float_of(x); }
 inline uint32_t __float_as_uint(float x) { return bits_of(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-template <class T>
-T __ldcg(const T* at) {
-  return *at;
-}
-
 namespace sim {
 
 constexpr int WARP = 32;
@@ -157,6 +152,13 @@ template <class T>
 bool __isGlobal(T* pointer) {
   if ((uintptr_t)pointer % sizeof(T)) sim::misaligned = true;
   return true;
+}
+
+// What others wrote: others run before it is read.
+template <class T>
+T __ldcg(const T* at) {
+  sim::yield();
+  return *at;
 }
 
 inline void __syncthreads() { sim::block.all.wait(); }

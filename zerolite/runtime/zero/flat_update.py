@@ -83,7 +83,9 @@ class FlatUpdate:
         self._steps = 0
         self._missed: dict[int, int] = {}  # by index of the parameter
         self._used: frozenset[int] | None = None  # in the last update; None for all
-        self._left_out: list[int] = []  # the others
+        self._counted = False  # whether the last update counted for any
+        self._without: tuple[int, ...] = ()  # groups that have no states
+        self._idle: list[int] = []  # parameters for which the last update does not count
         self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
 
     @torch.no_grad()
@@ -107,7 +109,7 @@ class FlatUpdate:
                 )
         states = self._allocated(groups)
         by_bucket = dict(zip(buckets, gradients, strict=True))
-        self._count(used)
+        self._count(used, groups)
         on_host = isinstance(factor, float)
         for launch in self._plan(tuple(buckets), gradients, publish):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
@@ -129,9 +131,10 @@ class FlatUpdate:
 
     def forget_last(self) -> None:
         """The last update was skipped on the device: it does not count."""
-        self._steps -= 1
-        for index in self._left_out:
-            self._missed[index] -= 1
+        if self._counted:
+            self._steps -= 1
+            for index in self._idle:
+                self._missed[index] -= 1
 
     # ---------------------------------------------------------------- states
 
@@ -155,7 +158,7 @@ class FlatUpdate:
             self._steps = step
         self._missed[piece.fragment.slot.index] = self._steps - step
         self._launches.clear()
-        if not piece.fragment.numel or (not step and self._states is None):
+        if not step and self._states is None:
             return
         groups = self._groups()
         bucket = piece.fragment.slot.bucket
@@ -171,9 +174,6 @@ class FlatUpdate:
             if not any(self._rule.has_states(group) for group in groups):
                 return []
             self._states = [self._new_states(groups) for _ in self._rule.states]
-            if not self._rule.counts_steps:
-                self._steps, self._missed = 0, {}  # what counted before had no states
-                self._launches.clear()
         return self._states
 
     def _new_states(self, groups: Groups) -> Flat:
@@ -195,17 +195,24 @@ class FlatUpdate:
     def _steps_of(self, piece: Piece) -> int:
         return self._steps - self._missed.get(piece.fragment.slot.index, 0)
 
-    def _count(self, used: frozenset[int] | None) -> None:
+    def _count(self, used: frozenset[int] | None, groups: Groups) -> None:
+        """One more step for those that take part in it and have states."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
-        if used != self._used:
-            self._used = used
-            indices = (piece.fragment.slot.index for piece in self._all())
-            self._left_out = [] if used is None else [index for index in indices if index not in used]
+        without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
+        if (used, without) != (self._used, self._without):
+            self._used, self._without = used, without
+            self._idle = [
+                piece.fragment.slot.index
+                for piece in self._all()
+                if piece.group in without or (used is not None and piece.fragment.slot.index not in used)
+            ]
             self._launches.clear()
-        self._steps += 1
-        for index in self._left_out:
-            self._missed[index] = self._missed.get(index, 0) + 1
+        self._counted = len(without) < len(groups)
+        if self._counted:
+            self._steps += 1
+            for index in self._idle:
+                self._missed[index] = self._missed.get(index, 0) + 1
 
     # ---------------------------------------------------------------- planning
 

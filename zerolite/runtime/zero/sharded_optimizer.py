@@ -159,8 +159,8 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`. Called on all ranks, each with its own state.
 
-        Raises ValueError, before anything is changed, if the state was saved under another partition or other param
-        groups.
+        Which implementation updates (``foreach``, ``fused``, …) stays as it is here. Raises ValueError, before anything
+        is changed, if the state was saved under another partition or other param groups.
         """
         self._check_loadable(state_dict)
         position = self._positions()
@@ -170,7 +170,7 @@ class ShardedOptimizer(Optimizer):
             if index in state_dict["masters"]:
                 self._master_view(piece).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: value for key, value in saved.items() if key not in _KEPT})
         self._on_load()
 
     # ---------------------------------------------------------------- the update
@@ -253,6 +253,7 @@ class ShardedOptimizer(Optimizer):
             )
 
 
+_KEPT = ("params", "foreach", "fused", "capturable", "differentiable")  # of a param group when another is loaded
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 

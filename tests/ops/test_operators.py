@@ -1,0 +1,369 @@
+"""The kernels as operators of torch: schemas, fake tensors, torch.compile, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.ops.cases import BF16, F16, F32, assert_same, needs_fma, numbers, rule
+from zerolite.ops import reference
+from zerolite.ops.call import UpdateCall
+
+ROOT = Path(__file__).resolve().parents[2]
+STATES = {"adam_": 2, "lion_": 1, "adagrad_": 1, "sgd_": 1}
+NAMES = {"adam_": "adamw", "lion_": "lion-decay", "adagrad_": "adagrad", "sgd_": "sgd-nesterov"}
+UPDATES = pytest.mark.parametrize("operator", STATES)
+NUMELS = (40, 3, 17)
+
+
+def _arguments(operator: str) -> dict[str, Any]:
+    """Two tensors updated in three segments with two rows, one without a segment; keys are those of UpdateCall."""
+    of = rule(NAMES[operator])
+    lists = [[numbers(n, seed=n + kind, special=0.0) for n in NUMELS] for kind in range(2 + STATES[operator])]
+    return {
+        "params": lists[0],
+        "grads": [g.bfloat16() for g in lists[1]],
+        "states": [[s.abs() for s in state] for state in lists[2:]],
+        "outs": [torch.zeros(n, dtype=BF16) for n in NUMELS],
+        "table": torch.tensor([[0, 0, 30, 0], [2, 1, 16, 1], [0, 30, 10, 1]]),
+        "rows": torch.tensor([of.row(1), of.row(9)]),
+        "factor": torch.tensor(0.25),
+        "skip": torch.tensor(0.0),
+    }
+
+
+def _positional(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    a = dict(arguments)
+    return (a.pop("params"), a.pop("grads"), *a.pop("states"), *a.values())
+
+
+def _call(operator: str, arguments: dict[str, Any]) -> None:
+    getattr(torch.ops.zerolite, operator)(*_positional(arguments))
+
+
+def _changed(arguments: dict[str, Any]) -> list[torch.Tensor]:
+    return [tensor for kind in (arguments["params"], *arguments["states"], arguments["outs"]) for tensor in kind]
+
+
+def _squares_arguments() -> tuple[Any, ...]:
+    values = [numbers(n, seed=n, special=0.0) for n in NUMELS]
+    return torch.ones(2, dtype=torch.float64), values, torch.tensor([[0, 0, 30, 0], [2, 1, 16, 1], [0, 30, 10, 1]])
+
+
+# ------------------------------------------------------------------- what they are to torch
+
+
+@UPDATES
+@needs_fma
+def test_operators_are_the_reference(operator: str) -> None:
+    got, expected = _arguments(operator), _arguments(operator)
+    _call(operator, got)
+    number = rule(NAMES[operator]).rule.number
+    reference.update(UpdateCall(number, *expected.values()))
+    assert_same(_changed(got), _changed(expected))
+    unchanged = _changed(_arguments(operator))
+    assert all(torch.equal(a, b) for a, b in zip(got["grads"], _arguments(operator)["grads"], strict=True))
+    assert sum(not torch.equal(a, b) for a, b in zip(_changed(got), unchanged, strict=True)) == 2 * (
+        2 + STATES[operator]
+    )
+
+
+@UPDATES
+def test_operators_pass_opcheck(operator: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.zerolite, operator), _positional(_arguments(operator)))
+    plain = {**_arguments(operator), "outs": [], "factor": None, "skip": None}
+    torch.library.opcheck(getattr(torch.ops.zerolite, operator), _positional(plain))
+
+
+def test_squares_passes_opcheck() -> None:
+    torch.library.opcheck(torch.ops.zerolite.squares_, _squares_arguments())
+
+
+@UPDATES
+def test_schemas_name_what_changes(operator: str) -> None:
+    arguments = getattr(torch.ops.zerolite, operator).default._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    reads = {"grads", "table", "rows", "factor", "skip"}
+    assert written == [a.name for a in arguments if a.name not in reads] and len(written) == 2 + STATES[operator]
+
+
+@UPDATES
+def test_fake_tensors_are_checked_and_not_computed(operator: str) -> None:
+    arguments = _arguments(operator)
+    with FakeTensorMode() as mode:
+        fake = {key: _fake(mode, value) for key, value in arguments.items()}
+        _call(operator, fake)
+        with pytest.raises(ValueError, match="expected grads\\[1\\] contiguous"):
+            _call(operator, {**fake, "grads": [fake["grads"][0], fake["grads"][0], fake["grads"][2]]})
+        with pytest.raises(ValueError, match="expected a contiguous int64 table"):
+            _call(operator, {**fake, "table": fake["table"].int()})
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_fake(mode, one) for one in value]
+    return value if value is None or isinstance(value, torch._subclasses.FakeTensor) else mode.from_tensor(value)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@UPDATES
+def test_compiled_functions_contain_them(operator: str, backend: str) -> None:
+    """In one graph, with what comes before and after: the update is neither moved nor left out."""
+
+    def train(arguments: dict[str, Any]) -> torch.Tensor:
+        grads = [2 * g for g in arguments["grads"]]
+        _call(operator, {**arguments, "grads": grads})
+        return arguments["params"][0].sum() + arguments["outs"][2].float().sum()
+
+    torch._dynamo.reset()
+    plain, compiled = _arguments(operator), _arguments(operator)
+    expected = train(plain)
+    got = torch.compile(train, backend=backend, fullgraph=True)(compiled)
+    assert torch.equal(got, expected)
+    assert_same(_changed(compiled), _changed(plain))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_squares_compile(backend: str) -> None:
+    def norm(sums: torch.Tensor, values: list[torch.Tensor], table: torch.Tensor) -> torch.Tensor:
+        torch.ops.zerolite.squares_(sums, values, table)
+        return sums.sqrt()
+
+    torch._dynamo.reset()
+    got = torch.compile(norm, backend=backend, fullgraph=True)(*_squares_arguments())
+    assert torch.equal(got, norm(*_squares_arguments()))
+
+
+def test_autograd_notices_an_update() -> None:
+    """A weight that was updated after a forward pass that saved it: backward says so, as after torch's optimizers."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    out = (weight * weight).sum()
+    arguments = _arguments("sgd_")
+    table, rows = torch.tensor([[0, 0, 4, 0]]), arguments["rows"]
+    with torch.no_grad():
+        torch.ops.zerolite.sgd_([weight], [torch.ones(4)], [torch.zeros(4)], [], table, rows, None, None)
+    assert bool((weight != 1).all())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+# ------------------------------------------------------------------- what they refuse
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+TABLE = r"expected a contiguous int64 table \[segments, 4\]"
+ROWS = r"expected contiguous fp32 rows \[rows, 10\]"
+
+
+def _gapped(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.t().contiguous().t()
+
+
+def _strided(n: int) -> torch.Tensor:
+    return torch.zeros(2 * n)[::2]
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "params in float64": (
+        lambda a: {"params": [p.double() for p in a["params"]]},
+        "expected params of torch.float32 or torch.bfloat16 or torch.float16, got torch.float64",
+    ),
+    "params of two dtypes": (
+        lambda a: {"params": [*a["params"][:2], a["params"][2].half()]},
+        r"expected params\[2\] contiguous, torch.float32 on cpu, .* got torch.float16 \[17\] on cpu",
+    ),
+    "params with gaps": (
+        lambda a: {"params": [_strided(40), *a["params"][1:]]},
+        r"expected params\[0\] contiguous.*with gaps",
+    ),
+    "integer grads": (lambda a: {"grads": [g.int() for g in a["grads"]]}, "expected grads of torch.float32.*int32"),
+    "too few grads": (lambda a: {"grads": a["grads"][:2]}, "expected as many grads as params, 3, got 2"),
+    "short grads": (
+        lambda a: {"grads": [a["grads"][0][:39], *a["grads"][1:]]},
+        r"expected grads\[0\] contiguous, .* with the 40 elements of params\[0\], got torch.bfloat16 \[39\] on cpu",
+    ),
+    "grads elsewhere": (
+        lambda a: {"grads": [g.to("meta") for g in a["grads"]]},
+        r"expected grads\[0\] contiguous, torch.bfloat16 on cpu, .* on meta",
+    ),
+    "states of another number": (
+        lambda a: {"states": [state[:1] for state in a["states"]]},
+        "expected as many .* as params, 3, got 1",
+    ),
+    "short states": (
+        lambda a: {"states": [[s[:2] for s in state] for state in a["states"]]},
+        "contiguous, .* with the 40 elements",
+    ),
+    "outs in fp32": (
+        lambda a: {"outs": [o.float() for o in a["outs"]]},
+        "expected outs of torch.bfloat16 or torch.float16, got torch.float32",
+    ),
+    "too many outs": (lambda a: {"outs": 2 * a["outs"]}, "expected as many outs as params, 3, got 6"),
+    "a table in fp32": (lambda a: {"table": a["table"].float()}, rf"{TABLE}.*got torch.float32"),
+    "a table of 3 columns": (lambda a: {"table": a["table"][:, :3].contiguous()}, rf"{TABLE}.*got .*\[3, 3\]"),
+    "a table with gaps": (lambda a: {"table": _gapped(a["table"])}, rf"{TABLE}.*with gaps"),
+    "a table elsewhere": (lambda a: {"table": a["table"].to("meta")}, rf"{TABLE}.*on meta"),
+    "rows in float64": (lambda a: {"rows": a["rows"].double()}, rf"{ROWS}.*got torch.float64"),
+    "rows of 9 columns": (lambda a: {"rows": a["rows"][:, :9].contiguous()}, rf"{ROWS}.*got .*\[2, 9\]"),
+    "rows with gaps": (lambda a: {"rows": _gapped(a["rows"])}, rf"{ROWS}.*with gaps"),
+    "rows elsewhere": (lambda a: {"rows": a["rows"].to("meta")}, rf"{ROWS}.*on meta"),
+    "a factor elsewhere": (lambda a: {"factor": a["factor"].to("meta")}, "expected factor to be one .*on meta"),
+    "a factor in float64": (
+        lambda a: {"factor": a["factor"].double()},
+        "expected factor to be one fp32 number.*float64",
+    ),
+    "two factors": (lambda a: {"factor": torch.ones(2)}, r"expected factor to be one fp32 number.*\[2\]"),
+    "a skip of int64": (lambda a: {"skip": torch.tensor(1)}, "expected skip to be one fp32 number.*int64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@UPDATES
+def test_wrong_arguments_are_refused(operator: str, case: str) -> None:
+    change, sentence = REFUSED[case]
+    arguments, before = _arguments(operator), _arguments(operator)
+    with pytest.raises(ValueError, match=sentence):
+        _call(operator, {**arguments, **change(arguments)})
+    assert_same(_changed(arguments), _changed(before))
+
+
+@pytest.mark.parametrize("operator", ["adam_", "lion_", "adagrad_"])
+def test_missing_states_are_refused(operator: str) -> None:
+    arguments = _arguments(operator)
+    arguments["states"][-1] = []
+    with pytest.raises(ValueError, match="expected as many .* as params, 3, got 0"):
+        _call(operator, arguments)
+
+
+def test_states_of_two_dtypes_are_refused() -> None:
+    """They would be read and written past their ends."""
+    arguments = _arguments("adam_")
+    arguments["states"][0] = [s.bfloat16() for s in arguments["states"][0]]
+    with pytest.raises(ValueError, match="bfloat16"):
+        _call("adam_", arguments)
+
+
+OUTSIDE = [
+    [0, 0, 41, 0],
+    [0, 40, 1, 0],
+    [0, 41, 0, 0],
+    [0, -1, 2, 0],
+    [0, 3, -1, 0],
+    [3, 0, 1, 0],
+    [-1, 0, 1, 0],
+    [0, 0, 1, 2],
+    [0, 0, 1, -1],
+    [0, (1 << 63) - 1, (1 << 63) - 1, 0],
+    [0, 1, (1 << 63) - 1, 0],
+]
+
+
+@pytest.mark.parametrize("segment", OUTSIDE, ids=str)
+def test_segments_outside_are_refused(segment: list[int]) -> None:
+    """Before anything is changed: no other segment is done either."""
+    arguments, before = _arguments("adam_"), _arguments("adam_")
+    arguments["table"] = torch.tensor([[0, 0, 30, 0], segment])
+    with pytest.raises((RuntimeError, ValueError), match="segment"):
+        _call("adam_", arguments)
+    assert_same(_changed(arguments), _changed(before))
+    sums, values, _ = _squares_arguments()
+    with pytest.raises((RuntimeError, ValueError), match="segment"):
+        torch.ops.zerolite.squares_(sums, values, arguments["table"])
+    assert sums.tolist() == [1.0, 1.0]
+
+
+def test_a_segment_may_end_where_its_tensor_ends() -> None:
+    sums, values, _ = _squares_arguments()
+    torch.ops.zerolite.squares_(sums, values, torch.tensor([[0, 40, 0, 0], [2, 0, 17, 1]]))
+    assert sums.tolist() == pytest.approx([1.0, 1.0 + float((values[2].double() ** 2).sum())])
+
+
+@pytest.mark.parametrize(
+    ("sums", "values", "table", "sentence"),
+    [
+        (torch.zeros(1), [torch.ones(3)], None, "expected sums to be contiguous float64"),
+        (torch.zeros(4, dtype=torch.float64)[::2], [torch.ones(3)], None, "expected sums to be contiguous.*with gaps"),
+        (None, [torch.ones(3), torch.ones(3).half()], None, r"expected values\[1\] contiguous, torch.float32"),
+        (None, [torch.ones(3).int()], None, "expected values of torch.float32 .*got torch.int32"),
+        (None, [torch.ones(6)[::2]], None, r"expected values\[0\] contiguous.*with gaps"),
+        (None, [torch.ones(3)], torch.tensor([[0, 0, 3]]), "expected a contiguous int64 table"),
+    ],
+)
+def test_wrong_arguments_of_squares_are_refused(
+    sums: torch.Tensor | None, values: list[torch.Tensor], table: torch.Tensor | None, sentence: str
+) -> None:
+    table = torch.tensor([[0, 0, 3, 0]]) if table is None else table
+    with pytest.raises(ValueError, match=sentence):
+        torch.ops.zerolite.squares_(torch.zeros(1, dtype=torch.float64) if sums is None else sums, values, table)
+
+
+def test_squares_of_float64() -> None:
+    """Not a dtype of the kernels; the reference does it."""
+    values = numbers(1000, seed=0, special=0.0).double() / 3
+    sums = torch.ones(1, dtype=torch.float64)
+    torch.ops.zerolite.squares_(sums, [values], torch.tensor([[0, 0, 1000, 0]]))
+    assert float(sums) == pytest.approx(1 + float((values * values).sum()), rel=1e-14)
+
+
+@UPDATES
+def test_nothing_to_do(operator: str) -> None:
+    arguments, before = _arguments(operator), _arguments(operator)
+    arguments["table"] = torch.empty(0, 4, dtype=torch.int64)
+    _call(operator, arguments)
+    assert_same(_changed(arguments), _changed(before))
+    empty: dict[str, Any] = {"params": [], "grads": [], "states": [[]] * STATES[operator], "outs": []}
+    _call(operator, {**empty, "table": arguments["table"], "rows": torch.empty(0, 10), "factor": None, "skip": None})
+
+
+# ------------------------------------------------------------------- without kernels
+
+_BOTH = """
+import sys
+import torch
+from tests.ops.test_operators import STATES, _arguments, _call, _changed, _squares_arguments
+from zerolite.ops.library import kernels_for, why_unavailable
+
+results = []
+for operator in STATES:
+    arguments = _arguments(operator)
+    _call(operator, arguments)
+    results += _changed(arguments)
+sums, values, table = _squares_arguments()
+torch.ops.zerolite.squares_(sums, values, table)
+torch.save((results, sums, kernels_for(sums.device) is None, why_unavailable(sums.device)), sys.argv[1])
+"""
+
+
+@needs_fma
+def test_without_kernels_the_reference_gives_the_same_bits(tmp_path: Path) -> None:
+    out = tmp_path / "results.pt"
+    done = subprocess.run(
+        [sys.executable, "-c", _BOTH, str(out)],
+        cwd=ROOT,
+        env={**os.environ, "ZEROLITE_KERNELS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    results, sums, none, why = torch.load(out)
+    assert none and "ZEROLITE_KERNELS" in why
+    expected: list[torch.Tensor] = []
+    for operator in STATES:
+        arguments = _arguments(operator)
+        _call(operator, arguments)
+        expected += _changed(arguments)
+    assert_same(results, expected)
+    squares = _squares_arguments()
+    torch.ops.zerolite.squares_(*squares)
+    assert torch.allclose(sums, squares[0], rtol=1e-15)
+    assert {F32, BF16} == {tensor.dtype for tensor in results} and F16 not in {sums.dtype}

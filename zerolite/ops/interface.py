@@ -1,0 +1,122 @@
+"""The C interface of csrc/kernels.h, which the libraries for CPU and CUDA share."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, c_int32, c_int64, c_void_p
+
+import torch
+
+from zerolite.ops.call import UpdateCall
+
+ABI = 2
+DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class Threads(Structure):
+    _fields_ = [("parallel", c_void_p), ("thread_num", c_void_p), ("threads", c_int32)]
+
+
+class Update(Structure):
+    _fields_ = [
+        ("rule", c_int32),
+        ("param_dtype", c_int32),
+        ("grad_dtype", c_int32),
+        ("state_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("isa", c_int32),
+        ("tensors", c_int64),
+        ("segments", c_int64),
+        ("numels", c_void_p),
+        ("params", c_void_p),
+        ("grads", c_void_p),
+        ("states", c_void_p * 2),
+        ("outs", c_void_p),
+        ("table", c_void_p),
+        ("rows", c_void_p),
+        ("row_count", c_int64),
+        ("factor", c_void_p),
+        ("skip", c_void_p),
+        ("threads", Threads),
+    ]
+
+
+class Norm(Structure):
+    _fields_ = [
+        ("dtype", c_int32),
+        ("isa", c_int32),
+        ("tensors", c_int64),
+        ("segments", c_int64),
+        ("partials", c_int64),
+        ("numels", c_void_p),
+        ("values", c_void_p),
+        ("table", c_void_p),
+        ("partial", c_void_p),
+        ("sums", c_void_p),
+        ("owners", c_int64),
+        ("threads", Threads),
+    ]
+
+
+def check_abi(library: ctypes.CDLL, kind: str) -> None:
+    """Raises RuntimeError for a library of another version of the interface."""
+    library.zl_abi.restype = c_int32
+    if library.zl_abi() != ABI:
+        raise RuntimeError(
+            f"the {kind} kernels have interface {library.zl_abi()}, expected {ABI}; rebuild them: delete the cache "
+            "directory that `zerolite report` names"
+        )
+
+
+def update_arguments(call: UpdateCall) -> Update:
+    """The structure of a call; it keeps its arrays of addresses alive, and the call must keep the tensors."""
+    states = [_addresses(tensors) for tensors in call.states]
+    params, grads, outs = _addresses(call.params), _addresses(call.grads), _addresses(call.outs)
+    numels = _numels(call.params)
+    arguments = Update(
+        rule=call.rule,
+        param_dtype=DTYPES[call.params[0].dtype],
+        grad_dtype=DTYPES[call.grads[0].dtype],
+        state_dtype=DTYPES[call.states[0][0].dtype if call.states else torch.float32],
+        out_dtype=DTYPES[call.outs[0].dtype] if call.outs else 0,
+        tensors=len(call.params),
+        segments=call.table.shape[0],
+        numels=ctypes.addressof(numels),
+        params=ctypes.addressof(params),
+        grads=ctypes.addressof(grads),
+        states=(c_void_p * 2)(*map(ctypes.addressof, states)),
+        outs=ctypes.addressof(outs) if call.outs else None,
+        table=call.table.data_ptr(),
+        rows=call.rows.data_ptr(),
+        row_count=call.rows.shape[0],
+        factor=None if call.factor is None else call.factor.data_ptr(),
+        skip=None if call.skip is None else call.skip.data_ptr(),
+    )
+    arguments.kept = (*states, params, grads, outs, numels)
+    return arguments
+
+
+def norm_arguments(sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> Norm:
+    """The same for a norm; ``partial`` is still to be given."""
+    addresses, numels = _addresses(values), _numels(values)
+    arguments = Norm(
+        dtype=DTYPES[values[0].dtype],
+        tensors=len(values),
+        segments=table.shape[0],
+        numels=ctypes.addressof(numels),
+        values=ctypes.addressof(addresses),
+        table=table.data_ptr(),
+        sums=sums.data_ptr(),
+        owners=sums.numel(),
+    )
+    arguments.kept = (addresses, numels)
+    return arguments
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def _numels(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(tensors))(*[tensor.numel() for tensor in tensors])
