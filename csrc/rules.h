@@ -40,14 +40,13 @@ struct Lerp {
 // sqrt(1 - beta2^t) or 1, eps, -lr / (1 - beta1^t) or -lr
 struct Adam {
   static constexpr int states = 2;
-  Lerp mean;
-  float scale, decay, l2, weight2, correction2, eps, step;
+  Lerp mean, square;
+  float scale, decay, l2, correction2, eps, step;
 
-  ZL_MEMBER Adam(const float* row, float factor) : mean(row[3]) {
+  ZL_MEMBER Adam(const float* row, float factor) : mean(row[3]), square(row[4]) {
     scale = row[0] * factor;
     decay = row[1];
     l2 = row[2];
-    weight2 = row[4];
     correction2 = row[5];
     eps = row[6];
     step = row[7];
@@ -58,7 +57,7 @@ struct Adam {
     g = g * V(scale);
     if (l2 != 0.0f) g = fma(p, V(l2), g);
     m = mean(m, g);
-    v = fma(V(weight2), fma(g, g, V(0.0f) - v), v);
+    v = fma(V(square.weight), fma(g, g, V(0.0f) - v), square.far ? g * g : v);
     V change = (V(step) * m) / (sqrt(v) / V(correction2) + V(eps));
     if (decay != 0.0f) change = fma(p, V(decay), change);
     p = p + change;

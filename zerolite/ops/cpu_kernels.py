@@ -46,7 +46,8 @@ class CpuKernels:
         double."""
         arguments = norm_arguments(sums, values, table)
         arguments.isa, arguments.threads = self._isa, _threads()
-        arguments.partials = int(((table[:, 2] + (NORM_CHUNK - 1)) // NORM_CHUNK).sum())
+        chunks = (table[:, 2].clamp(0, max(value.numel() for value in values)) + (NORM_CHUNK - 1)) // NORM_CHUNK
+        arguments.partials = int(chunks.sum())
         partial = torch.empty(arguments.partials, dtype=torch.float64)
         arguments.partial = partial.data_ptr()
         _check(self._norm(arguments), "norm")

@@ -77,7 +77,11 @@ def _adam(row: Row, p: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor]
     if l2:
         g = g.add(p, alpha=l2)
     m.lerp_(g, weight1)
-    v.add_(torch.addcmul(-v, g, g), alpha=weight2)
+    difference = torch.addcmul(-v, g, g)
+    if weight2 < 0.5:
+        v.add_(difference, alpha=weight2)
+    else:
+        torch.add(g * g, difference, alpha=weight2 - 1.0, out=v)
     change = (m * step).div_(_root(v).div_(correction2).add_(eps))
     p.add_(change.add_(p, alpha=decay) if decay else change)
 
