@@ -1,4 +1,4 @@
-"""Time one AdamW update, and what a mixed-precision step does around it, beside torch, DeepSpeed and the memory's limit.
+"""Time one AdamW update, and what a mixed-precision step does around it, beside torch, DeepSpeed and the memory's own.
 
     python benchmarks/adam.py                                   # 50 M parameters on the CPU
     python benchmarks/adam.py --numel 5000000 --rounds 15 --sections fp32,norm --markdown
@@ -7,16 +7,13 @@
 fp32: parameter, gradient and both moments in fp32. bf16: gradient bf16, master and moments fp32, weight bf16; zerolite
 takes all of it in one call, others cast and unscale the gradient before their optimizer and cast the weight after it.
 tensors: 1,000 tensors of 1,000 elements, in fp32: as segments of one buffer with rows of scalars in turn (so that no
-two neighbours are one segment), as tensors of their own, and as one tensor of a million. norm: the sum of squares of the
-gradients.
+two neighbours are one segment), as tensors of their own, and as one tensor of a million. norm: the sum of squares.
 
-"limit" is no optimizer: on the CPU a loop in C that reads and writes the same arrays with one multiplication and addition
-for each that is written (-O3 -march=native, as many threads as torch), on CUDA a copy of as many bytes within the device;
-for the norm, torch's sum. GB/s are bytes that must move at least, over the median time of a call; what a competitor moves
-more than once counts once.
-
-All run in one process, in turns; the order turns around every round, and ratios are medians over rounds of the ratio
-within a round.
+"limit" is no optimizer: on the CPU a loop in C that reads and writes the same fp32 arrays with one addition for each
+that is written (-O3 -march=native, as many threads as torch), on CUDA a copy of as many bytes within the device, for
+the norm torch's sum. GB/s are the bytes that must move at least, over the median time of a call: what a competitor
+moves more than once counts once. All run in one process, in turns; the order turns around every round, and ratios are
+medians over rounds of the ratio within a round.
 """
 
 from __future__ import annotations

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from zerolite.comm import destroy, init_distributed
     from zerolite.config import ConfigError, ZeroliteConfig
     from zerolite.runtime.build import initialize
+    from zerolite.runtime.dataloader import RepeatingLoader
     from zerolite.runtime.engine import Engine
 
 _LAZY = {
     "initialize": "zerolite.runtime.build",
     "Engine": "zerolite.runtime.engine",
+    "RepeatingLoader": "zerolite.runtime.dataloader",
     "init_distributed": "zerolite.comm",
     "destroy": "zerolite.comm",
     "ConfigError": "zerolite.config",
@@ -36,6 +38,7 @@ _LAZY = {
 __all__ = [
     "ConfigError",
     "Engine",
+    "RepeatingLoader",
     "ZeroliteConfig",
     "__version__",
     "comm",

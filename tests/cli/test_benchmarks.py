@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from benchmarks import adam
 from benchmarks import host_overhead as overhead
 from benchmarks.report import Row, render_table, summarise
 from benchmarks.tiny_layers import CollectiveClock, Ready, Trainee, Turn, make_inputs, warm_up
@@ -100,6 +102,39 @@ def test_profile_step_names_the_phases(stage: int) -> None:
     own = {1: "publish: launch", 3: "hooks and schedule"}[stage]
     for name in ("gradients into buckets", "launch reductions", own):
         assert phases[name][0] == 0 < phases[name][2], (name, done.stdout)
+
+
+def test_adam_measures_every_section(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = run("adam.py", "--numel", "4099", "--rounds", "1", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text(encoding="utf-8"))["results"]
+    assert list(results) == ["fp32", "bf16", "tensors", "norm"]
+    for name, rows in results.items():
+        present = {row["name"]: row for row in rows if row["absent"] is None}
+        assert all(row["name"] in done.stdout for row in rows) and len(present) >= 2, done.stdout
+        for row in present.values():
+            assert 0 < row["min_ms"] <= row["ms"] <= row["max_ms"] and row["gb_s"] > 0
+            assert (row["to_limit"] is None) == ("limit" not in present)
+        assert name == "tensors" or present.get("limit", {"to_limit": 1.0})["to_limit"] == 1.0
+    if importlib.util.find_spec("deepspeed") is None:
+        assert "No module named 'deepspeed'" in done.stdout
+
+
+def test_adam_takes_ratios_within_a_round() -> None:
+    """The machine was three times slower in the second round; a contender that cannot start keeps its line."""
+    one = adam.Contender("x", 600, lambda: None)  # type: ignore[arg-type, return-value]
+    row = adam._row(one, [1.5, 4.5, 1.5], [1.2, 3.6, 1.2], [1.0, 3.0, 1.0], {})
+    assert (row.to_limit, row.to_first, row.ms) == (pytest.approx(0.8), 1.5, 1500.0)
+    assert row.gb_s == pytest.approx(600 / 1.5 / 1e9)
+
+    def broken() -> adam.Call:
+        raise OSError("no such luck")
+
+    slow = adam.Contender("slow", 8, lambda: lambda: time.sleep(0.06))
+    first, second = adam.contest([adam.Contender("broken", 8, broken), slow], rounds=2, device="cpu")
+    assert first == adam.Row("broken", absent="no such luck")
+    assert second.ms is not None and second.ms >= 60 and (second.to_first, second.to_limit) == (None, None)
 
 
 # Two layers of two modules with parameters: launches of a step of zerolite as rank 0 of 64.

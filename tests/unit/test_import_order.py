@@ -41,6 +41,7 @@ LAYERS = {
     "zerolite.runtime.arguments": 5,
     "zerolite.runtime.step": 5,
     "zerolite.zero": 5,
+    "zerolite.runtime.growth": 6,
     "zerolite.runtime.engine": 6,
     "zerolite.runtime.build_stage3": 7,
     "zerolite.runtime.build": 7,

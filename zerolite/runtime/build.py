@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -23,15 +24,23 @@ from zerolite.runtime.arguments import (
     param_groups_of,
     scheduler_of,
 )
-from zerolite.runtime.build_stage3 import bucket_numel, partitioned_buffer, start_stage3
+from zerolite.runtime.build_stage3 import (
+    bucket_numel,
+    follow_units,
+    partitioned_buffer,
+    sliced_layout,
+    start_stage3,
+    watch_writes,
+)
 from zerolite.runtime.dataloader import build_dataloader
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.growth import Growth, Parameters, Ways
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
 from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
-from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer, ReductionOptions
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
 from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel, whole_shape
@@ -83,7 +92,8 @@ def initialize(
     groups = param_groups_of(model, optimizer, model_parameters)
     make_inner = optimizer_maker(optimizer, resolved, policy, groups)
     precision = _precision(resolved)
-    engine = _assemble(model, resolved, policy, precision, comm, device, make_inner, groups, broadcast_buffers)
+    adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
+    engine = _assemble(model, resolved, policy, precision, comm, device, make_inner, groups, broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(lr_scheduler, resolved, engine.optimizer)
     if training_data is not None:
         engine.dataloader = build_dataloader(
@@ -112,6 +122,7 @@ def _assemble(
     make_inner: Any,
     groups: Groups,
     broadcast_buffers: bool,
+    adopts: bool,
 ) -> Engine:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
@@ -125,8 +136,9 @@ def _assemble(
         partitioned = PartitionedModel(model, comm, second_communicator(comm, device), device)
         buffer = partitioned_buffer(partitioned, trained, specs, config, precision, comm, device)
     else:
-        buffer = _full_buffer(trained, specs, config, policy, precision, comm, device)
-    layout = buffer.layout
+        layout = PartitionLayout.build(specs, comm.world_size, bucket_numel(specs, config))
+        buffer = ParameterBuffer(layout, trained, comm.rank, policy.shard_optimizer)
+        _fill(buffer, precision, comm, device)
     _synchronize_rest(model, trained, precision, comm, device)
 
     accumulation = config.gradient_accumulation_steps or 1
@@ -134,7 +146,7 @@ def _assemble(
     by_index = [communication(p) for p in trained]
     reduction = _reduction_options(config, policy, precision, comm, accumulation, by_index)
     strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
-    reducer = GradReducer(layout, trained, comm, reduction, window.next_backward_closes, strides)
+    reducer = GradReducer(buffer.layout, trained, comm, reduction, window.next_backward_closes, strides)
     sharded = ShardedOptimizer(make_inner, groups, buffer, precision.update_dtype, kernel_chooser(comm, device))
     overlap_forward = config.zero_optimization.overlap_comm is True and not policy.shard_parameters
     gather = policy.shard_optimizer and not policy.shard_parameters
@@ -147,9 +159,8 @@ def _assemble(
         ignore_unused=config.zero_optimization.ignore_unused_parameters,
         update_numel=bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0,
     )
-    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, frozen, device)
-    boundary = _connect(pipeline, reducer, publisher, sharded, scaler, layout, model)
+    pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, device)
+    boundary = _connect(pipeline, reducer, publisher, scaler, model)
     engine = Engine(
         module=model,
         config=config,
@@ -169,12 +180,34 @@ def _assemble(
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
     pipeline.on_applied = lambda: _step_scheduler(known())
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)
-    hooks = [*reducer.handles, *publisher.handles, *_watch_loading(model, pipeline, trained)]
+    hooks: list[Any] = _watch_loading(model, pipeline)
     if partitioned is not None:
-        hooks += start_stage3(partitioned, engine, pipeline, publisher, reducer, trained)
-    weakref.finalize(engine, _remove_hooks, hooks)
+        hooks += start_stage3(partitioned, engine, pipeline, publisher, reducer)
+    weakref.finalize(engine, _remove_hooks, reducer.handles, publisher.handles, hooks)
     for parameter in trained:
         OWNERS[parameter] = known
+
+    def layout_of(parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
+        added = _parameter_specs(parameters, names, precision, communication)
+        if partitioned is not None:
+            return sliced_layout(partitioned, parameters, added, config, comm)
+        return PartitionLayout.build(added, comm.world_size, bucket_numel(specs, config))
+
+    def tell(parameters: Parameters) -> None:
+        by_index.extend(communication(p) for p in parameters)
+        for parameter in parameters:
+            OWNERS[parameter] = known
+        if partitioned is not None:
+            watch_writes(pipeline, buffer.parameters)
+            follow_units(partitioned, reducer)
+
+    fill = functools.partial(_fill, buffer, precision, comm, device)
+    growth = Growth(
+        model, comm, device, buffer, reducer, sharded, publisher, pipeline, Ways(layout_of, fill, tell), adopts
+    )
+    begins = pipeline if partitioned is None else partitioned.coordinator
+    begins.on_begin = growth.wake
+    sharded.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, pipeline.on_masters_loaded, growth.add_group)
     return engine
 
 
@@ -182,12 +215,10 @@ def _connect(
     pipeline: StepPipeline,
     reducer: GradReducer,
     publisher: Publisher,
-    optimizer: ShardedOptimizer,
     scaler: LossScaler | None,
-    layout: PartitionLayout,
     model: torch.nn.Module,
 ) -> GraphBoundary:
-    """Install the hooks and lead the optimizer's methods to the pipeline."""
+    """Install the hooks that lead to the pipeline."""
 
     def on_backward_begin() -> None:
         if not reducer.pass_open:
@@ -196,17 +227,16 @@ def _connect(
 
     def on_first_gradient(index: int) -> None:
         on_backward_begin()
-        boundary.check_scaled(layout.slots[index].name)
+        boundary.check_scaled(reducer.layout.slots[index].name)
 
     boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None)
     reducer.attach(on_first_gradient, publisher.on_gradient if publisher.overlaps else None)
     publisher.attach(model)
-    optimizer.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, pipeline.on_masters_loaded)
     return boundary
 
 
 def _parameter_specs(
-    trained: list[torch.nn.Parameter],
+    trained: Parameters,
     names: dict[int, str],
     precision: Precision,
     communication: Callable[[torch.nn.Parameter], torch.dtype | None],
@@ -217,26 +247,20 @@ def _parameter_specs(
     ]
 
 
-def _full_buffer(
-    trained: list[torch.nn.Parameter],
-    specs: list[ParameterSpec],
-    config: ZeroliteConfig,
-    policy: StagePolicy,
-    precision: Precision,
-    comm: Communicator,
-    device: torch.device,
-) -> ParameterBuffer:
-    """Stages 0 to 2: parameters whole, in buckets."""
-    layout = PartitionLayout.build(specs, comm.world_size, bucket_numel(specs, config))
-    buffer = ParameterBuffer(layout, trained, comm.rank, policy.shard_optimizer)
-    different = differing(trained, comm, device)
+def _fill(buffer: ParameterBuffer, precision: Precision, comm: Communicator, device: torch.device) -> None:
+    """Fill the buckets that are not filled yet: whole parameters, with rank 0's values, or shards."""
+    if isinstance(buffer, PartitionedParameterBuffer):
+        buffer.fill_from_shards(device, precision.compute_dtype, precision.master_dtype)
+        return
+    buckets = buffer.layout.buckets[len(buffer.compute) :]
+    indices = [slot.index for bucket in buckets for slot in bucket.slots]
+    different = dict(zip(indices, differing([buffer.parameters[i] for i in indices], comm, device), strict=True))
 
     def synchronize(bucket: Bucket, flat: torch.Tensor) -> None:
         if any(different[slot.index] for slot in bucket.slots):
             broadcast_into(flat, comm, device, "initial_sync")
 
     buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
-    return buffer
 
 
 def _reduction_options(
@@ -377,23 +401,22 @@ def _step_scheduler(engine: Engine | None) -> None:
         engine.step_scheduler()
 
 
-def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline, trained: list[torch.nn.Parameter]) -> list[Any]:
+def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
     """Hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
     parameters."""
     known = weakref.ref(pipeline)
     own = weakref.WeakSet(model.modules())  # a copy of the model carries the hooks but is somebody else's
-    index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
     def after_loading(module: torch.nn.Module, keys: Any) -> None:
         owner = known()
         if owner is not None and module in own:
-            owner.on_values_loaded([index_of[id(p)] for p in module.parameters() if id(p) in index_of])
+            owner.on_parameters_loaded(module.parameters())
 
     return [module.register_load_state_dict_post_hook(after_loading) for module in model.modules()]
 
 
-def _remove_hooks(handles: list[Any]) -> None:
-    for handle in handles:
+def _remove_hooks(*lists: list[Any]) -> None:
+    for handle in [handle for handles in lists for handle in handles]:
         handle.remove()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,10 +44,8 @@ def partitioned_buffer(
     device: torch.device,
 ) -> ParameterBuffer:
     """Stage 3: shards in sliced buckets, one for each unit."""
-    plans = partitioned.plan(_stage3_options(config))
-    layout = PartitionLayout.build_sliced(
-        specs, bucket_groups(trained, plans, bucket_numel(specs, config)), comm.world_size
-    )
+    partitioned.plan(_stage3_options(config))
+    layout = sliced_layout(partitioned, trained, specs, config, comm)
     buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard)
     buffer.fill_from_shards(device, precision.compute_dtype, precision.master_dtype)
     in_layout = {id(p) for p in trained}
@@ -55,6 +54,18 @@ def partitioned_buffer(
         if id(parameter) not in in_layout and handle.shard.dtype != dtype:
             handle.move(torch.empty_like(handle.shard, dtype=dtype))
     return buffer
+
+
+def sliced_layout(
+    partitioned: PartitionedModel,
+    parameters: Sequence[torch.nn.Parameter],
+    specs: list[ParameterSpec],
+    config: ZeroliteConfig,
+    comm: Communicator,
+) -> PartitionLayout:
+    """A bucket for each unit's share of ``parameters``."""
+    groups = bucket_groups(parameters, partitioned.plans, bucket_numel(specs, config))
+    return PartitionLayout.build_sliced(specs, groups, comm.world_size)
 
 
 def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
@@ -79,7 +90,6 @@ def start_stage3(
     pipeline: StepPipeline,
     publisher: Publisher,
     reducer: GradReducer,
-    trained: list[torch.nn.Parameter],
 ) -> list[Any]:
     """Install what gathers; returns the hooks. The engine keeps the coordinator alive, hooks know it weakly."""
     coordinator = partitioned.start()
@@ -87,17 +97,28 @@ def start_stage3(
     publisher.on_published = coordinator.on_update
     coordinator.on_backward_begin = pipeline.begin_backward
     coordinator.on_use_end = reducer.on_use_end
-    unit_of = units_of_buckets(reducer.layout, trained, partitioned.plans)
-    reducer.follow(LaunchPlan(unit_of, lambda: coordinator.schedule.plan_number))
+    follow_units(partitioned, reducer)
     pipeline.trace = coordinator.schedule
     pipeline.on_zero_grad = coordinator.drop_failed
+    watch_writes(pipeline, reducer.parameters)
+    guard_state_dict(partitioned.model)
+    return partitioned.hooks
+
+
+def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
+    """Let buckets be launched at the ends of their units' backward uses, which is learned from here on."""
+    schedule = partitioned.coordinator.schedule
+    units = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
+    reducer.follow(LaunchPlan(units, lambda: schedule.plan_number))
+
+
+def watch_writes(pipeline: StepPipeline, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Masters follow what is written into parameters that somebody has gathered."""
     known = weakref.ref(pipeline)
-    for index, parameter in enumerate(trained):
+    for index, parameter in enumerate(parameters):
         handle = handle_of(parameter)
         assert handle is not None
         handle.on_written = functools.partial(_written, known, index)
-    guard_state_dict(partitioned.model)
-    return partitioned.hooks
 
 
 def _written(known: weakref.ref[StepPipeline], index: int) -> None:

@@ -292,9 +292,8 @@ class Engine:
         follow. Optimizer states stay. Raises RuntimeError on all ranks, before anything is changed, if shapes differ
         or, with ``strict``, names are missing or unexpected. Called on all ranks."""
         loaded = set(load_full_state_dict(self.module, state, self._comm, self.device, strict))
-        indices = {id(p): index for index, p in enumerate(self._reducer.parameters)}
         named = self._module.named_parameters(remove_duplicate=False)
-        self._pipeline.on_values_loaded(indices[id(p)] for name, p in named if name in loaded and id(p) in indices)
+        self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
 
     def __repr__(self) -> str:
         precision = self._precision.compute or self._precision.autocast or "parameters' own"

@@ -78,10 +78,8 @@ class StepPipeline:
         window: AccumulationWindow,
         scaler: LossScaler | None,
         options: StepOptions,
-        frozen: Sequence[tuple[str, torch.nn.Parameter]],
         device: torch.device,
     ) -> None:
-        self._frozen = list(frozen)
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
         self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
         self.on_zero_grad: Callable[[], None] = lambda: None
@@ -104,10 +102,17 @@ class StepPipeline:
         self._unsettled: _Unsettled | None = None
         self._last_vote = 0  # for this rank's trace, in the last step's statistics
         self._agreed = True  # whether all ranks gave the same
-        self._collector = StatsCollector(buffer.layout, list(buffer.layout.fragments(buffer.rank)), comm, device)
-        numels = [master.numel() for master in buffer.master]
-        self._chunks = _chunks(numels, sum(numels) if optimizer.method.one_launch else options.update_numel)
+        self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a backward
+        self.count_buckets()
         self._begin_window()
+
+    def count_buckets(self) -> None:
+        """Look at the layout anew: it has other buckets than before. Between steps."""
+        layout, one_launch = self._buffer.layout, self._optimizer.method.one_launch
+        fragments = list(layout.fragments(self._buffer.rank))
+        self._collector = StatsCollector(layout, fragments, self._comm, self._device)
+        numels = [master.numel() for master in self._buffer.master]
+        self._chunks = _chunks(numels, sum(numels) if one_launch else self._options.update_numel)
 
     def _begin_window(self) -> None:
         self._stats: StatsVector | None = None
@@ -128,6 +133,7 @@ class StepPipeline:
             self.zero_grad()
         if self._reducer.pass_open:
             return
+        self.on_begin()
         self._stats = None
         self.window_scale()
         self._reducer.begin_pass(end_with_backward=engine_scaled is None)
@@ -186,7 +192,6 @@ class StepPipeline:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         self.settle()
         self._decide_on_trace()
-        self._check_frozen()
         if self._written:
             self._buffer.refresh_masters(self._written)
             self._written.clear()
@@ -224,6 +229,11 @@ class StepPipeline:
     def on_values_loaded(self, indices: Iterable[int]) -> None:
         """Somebody loaded values into these parameters of the module: they are what the next update starts from."""
         self._written.update(indices)
+
+    def on_parameters_loaded(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The same, for those of ``parameters`` that are trained."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
+        self.on_values_loaded(index_of[id(p)] for p in parameters if id(p) in index_of)
 
     def on_masters_loaded(self) -> None:
         """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
@@ -364,16 +374,6 @@ class StepPipeline:
                 "Look at the data and "
                 "the loss of that rank, lower the learning rate, or clip the gradients."
             )
-
-    def _check_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter '{name}' was frozen when zerolite.initialize was called and requires a gradient "
-                    "now; it is not being "
-                    "trained. Unfreezing midway is not supported yet: delete the engine and call "
-                    "zerolite.initialize again."
-                )
 
     def _check_unused(self, outcome: GradStats) -> None:
         slots = self._buffer.layout.slots

@@ -244,29 +244,36 @@ def refused_option(config: dict[str, Any], key: str, value: Any) -> dict[str, An
 
 
 @contextlib.contextmanager
-def taken_away(ranks: Sequence[int]) -> Iterator[None]:
-    """These ranks cannot have the kernels, and say why."""
+def taken_away(ranks: Sequence[int], reason: str = "they are not wanted. Want them.") -> Iterator[None]:
+    """These ranks cannot have the kernels, for this reason."""
     load = library._load
     if dist.get_rank() in ranks:
-        library._load = lambda *_: "the compiler is on holiday. Call it back."  # type: ignore[assignment]
+        library._load = lambda *_: reason  # type: ignore[assignment]
     try:
         yield
     finally:
         library._load = load
 
 
-def fall_back(config: dict[str, Any], ranks: Sequence[int], variable: bool = False) -> dict[str, Any]:
-    """Train where the kernels are missing on some ranks, or switched off by the environment."""
-    with Warnings() as warnings, contextlib.ExitStack() as stack:
-        if variable:
-            os.environ["ZEROLITE_KERNELS"] = "0"
-            library._load.cache_clear()
-            stack.callback(library._load.cache_clear)
-        else:
-            stack.enter_context(taken_away(ranks))
-        with counted() as calls:
+def fall_back(config: dict[str, Any], ranks: Sequence[int], reason: str) -> dict[str, Any]:
+    """Train where the kernels are missing on some ranks, with two engines one after the other."""
+    with Warnings() as warnings, taken_away(ranks, reason), counted() as calls:
+        result = train(config)
+        again = train(config)
+    same = all(torch.equal(value, again["parameters"][name]) for name, value in result["parameters"].items())
+    return {**result, "warnings": warnings.messages, "updates": len(calls["update"]), "same": same}
+
+
+def switched_off(config: dict[str, Any]) -> dict[str, Any]:
+    """Train with the environment variable that switches the kernels off."""
+    os.environ["ZEROLITE_KERNELS"] = "0"
+    library._load.cache_clear()
+    try:
+        with Warnings() as warnings, counted() as calls:
             result = train(config)
-    os.environ.pop("ZEROLITE_KERNELS", None)
+    finally:
+        del os.environ["ZEROLITE_KERNELS"]
+        library._load.cache_clear()
     return {**result, "warnings": warnings.messages, "updates": len(calls["update"])}
 
 

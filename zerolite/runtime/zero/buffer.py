@@ -73,15 +73,18 @@ class ParameterBuffer:
     def __init__(
         self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], rank: int, shard: bool
     ) -> None:
-        self.layout = layout
-        self.parameters = list(parameters)
         self.rank = rank
         self.shard = shard
         self.compute: list[torch.Tensor] = []
         self.master: list[torch.Tensor] = []
-        fragments = layout.fragments(rank) if shard else layout.full_fragments()
+        self.use(layout, parameters)
+
+    def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take another layout, which begins with the buckets that are filled; ``fill`` does the others."""
+        self.layout = layout
+        self.parameters = list(parameters)
         self.fragments: list[list[Fragment]] = [[] for _ in layout.buckets]
-        for fragment in fragments:
+        for fragment in layout.fragments(self.rank) if self.shard else layout.full_fragments():
             self.fragments[fragment.slot.bucket].append(fragment)
 
     @torch.no_grad()
@@ -93,11 +96,11 @@ class ParameterBuffer:
         synchronize: Callable[[Bucket, torch.Tensor], None],
     ) -> None:
         """Move every parameter into its bucket, one bucket at a time, and take the masters from the values before
-        any rounding.
+        any rounding. Buckets that are filled stay as they are.
 
         ``synchronize(bucket, flat)`` makes the flat bucket, in the parameters' original dtype, equal on all ranks.
         """
-        for bucket in self.layout.buckets:
+        for bucket in self.layout.buckets[len(self.compute) :]:
             members = [self.parameters[slot.index] for slot in bucket.slots]
             dtype = compute_dtype(members[0])
             exact = members[0].dtype
@@ -181,8 +184,8 @@ class PartitionedParameterBuffer(ParameterBuffer):
         master_dtype: Callable[[torch.dtype], torch.dtype],
     ) -> None:
         """Move every shard into its row, one bucket at a time, and take the masters from the values before any
-        rounding."""
-        for bucket in self.layout.buckets:
+        rounding. Buckets that are filled stay as they are."""
+        for bucket in self.layout.buckets[len(self.compute) :]:
             members = [self.parameters[slot.index] for slot in bucket.slots]
             dtype = compute_dtype(members[0])
             kept = master_dtype(dtype)

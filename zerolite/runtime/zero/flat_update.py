@@ -71,22 +71,38 @@ class FlatUpdate:
         rule: Rule,
         groups: Callable[[], Groups],
         buffer: ParameterBuffer,
-        pieces: list[list[Piece]],
-        state_dtypes: Sequence[torch.dtype],
+        pieces: Sequence[list[Piece]],
+        update_dtypes: Sequence[torch.dtype],
     ) -> None:
         self._rule = rule
         self._groups = groups
         self._buffer = buffer
-        self._pieces = [[piece for piece in members if piece.fragment.numel] for members in pieces]
-        self._state_dtypes = state_dtypes
+        self._pieces: list[list[Piece]] = []
+        self._state_dtypes: list[torch.dtype] = []
         self._states: list[Flat] | None = None  # by name, then by bucket
         self._steps = 0
         self._missed: dict[int, int] = {}  # by index of the parameter
         self._used: frozenset[int] | None = None  # in the last update; None for all
+        self._fresh = False  # whether the plan is that of these parameters
         self._counted = False  # whether the last update counted for any
         self._without: tuple[int, ...] = ()  # groups that have no states
         self._idle: list[int] = []  # parameters for which the last update does not count
         self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
+        self.extend(pieces, update_dtypes)
+
+    def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None:
+        """The pieces of further buckets, which have not been updated yet."""
+        first = len(self._pieces)
+        groups = self._groups()
+        self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
+        for members in pieces:
+            self._pieces.append([piece for piece in members if piece.fragment.numel])
+            for piece in self._pieces[-1]:
+                piece.tensor = self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
+                self._missed[piece.fragment.slot.index] = self._steps
+        for flats in self._states or []:
+            flats += self._new_states(groups, first)
+        self._fresh = False
 
     @torch.no_grad()
     def update(
@@ -157,7 +173,7 @@ class FlatUpdate:
                 self._missed[index] = self._missed.get(index, 0) + step - self._steps
             self._steps = step
         self._missed[piece.fragment.slot.index] = self._steps - step
-        self._launches.clear()
+        self._fresh = False
         if not step and self._states is None:
             return
         groups = self._groups()
@@ -173,12 +189,14 @@ class FlatUpdate:
         if self._states is None:
             if not any(self._rule.has_states(group) for group in groups):
                 return []
-            self._states = [self._new_states(groups) for _ in self._rule.states]
+            self._states = [self._new_states(groups, 0) for _ in self._rule.states]
         return self._states
 
-    def _new_states(self, groups: Groups) -> Flat:
+    def _new_states(self, groups: Groups, first: int) -> Flat:
+        """Of the buckets from ``first`` on."""
         flats: Flat = []
-        for master, dtype, members in zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True):
+        buckets = zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True)
+        for master, dtype, members in list(buckets)[first:]:
             flat = torch.zeros_like(master, dtype=dtype)
             for piece in members:
                 value = self._rule.initial(groups[piece.group])
@@ -200,8 +218,8 @@ class FlatUpdate:
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        if (used, without) != (self._used, self._without):
-            self._used, self._without = used, without
+        if not self._fresh or (used, without) != (self._used, self._without):
+            self._used, self._without, self._fresh = used, without, True
             self._idle = [
                 piece.fragment.slot.index
                 for piece in self._all()

@@ -111,27 +111,21 @@ class GradReducer:
         strides: Sequence[tuple[int, ...]],
     ) -> None:
         self.layout = layout
-        self._strides = list(strides)  # of the parameters when they are whole
+        self._strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
         self.used: set[int] = set()  # parameters that got a gradient in this window
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
-        self.parameters = list(parameters)
+        self.parameters: list[torch.nn.Parameter] = []
         self._comm = comm
         self._options = options
         self._pass_reduces = pass_reduces
-        device = self.parameters[0].device
-        self._states = [
-            _BucketState(b, filler=BucketFiller(b, strides, device) if many_small(b) else None) for b in layout.buckets
-        ]
-        # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
-        self._pool = _BucketPool(3 if options.shard else len(layout.buckets))
+        self._states: list[_BucketState] = []
         self._passes_in_window = 0
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
-        self._fires = [0] * len(self.parameters)  # contributions of each parameter in this pass
+        self._fires: list[int] = []  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
         # backward inside the backward. Known after the first complete pass, which therefore reduces at its end
         # only.
-        self._expected = [1] * len(self.parameters)
-        self._count_expected()
+        self._expected: list[int] = []
         self._learned = False
         self._pass_open = False
         self._seen_gradient = False  # in this pass
@@ -142,6 +136,28 @@ class GradReducer:
         self._learning = False  # when each bucket's last gradient comes
         self._launching = False  # a bucket is being filled to be launched at once
         self.handles: list[Any] = []  # of the installed hooks
+        self.use(layout, parameters, strides)
+
+    def use(
+        self,
+        layout: PartitionLayout,
+        parameters: Sequence[torch.nn.Parameter],
+        strides: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Take a layout that begins with the buckets there are; between passes."""
+        assert not self._pass_open, "a pass counts the buckets that it began with"
+        self.layout = layout
+        self.parameters, self._strides = list(parameters), list(strides)
+        device = self.parameters[0].device
+        for bucket in layout.buckets[len(self._states) :]:
+            filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
+            self._states.append(_BucketState(bucket, filler=filler))
+        # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
+        self._pool = _BucketPool(3 if self._options.shard else len(layout.buckets))
+        more = len(self.parameters) - len(self._expected)
+        self._expected += [1] * more
+        self._fires += [0] * more
+        self._count_expected()
 
     # ---------------------------------------------------------------- hooks
 
@@ -154,8 +170,12 @@ class GradReducer:
         """
         self._on_first_gradient = on_first_gradient
         self._on_gradient = on_gradient
+        self.attach_rest()
+
+    def attach_rest(self) -> None:
+        """Install the hooks of the parameters that have none yet."""
         known = weakref.ref(self)
-        for slot in self.layout.slots:
+        for slot in self.layout.slots[len(self.handles) :]:
             parameter = self.parameters[slot.index]
             self.handles.append(parameter.register_post_accumulate_grad_hook(_make_hook(known, slot)))
 

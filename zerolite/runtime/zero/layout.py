@@ -28,7 +28,7 @@ It still is one reduce-scatter, straight into the shard, and every other range f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 ALIGNMENT = (
@@ -176,6 +176,21 @@ class PartitionLayout:
                 buckets.append(Bucket(len(buckets), kind, start, numel, tuple(slots), rows=world_size))
                 start += numel
         return cls(world_size, alignment, tuple(buckets))
+
+    def extended(self, more: PartitionLayout) -> PartitionLayout:
+        """This layout with the buckets of ``more`` behind its own, whose indices and starts are counted on. What was
+        at some place stays there."""
+        slots, buckets, start = len(self.slots), len(self.buckets), self.numel
+        added = tuple(
+            replace(
+                bucket,
+                index=bucket.index + buckets,
+                start=bucket.start + start,
+                slots=tuple(replace(s, index=s.index + slots, bucket=s.bucket + buckets) for s in bucket.slots),
+            )
+            for bucket in more.buckets
+        )
+        return replace(self, buckets=self.buckets + added)
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:

@@ -100,6 +100,7 @@ class PartitionedParameterCoordinator:
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._clock = 0
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
+        self.on_begin: Callable[[], None] = lambda: None  # before a forward that may have a backward
         self.on_backward_begin: Callable[[], None] = lambda: None
         self.on_use_end: Callable[[int], None] = lambda unit: None  # a unit's backward has ended; same on all ranks
         self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
@@ -166,6 +167,8 @@ class PartitionedParameterCoordinator:
                 return  # a recomputation inside backward
             self.sweep()  # that backward ended with an exception
         if not self._step_open:
+            if torch.is_grad_enabled():
+                self.on_begin()
             self._begin_step("train" if torch.is_grad_enabled() else "eval")
 
     @contextlib.contextmanager

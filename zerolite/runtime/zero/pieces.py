@@ -58,15 +58,17 @@ class UpdateMethod(Protocol):
 
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None: ...
 
+    def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None: ...
+
 
 def cut(
-    groups: Groups, buffer: ParameterBuffer, update_dtype: Callable[[torch.dtype], torch.dtype]
+    groups: Groups, buffer: ParameterBuffer, update_dtype: Callable[[torch.dtype], torch.dtype], first: int = 0
 ) -> list[list[Piece]]:
-    """The pieces of every bucket. Where masters are kept in fewer bits than the update computes in, their tensors
-    are copies in the update's dtype."""
+    """The pieces of every bucket from ``first`` on. Where masters are kept in fewer bits than the update computes in,
+    their tensors are copies in the update's dtype."""
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     pieces: list[list[Piece]] = []
-    for bucket, fragments in enumerate(buffer.fragments):
+    for bucket, fragments in list(enumerate(buffer.fragments))[first:]:
         source = buffer.master[bucket].to(update_dtype(buffer.master[bucket].dtype))
         pieces.append(
             [

@@ -28,10 +28,18 @@ class PiecewiseUpdate:
     ) -> None:
         self._inner = inner
         self._buffer = buffer
-        self._pieces = pieces
-        self._update_dtypes = update_dtypes
-        self._sizes = [_split_sizes(f, m.numel()) for f, m in zip(buffer.fragments, buffer.master, strict=True)]
-        for bucket in range(len(buffer.master)):
+        self._pieces: list[list[Piece]] = []
+        self._update_dtypes: list[torch.dtype] = []
+        self._sizes: list[list[int]] = []
+        self.extend(pieces, update_dtypes)
+
+    def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None:
+        """The pieces of further buckets."""
+        self._update_dtypes += update_dtypes
+        for members in pieces:
+            bucket = len(self._pieces)
+            self._pieces.append(members)
+            self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
             self._unbind(bucket)
 
     @torch.no_grad()

@@ -64,7 +64,10 @@ class Publisher:
         self._raced.clear()
 
     def attach(self, root: torch.nn.Module) -> None:
-        """Install the hooks before forward (nothing without ``overlap_forward``)."""
+        """Install the hooks before forward (nothing without ``overlap_forward``), in the place of those there are."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
         if not self.overlaps:
             return
         layout = self._buffer.layout

@@ -41,11 +41,13 @@ class ShardedOptimizer(Optimizer):
         choose_rule: ChooseRule = lambda inner, dtypes: None,
     ) -> None:
         self._buffer = buffer
+        self._update_dtype = update_dtype
         self._pieces = cut(groups, buffer, update_dtype)
         self._on_step: Callable[[], None] = lambda: None
         self._on_zero_grad: Callable[[], None] = lambda: None
         self._on_read: Callable[[], None] = lambda: None
         self._on_load: Callable[[], None] = lambda: None
+        self._on_add: Callable[[dict[str, Any]], None] = lambda group: None
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
         else:
@@ -55,26 +57,29 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
-        self.method = self._choose_method(choose_rule, update_dtype)
+        self.method = self._choose_method(choose_rule)
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
 
-    def _choose_method(
-        self, choose_rule: ChooseRule, update_dtype: Callable[[torch.dtype], torch.dtype]
-    ) -> UpdateMethod:
+    def _choose_method(self, choose_rule: ChooseRule) -> UpdateMethod:
         masters = [master.dtype for master in self._buffer.master]
-        dtypes = [update_dtype(dtype) for dtype in masters]
+        dtypes = [self._update_dtype(dtype) for dtype in masters]
         rule = choose_rule(self.inner, masters)
         if rule is None:
             return PiecewiseUpdate(self.inner, self._buffer, self._pieces, dtypes)
         for piece in self._all_pieces():
             self.inner.state.pop(piece.tensor, None)  # Adagrad makes its states when it is made
-            piece.tensor = self._master_view(piece)
-        states = [rule.state_dtype(self.inner.param_groups, dtype) for dtype in dtypes]
-        return FlatUpdate(rule, lambda: self.inner.param_groups, self._buffer, self._pieces, states)
+        return FlatUpdate(rule, lambda: self.inner.param_groups, self._buffer, self._pieces, dtypes)
+
+    def extend(self) -> None:
+        """The buffer has further buckets; their parameters are in the param groups. Called on all ranks."""
+        first = len(self._pieces)
+        pieces = cut(self.inner.param_groups, self._buffer, self._update_dtype, first)
+        self._pieces += pieces
+        self.method.extend(pieces, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
 
     @property
     def param_groups(self) -> Groups:
@@ -94,10 +99,12 @@ class ShardedOptimizer(Optimizer):
         zero_grad: Callable[[], None],
         settle: Callable[[], None],
         load: Callable[[], None],
+        add: Callable[[dict[str, Any]], None],
     ) -> None:
         """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too,
         so that a loop that goes on calling it trains."""
         self._on_step, self._on_zero_grad, self._on_read, self._on_load = step, zero_grad, settle, load
+        self._on_add = add
         self._redirect()
 
     def _redirect(self) -> None:
@@ -127,12 +134,11 @@ class ShardedOptimizer(Optimizer):
         self._on_zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the engine's module, as torch's method does: ``params`` and whatever differs from
+        the defaults. Raises ValueError, before anything is changed, for parameters that the module does not have, or
+        that are trained already. Called on all ranks, between steps."""
         if getattr(self, "_constructed", False):
-            raise NotImplementedError(
-                "engine.optimizer.add_param_group is not supported yet: give all parameters to "
-                "zerolite.initialize, or call it again "
-                "with the larger set"
-            )
+            self._on_add(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter position, in torch's form, with the masters where they are separate.

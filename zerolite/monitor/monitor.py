@@ -1,0 +1,96 @@
+"""All writers of a job behind one call, which never stops training."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zerolite.accelerator import host_value
+
+from .writer import Event, Writer
+
+logger = logging.getLogger("zerolite")
+
+
+class Monitor:
+    """``engine.monitor``. On rank 0 it hands events to its writers; on other ranks it has none, and ``write`` only
+    checks its argument, so that a mistake raises everywhere."""
+
+    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+        self._writers = list(writers)
+        self._failed: set[int] = set()  # places of writers that could not write, once or more
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is written by this process."""
+        return bool(self._writers)
+
+    def write(self, events: Sequence[tuple[str, Any, int]]) -> None:
+        """Write ``events``: (name, value, step) each. value: a number or a tensor with one element, which is read from
+        its device; step: the place on the x axis, an integer of at least 0 (``engine.global_samples`` or
+        ``engine.global_steps``, to be beside the engine's own values).
+
+        Raises ValueError for events that are none. What a writer raises (a full disk, a lost network) is a warning,
+        once for each writer.
+        """
+        checked = [_checked(event) for event in events]
+        if not self._writers:
+            return
+        plain: list[Event] = [(n, host_value(v) if isinstance(v, torch.Tensor) else v, s) for n, v, s in checked]
+        for place, writer in enumerate(self._writers):
+            try:
+                writer.write(plain)
+            except Exception as error:
+                self._warn(place, writer, error)
+
+    write_events = write  # DeepSpeed's name
+
+    def close(self) -> None:
+        """Close the writers. What is written afterwards goes nowhere. May be called twice."""
+        writers, self._writers = self._writers, []
+        for place, writer in enumerate(writers):
+            try:
+                writer.close()
+            except Exception as error:
+                self._warn(place, writer, error)
+
+    def _warn(self, place: int, writer: Writer, error: Exception) -> None:
+        if place not in self._failed:
+            self._failed.add(place)
+            logger.warning(
+                "%s: values of a step could not be written: %s. Training goes on, and so do attempts to write; this is "
+                "said only once.",
+                writer.name,
+                error,
+            )
+
+
+def _checked(event: Any) -> tuple[str, Any, int]:
+    """The event, its value a float or a tensor."""
+    if not isinstance(event, (tuple, list)) or len(event) != 3:
+        raise ValueError(
+            f"monitor.write: expected events (name, value, step), got {event!r}; write a list of them, such as "
+            '[("Train/Samples/accuracy", 0.9, engine.global_samples)]'
+        )
+    name, value, step = event
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"monitor.write: expected a non-empty string as an event's name, got {name!r}")
+    single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    if not single and not isinstance(value, numbers.Real):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"monitor.write: expected a number or a tensor with one element for '{name}', got {what}")
+    try:
+        place = operator.index(step)
+    except TypeError:
+        place = -1
+    if place < 0:
+        raise ValueError(
+            f"monitor.write: expected an integer of at least 0 as the step of '{name}', got {step!r}; "
+            "engine.global_samples is the engine's own x axis, engine.global_steps where the config has no batch size"
+        )
+    return name, value if single else float(value), place
