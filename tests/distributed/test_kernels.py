@@ -506,7 +506,7 @@ def test_what_the_kernels_cannot_follow_is_said(pools: Pools, key: str, value: b
         ("SGD nesterov", [1], [1]),
         ("Lion", [0, 1, 2], [3]),
         ("Adagrad", [0, 2], [0]),
-        *(pytest.param(name, [0], STAGES, marks=pytest.mark.slow) for name in ("Adam L2", "SGD dampening", "Lion")),
+        *(pytest.param(name, [0], STAGES, marks=pytest.mark.slow) for name in ("AdamW", "SGD dampening", "Lion")),
     ],
 )
 def test_without_kernels_on_a_rank_all_use_torchs(pools: Pools, name: str, ranks: list[int], stages: list[int]) -> None:
@@ -517,6 +517,7 @@ def test_without_kernels_on_a_rank_all_use_torchs(pools: Pools, name: str, ranks
         results = pools(3).run(f"{CASES}:fall_back", kwargs)
         assert [result["updates"] for result in results] == [0, 0, 0]
         assert {result["method"] for result in results} == {"PiecewiseUpdate"}
+        assert {result["fused"] for result in results} == {True if name == "AdamW" else None}
         told = [message for result in results for message in result["warnings"]]
         assert len(told) == 1, told
         assert results[max(ranks)]["warnings"] == told

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from zerolite.runtime.dataloader import RepeatingLoader, build_dataloader
+from zerolite.runtime.dataloader import EpochSampler, Loaders, RepeatingLoader, Rows, build_dataloader
 
 
 class Stream(IterableDataset):
@@ -135,3 +137,190 @@ def test_repeating_loader_says_when_nothing_comes_anymore():
         next(once)
     with pytest.raises(ValueError, match="nothing"):
         next(RepeatingLoader([]))
+
+
+def test_repeating_loader_advances_the_epoch_of_a_users_sampler():
+    data = list(range(16))
+    sampler = DistributedSampler(data, 1, 0, seed=3)
+    repeating = RepeatingLoader(DataLoader(data, batch_size=8, sampler=sampler))
+    drawn = [sum((next(repeating).tolist() for _ in range(2)), []) for _ in range(3)]
+    for epoch, seen in enumerate(drawn):
+        reference = DistributedSampler(data, 1, 0, seed=3)
+        reference.set_epoch(epoch)
+        assert seen == list(reference)
+
+
+def test_repeating_loader_counts_an_epoch_once():
+    data = list(range(16))
+    repeating = RepeatingLoader(build_dataloader(data, 16, 0, 1))
+    plain = build_dataloader(data, 16, 0, 1)
+    assert [next(repeating).tolist() for _ in range(3)] == [next(iter(plain)).tolist() for _ in range(3)]
+
+
+def test_without_shuffling_samples_come_in_order():
+    assert samples(build_dataloader(list(range(7)), 2, 1, 2, shuffle=False)) == [1, 3, 5, 0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("size", [12, 13, 17])
+def test_drop_last_leaves_full_batches_and_repeats_nothing(world_size, size):
+    loaders = [build_dataloader(list(range(size)), 4, rank, world_size, drop_last=True) for rank in range(world_size)]
+    batches = [[batch.tolist() for batch in loader] for loader in loaders]
+    assert {len(part) for part in batches} == {size // (4 * world_size)}
+    assert all(len(batch) == 4 for part in batches for batch in part)
+    seen = [x for part in batches for batch in part for x in batch]
+    assert len(set(seen)) == len(seen)
+
+
+def test_drop_last_with_too_little_data():
+    with pytest.raises(
+        ValueError, match="7 samples, too few for a batch of 4 on each of 2 ranks.*dataloader_drop_last"
+    ):
+        build_dataloader(list(range(7)), 4, 0, 2, drop_last=True)
+
+
+def test_workers_load_the_same_samples():
+    data = list(range(9))
+    here = build_dataloader(data, 2, 1, 2)
+    workers = build_dataloader(data, 2, 1, 2, num_workers=2)
+    assert workers.num_workers == 2
+    for _ in range(2):
+        assert samples(workers) == samples(here)
+
+
+@pytest.mark.parametrize("count", [-1, 1.0, True])
+def test_wrong_number_of_workers(count):
+    with pytest.raises(ValueError, match="num_local_io_workers must be a whole number"):
+        build_dataloader([1], 1, 0, 1, num_workers=count)
+
+
+def test_an_iterable_dataset_on_several_ranks_is_said_once(caplog):
+    with caplog.at_level("WARNING", "zerolite"):
+        for rank in range(2):
+            build_dataloader(Stream(), 2, rank, 2)
+    (said,) = [entry.getMessage() for entry in caplog.records]
+    assert "IterableDataset (Stream)" in said and "different part on each rank" in said
+
+
+# -------------------------------------------------------------------- which samples a batch holds
+
+
+def loaders_of(rank, world_size, drop_last=False):
+    return Loaders(rank, world_size, "cpu", 4, drop_last)
+
+
+def in_hand(loaders, batch):
+    """The batch and what is said of it."""
+    rows = loaders.rows()
+    return batch.tolist(), rows.per_rank, rows.samples
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, 8, 13, 16, 22])
+@pytest.mark.parametrize("route", ["train", "eval"])
+def test_the_rows_of_all_ranks_in_turn_are_the_data_in_order(world_size, size, route):
+    ranks = []
+    for rank in range(world_size):
+        loaders = loaders_of(rank, world_size)
+        loader = loaders.make(list(range(size)), route=route)
+        ranks.append([in_hand(loaders, batch) for batch in loader])
+        assert loaders.rows() is None
+    result = []
+    for together in zip(*ranks, strict=True):
+        rows, per_rank, distinct = zip(*together, strict=True)
+        assert {len(part) for part in rows} == set(per_rank) and len(set(distinct)) == 1
+        result += [sample for turn in zip(*rows, strict=True) for sample in turn][: distinct[0]]
+    order = list(EpochSampler(list(range(size)), 1, 0)) if route == "train" else list(range(size))
+    assert result == order
+
+
+@pytest.mark.parametrize("size", [8, 11, 16])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_rows_of_a_whole_pass(size, drop_last):
+    loaders = loaders_of(1, 2, drop_last)
+    loader = loaders.make(list(range(size)))
+    share = len(samples(loader))
+    assert loaders.rows(loader) == Rows(share, size if not drop_last else 2 * share)
+
+
+def test_a_users_loader_is_recognised_by_its_sampler():
+    data = list(range(11))
+    loaders = loaders_of(1, 2)
+    plain = DataLoader(data, batch_size=3, sampler=DistributedSampler(data, 2, 1, shuffle=False))
+    loader = loaders.prepare(plain)
+    assert [in_hand(loaders, batch) for batch in loader] == [([1, 3, 5], 3, 6), ([7, 9, 0], 3, 5)]
+    assert len(loader) == 2 and loader.batch_size == 3 and loader.sampler is plain.sampler and loader.dataset is data
+    assert loaders.prepare(loader) is loader
+    assert loaders_of(0, 1).prepare(DataLoader(data, batch_size=3, shuffle=True)).share.whole() == Rows(11, 11)
+
+
+def test_loaders_within_loaders_and_passes_left_early():
+    loaders = loaders_of(0, 1)
+    training, evaluation = loaders.make(list(range(8))), loaders.make(list(range(3)), 1, "eval")
+    for _ in training:
+        assert loaders.rows() == Rows(4, 4)
+        for _ in evaluation:
+            assert loaders.rows() == Rows(1, 1)
+            break
+        assert loaders.rows() == Rows(4, 4)
+        for _ in evaluation:
+            pass
+        assert loaders.rows() == Rows(4, 4)
+    assert loaders.rows() is None
+    repeating = RepeatingLoader(training)
+    for _ in range(3):
+        next(repeating)
+        assert loaders.rows() == Rows(4, 4)
+
+
+class Reversed(DistributedSampler):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ([1, 2], "got list"),
+        (DataLoader([1, 2]), "it has a SequentialSampler"),
+        (DataLoader(Stream()), "it loads the IterableDataset Stream"),
+        (DataLoader([1, 2], batch_sampler=[[0], [1]]), "its batches come from list"),
+        (DataLoader([1, 2], batch_size=None, sampler=DistributedSampler([1, 2], 2, 1)), "come from NoneType"),
+        (DataLoader([1, 2], sampler=Reversed([1, 2], 2, 1)), "Reversed draws its indices in a way of its own"),
+        (DataLoader([1, 2], sampler=DistributedSampler([1, 2], 3, 1)), "rank 1 of 3, and this is rank 1 of 2"),
+        (DataLoader([1, 2], sampler=DistributedSampler([1, 2], 2, 0)), "rank 0 of 2, and this is rank 1 of 2"),
+    ],
+)
+def test_loaders_of_which_the_samples_are_not_known(loader, words):
+    with pytest.raises(ValueError, match=f"prepare_loader: expected a torch DataLoader.*{words}"):
+        loaders_of(1, 2).prepare(loader)
+
+
+def test_an_iterable_dataset_and_other_routes():
+    loaders = loaders_of(0, 1)
+    for _ in loaders.make(Stream()):
+        assert loaders.rows() is None
+    with pytest.raises(ValueError, match="train, eval, predict, got 'test'"):
+        loaders.make([1], route="test")
+    with pytest.raises(ValueError, match="prepare_loader.*got DataLoader"):
+        loaders.rows(DataLoader([1]))
+    with pytest.raises(ValueError, match="of this engine, got TrackedLoader"):
+        loaders.rows(loaders_of(0, 1).make([1]))
+
+
+def test_dropping_is_for_training_only():
+    loaders = loaders_of(0, 1, drop_last=True)
+    assert len(loaders.make(list(range(6)))) == 1
+    assert len(loaders.make(list(range(6)), route="eval")) == 2
+
+
+def test_the_collate_function_of_the_engine_is_the_default():
+    loaders = loaders_of(0, 1)
+    loaders.collate_fn = sum
+    assert list(loaders.make([1, 2, 3, 4, 5], route="eval")) == [10, 5]
+    assert list(loaders.make([1, 2, 3, 4, 5], route="eval", collate_fn=max)) == [4, 5]
+
+
+def test_a_loader_can_be_copied():
+    loader = loaders_of(0, 1).make([1, 2, 3])
+    assert sorted(samples(copy.copy(loader))) == [1, 2, 3]

@@ -124,16 +124,12 @@ _ZERO: dict[str, Key | Block] = {
 }
 
 _MONITORS: dict[str, Key | Block] = {
-    "tensorboard": _switched("output_path", "job_name"),
-    "wandb": _switched("group", "team", "project"),
-    "csv_monitor": _switched("output_path", "job_name"),
     "comet": _switched(
         "samples_log_interval", "project", "workspace", "api_key", "experiment_name", "experiment_key", "online", "mode"
     ),
 }
 
 _PROFILING: dict[str, Key | Block] = {
-    "wall_clock_breakdown": OFF,
     "memory_breakdown": OFF,
     "flops_profiler": _switched(
         "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"

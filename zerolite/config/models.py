@@ -21,6 +21,7 @@ from pydantic import (
 from . import batch
 from .contradictions import find_contradictions
 from .errors import ConfigError
+from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .rules import MAX_BATCH, Boolean, Dtype, FreeObject, Integer, Names, Number, Text
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
@@ -286,6 +287,15 @@ class ZeroliteConfig(_Block):
     steps_per_print: Annotated[int | None, BeforeValidator(Integer(1, nullable=True, null_means="never"))] = Field(
         default=None, description="Optimizer steps between two lines of progress on rank 0. null: never."
     )
+    wall_clock_breakdown: Bool = Field(
+        default=False,
+        description="Measure forward, backward, the wait for reductions, and step, on rank 0: means over "
+        "`steps_per_print` steps (10 if that is null) are printed and written to the monitors.",
+    )
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig, description="CSV files.")
+    jsonl_monitor: JsonlMonitorConfig = Field(default_factory=JsonlMonitorConfig, description="A file of JSON lines.")
+    tensorboard: TensorboardConfig = Field(default_factory=TensorboardConfig, description="TensorBoard.")
+    wandb: WandbConfig = Field(default_factory=WandbConfig, description="Weights & Biases.")
     dump_state: Bool = Field(default=False, description="Print the resolved configuration when the engine is built.")
     max_consecutive_skipped_steps: Annotated[int, BeforeValidator(Integer(0))] = Field(
         default=50,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Monitor:
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._writers = list(writers)
         self._failed: set[int] = set()  # places of writers that could not write, once or more
+        self.on_close: Callable[[], None] = lambda: None  # writes what is still to be written
 
     @property
     def enabled(self) -> bool:
@@ -51,7 +52,9 @@ class Monitor:
     write_events = write  # DeepSpeed's name
 
     def close(self) -> None:
-        """Close the writers. What is written afterwards goes nowhere. May be called twice."""
+        """Write the last step, if its outcome has not been read yet, and close the writers. What is written afterwards
+        goes nowhere. May be called twice; happens by itself when the engine is deleted or the process ends."""
+        self.on_close()
         writers, self._writers = self._writers, []
         for place, writer in enumerate(writers):
             try:
@@ -93,4 +96,6 @@ def _checked(event: Any) -> tuple[str, Any, int]:
             f"monitor.write: expected an integer of at least 0 as the step of '{name}', got {step!r}; "
             "engine.global_samples is the engine's own x axis, engine.global_steps where the config has no batch size"
         )
+    if isinstance(value, numbers.Integral):
+        return name, int(value), place
     return name, value if single else float(value), place

@@ -66,7 +66,7 @@ class StepLog:
         loss = self._take_loss(steps - 1)
         if loss is not None:
             values = {"train_loss": loss, **values}
-        values |= {"grad_norm": norm, "loss_scale": scale, "global_steps": float(steps)}
+        values |= {"grad_norm": norm, "loss_scale": scale, "global_steps": steps}
         self.write(steps, values)
 
     def write(self, steps: int, values: dict[str, float]) -> None:

@@ -121,9 +121,11 @@ def share_of(loader: Any, rank: int, world_size: int) -> Share:
     if not isinstance(loader, DataLoader):
         raise ValueError(f"engine.prepare_loader: {expected}; got {type(loader).__name__}. {remedy}")
     batches = loader.batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        kind = type(loader.dataset).__name__
+        raise ValueError(f"engine.prepare_loader: {expected}; it loads the IterableDataset {kind}. {remedy}")
     if type(batches) is not BatchSampler:
-        kind = "an IterableDataset" if isinstance(loader.dataset, IterableDataset) else type(batches).__name__
-        raise ValueError(f"engine.prepare_loader: {expected}; its batches come from {kind}. {remedy}")
+        raise ValueError(f"engine.prepare_loader: {expected}; its batches come from {type(batches).__name__}. {remedy}")
     sampler: Any = batches.sampler
     if not isinstance(sampler, DistributedSampler):
         if world_size > 1 or not hasattr(sampler, "__len__"):

@@ -124,7 +124,7 @@ def _sendable(path: str, tensor: torch.Tensor, device: torch.device) -> torch.Te
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         what = f"device {tensor.device}" if tensor.device.type == "meta" else f"{tensor.layout}, {tensor.dtype}"
         raise _Unfit(f"expected a dense tensor with values, got one with {what} at {path}; make it dense")
-    return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
+    return tensor.detach().to(device)
 
 
 def _number_tensor(path: str, number: Any) -> torch.Tensor:
@@ -279,11 +279,11 @@ def _exchange(
     start = 0
     for tensor in [counts, *sent]:
         size = tensor.numel() * tensor.element_size()
-        packed[start : start + size].copy_(tensor.reshape(-1).view(torch.uint8))
+        packed[start : start + size].view(tensor.dtype).copy_(tensor.reshape(-1))
         start += _aligned(size)
     everything = _all_gather(packed, comm)
     start = counts.numel() * counts.element_size()
-    rows = HostRead(everything[:, :start].contiguous().view(torch.int64)).get().tolist()
+    rows = HostRead(everything[:, :start].reshape(-1).view(torch.int64)).get().view(comm.world_size, len(sent)).tolist()
     starts = [_aligned(start)] * comm.world_size
     result = []
     for index, tensor in enumerate(sent):

@@ -104,6 +104,7 @@ def facts(engine: Any) -> dict[str, Any]:
         "states": by_name(engine, saved["state"]),
         "masters": by_name(engine, saved["masters"]),
         "method": type(engine.optimizer.method).__name__,
+        "fused": engine.optimizer.param_groups[0].get("fused"),
         "skipped": engine.skipped_steps,
     }
 

@@ -1,0 +1,210 @@
+"""Reductions and gathers: one process against plain arithmetic, and what is refused. Several processes:
+tests/distributed/test_evaluation.py."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, namedtuple
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from zerolite.comm import Communicator, NullCommunicator, record
+from zerolite.runtime import metrics
+from zerolite.runtime.dataloader import Loaders
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", ["left", "right"])
+ALL_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def reduce(value: Any, op: str = "mean", world: int = 1) -> Any:
+    """On one process, or on one that takes the others for copies of itself."""
+    return metrics.reduce(value, op, Communicator() if world == 1 else NullCommunicator(1, world), CPU)
+
+
+def gather(value: Any, world: int = 1, **more: Any) -> Any:
+    return metrics.gather(value, Communicator() if world == 1 else NullCommunicator(1, world), CPU, **more)
+
+
+def same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize(
+    ("value", "mean", "total", "largest"),
+    [
+        (3, 3.0, 12, 3),
+        (True, 1.0, 4, True),
+        (0.1, 0.1, 0.4, 0.1),
+        (2**62, float(2**62), 2**64, 2**62),
+        (-(2**63), -float(2**63), -(2**65), -(2**63)),
+        (Fraction(1, 2), 0.5, 2.0, 0.5),
+        (math.inf, math.inf, math.inf, math.inf),
+    ],
+)
+def test_numbers(value: Any, mean: float, total: Any, largest: Any) -> None:
+    assert same(reduce(value, "mean", 4), mean)
+    assert same(reduce(value, "sum", 4), total)
+    assert same(reduce(value, "max", 4), largest) and same(reduce(value, "min", 4), largest)
+
+
+def test_nan_stays() -> None:
+    for op in metrics.OPS:
+        assert math.isnan(reduce(math.nan, op, 3))
+        assert reduce(torch.tensor([math.nan, 1.0]), op, 3).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_dtypes_of_reduced_tensors(dtype: torch.dtype) -> None:
+    value = torch.tensor([[1, 0], [1, 1]]).to(dtype)
+    back = dtype if dtype.itemsize > 2 else torch.float32
+    inexact = dtype.is_floating_point or dtype.is_complex
+    for op, wanted in (
+        ("mean", back if inexact else torch.float64),
+        ("sum", back if inexact else torch.int64),
+        ("max", back if inexact else dtype),
+        ("min", back if inexact else dtype),
+    ):
+        if dtype.is_complex and op in ("max", "min"):
+            continue
+        result = reduce(value, op, 3)
+        assert result.dtype == wanted, op
+        assert torch.equal(result, (value.to(wanted) * (3 if op == "sum" else 1)).to(wanted))
+
+
+def test_sums_of_16_bits_do_not_overflow_and_sums_of_small_integers_neither() -> None:
+    assert reduce(torch.tensor(60000.0, dtype=torch.float16), "sum", 4).item() == 240000.0
+    assert reduce(torch.tensor(200, dtype=torch.uint8), "sum", 4).item() == 800
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (0,), (3, 0), (5, 2, 3)])
+def test_gathered_tensors_keep_dtype_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randint(0, 2, shape).to(dtype)
+    wanted = value.reshape(1) if value.dim() == 0 else value
+    for world in (1, 3):
+        result = gather(value, world)
+        assert result.dtype == dtype and result.shape == (wanted.shape[0] * world, *wanted.shape[1:])
+        assert torch.equal(
+            result.float() if dtype.itemsize == 1 else result,
+            torch.cat([wanted] * world).to(torch.float32 if dtype.itemsize == 1 else dtype),
+        )
+
+
+def test_nested_structures_keep_their_types() -> None:
+    value = {
+        "losses": [0.5, torch.tensor(2.0)],
+        "pair": Pair(torch.tensor([1, 2]), None),
+        3: OrderedDict(b=True, a=(7,)),
+        "nothing": [],
+    }
+    total = reduce(value, "sum", 2)
+    assert total == {
+        "losses": [1.0, torch.tensor(4.0)],
+        "pair": Pair(pytest.approx(torch.tensor([2, 4])), None),
+        3: OrderedDict(b=2, a=(14,)),
+        "nothing": [],
+    }
+    assert type(total["pair"]) is Pair and type(total[3]) is OrderedDict and type(total[3]["a"]) is tuple
+    gathered = gather(value, 2)
+    assert gathered["losses"][0].tolist() == [0.5, 0.5] and gathered["losses"][0].dtype == torch.float64
+    assert gathered["pair"].left.tolist() == [1, 2, 1, 2] and gathered["pair"].right is None
+    assert gathered[3]["b"].tolist() == [True, True] and gathered[3]["a"][0].tolist() == [7, 7]
+    assert gathered["nothing"] == []
+    assert reduce(None, "sum", 2) is None and gather([], 2) == []
+
+
+def test_views_conjugates_and_graphs() -> None:
+    value = torch.arange(6.0, requires_grad=True).view(2, 3)
+    result = gather(value.t(), 2)
+    assert torch.equal(result, torch.cat([value.t(), value.t()])) and not result.requires_grad
+    assert not reduce(value.t()).requires_grad
+    number = torch.tensor([1 + 2j])
+    assert gather(number.conj()).tolist() == [1 - 2j]
+    assert gather(number.conj().imag).tolist() == [-2.0]
+    with torch.inference_mode():
+        assert torch.equal(gather(value, 2), torch.cat([value, value]))
+
+
+def test_the_argument_is_left_alone() -> None:
+    value = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    result = reduce(value, "sum")
+    result += 1
+    gather(value).zero_()
+    assert value.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "op", "words"),
+    [
+        (1, "average", r"expected op to be one of mean, sum, max, min, got 'average'"),
+        ("text", "sum", "engine.reduce: rank 0: expected numbers and tensors, got str at the value"),
+        ({"a": [1, object()]}, "sum", r"got object at \['a'\]\[1\]"),
+        (2**63, "sum", "at most 64 bits, got 9223372036854775808"),
+        (1j, "sum", "got complex"),
+        (torch.tensor(1j), "max", "expected real numbers for max, got torch.complex64"),
+        (torch.eye(2).to_sparse(), "sum", "expected a dense tensor.*torch.sparse_coo"),
+        (torch.empty(2, device="meta"), "sum", "expected a dense tensor.*meta"),
+        (torch.tensor(1, dtype=torch.uint64), "sum", "torch.uint64.*cast it to torch.int64"),
+    ],
+)
+def test_what_cannot_be_reduced(value: Any, op: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        reduce(value, op)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("text", "engine.gather: rank 0: expected tensors, got str at the value"),
+        ({"a": (torch.ones(1), {1, 2})}, r"got set at \['a'\]\[1\]"),
+        (torch.eye(2).to_sparse(), "expected a dense tensor"),
+    ],
+)
+def test_what_cannot_be_gathered(value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gather(value)
+
+
+def test_rows_must_be_the_samples_of_the_batch() -> None:
+    loaders = Loaders(0, 1, "cpu", 4, False)
+    loader = loaders.make(list(range(6)), route="eval")
+    seen = []
+    for batch in loader:
+        seen += gather({"x": batch, "loss": batch.float().mean()}, loaders=loaders)["x"].tolist()
+        with pytest.raises(
+            ValueError, match=r"expected a row for each of the [42] samples.*7 rows at \['y'\].*engine.gather"
+        ):
+            gather({"y": torch.ones(7)}, loaders=loaders)
+        assert gather(torch.ones(7)).shape == (7,)
+    assert seen == list(range(6))
+    assert gather(torch.ones(7), loaders=loaders).shape == (7,), "outside of a pass rows are rows"
+    assert gather(torch.arange(6), loaders=loaders, loader=loader).tolist() == seen
+    with pytest.raises(ValueError, match="each of the 6 samples.*4 rows"):
+        gather(torch.ones(4), loaders=loaders, loader=loader)
+    with pytest.raises(ValueError, match="engine.gather_for_metrics: rank 0: expected loader to come from.*got list"):
+        gather(torch.ones(4), loaders=loaders, loader=[])
+
+
+def test_two_collectives_whatever_the_structure() -> None:
+    value = {str(i): torch.ones(i, dtype=dtype) for i, dtype in enumerate(ALL_DTYPES)}
+    with record() as calls:
+        gather(value, 2)
+        reduce({"a": 1.0, "b": [True, torch.ones(5)]}, "sum", 2)
+    assert calls.summary() == {("all_gather", "metrics"): 4}
