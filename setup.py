@@ -54,6 +54,8 @@ def read_version() -> str:
 
 
 PLOT = ["matplotlib>=3.7"]
+TENSORBOARD = ["tensorboard>=2.12"]
+WANDB = ["wandb>=0.16"]
 TEST = ["mypy>=1.8", "pytest>=8", "ruff>=0.6", "setuptools>=68", "wheel"]
 TRANSFORMERS = ["transformers>=4.40"]  # tests of its models are skipped where it is absent
 BENCH = ["deepspeed>=0.15", "numpy"]
@@ -87,7 +89,14 @@ setup(
         "ninja",
         "tqdm",
     ],
-    extras_require={"test": TEST, "transformers": TRANSFORMERS, "bench": BENCH, "plot": PLOT},
+    extras_require={
+        "test": TEST,
+        "transformers": TRANSFORMERS,
+        "bench": BENCH,
+        "plot": PLOT,
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
+    },
     entry_points={
         "console_scripts": ["zerolite = zerolite.launcher.cli:main", "zerolite_report = zerolite.report:main"]
     },

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from zerolite.runtime.build import initialize
     from zerolite.runtime.dataloader import RepeatingLoader
     from zerolite.runtime.engine import Engine
+    from zerolite.runtime.parameter_access import (
+        get_full_grad,
+        get_full_master,
+        get_full_optimizer_state,
+        set_full_grad,
+        set_full_master,
+        set_full_optimizer_state,
+    )
 
 _LAZY = {
     "initialize": "zerolite.runtime.build",
@@ -31,6 +39,12 @@ _LAZY = {
     "destroy": "zerolite.comm",
     "ConfigError": "zerolite.config",
     "ZeroliteConfig": "zerolite.config",
+    "get_full_grad": "zerolite.runtime.parameter_access",
+    "get_full_master": "zerolite.runtime.parameter_access",
+    "get_full_optimizer_state": "zerolite.runtime.parameter_access",
+    "set_full_grad": "zerolite.runtime.parameter_access",
+    "set_full_master": "zerolite.runtime.parameter_access",
+    "set_full_optimizer_state": "zerolite.runtime.parameter_access",
     "comm": "",
     "zero": "",
 }
@@ -43,8 +57,14 @@ __all__ = [
     "__version__",
     "comm",
     "destroy",
+    "get_full_grad",
+    "get_full_master",
+    "get_full_optimizer_state",
     "init_distributed",
     "initialize",
+    "set_full_grad",
+    "set_full_master",
+    "set_full_optimizer_state",
     "zero",
 ]
 

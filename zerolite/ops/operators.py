@@ -61,6 +61,10 @@ def _check_list(name: str, tensors: Tensors, like: Tensors, allowed: Sequence[to
     dtype, device = tensors[0].dtype, like[0].device
     if dtype not in allowed:
         raise ValueError(f"expected {name} of {' or '.join(map(str, allowed))}, got {dtype}")
+    same_kind = {(tensor.dtype, tensor.device) for tensor in tensors} == {(dtype, device)}
+    same_numel = tensors is like or [t.numel() for t in tensors] == [t.numel() for t in like]
+    if same_kind and same_numel and all(tensor.is_contiguous() for tensor in tensors):
+        return
     for i, (tensor, param) in enumerate(zip(tensors, like, strict=True)):
         good = tensor.dtype == dtype and tensor.device == device and tensor.numel() == param.numel()
         if not (good and tensor.is_contiguous()):

@@ -59,8 +59,12 @@ class UpdateRule:
         return any(group.get(key) is False for group in groups for key in ONLY_HERE)
 
     def state_dtype(self, groups: Sequence[Group], update: torch.dtype) -> torch.dtype:
-        """``update``: dtype of the update's arithmetic as torch's optimizer would do it."""
-        return torch.bfloat16 if groups[0].get("fp32_optimizer_states") is False else update
+        """``update``: dtype of the update's arithmetic as torch's optimizer would do it. Raises ValueError if param
+        groups differ in ``fp32_optimizer_states``."""
+        halves = {group.get("fp32_optimizer_states") is False for group in groups}
+        if len(halves) > 1:
+            raise ValueError("expected fp32_optimizer_states to be the same in all param groups, got both")
+        return torch.bfloat16 if True in halves else update
 
 
 def _filled(*columns: float) -> Row:

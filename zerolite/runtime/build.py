@@ -38,6 +38,7 @@ from zerolite.runtime.growth import Growth, Parameters, Ways
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
 from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
@@ -177,6 +178,7 @@ def _assemble(
         dataloader=None,
         broadcast_buffers=broadcast_buffers,
     )
+    engine.parameter_access = ParameterAccess(pipeline, reducer, buffer, sharded, comm)
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
     pipeline.on_applied = lambda: _step_scheduler(known())
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)

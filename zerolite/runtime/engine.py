@@ -14,6 +14,7 @@ from zerolite.config import ZeroliteConfig
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.full_state import full_state_dict, load_full_state_dict
 from zerolite.runtime.initial_sync import broadcast_into
+from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
@@ -70,6 +71,7 @@ class Engine:
         self._window = window
         self._boundary = boundary
         self._broadcast_buffers = broadcast_buffers
+        self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
         self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
 
     # ---------------------------------------------------------------- the loop

@@ -133,6 +133,7 @@ class StepPipeline:
             self.zero_grad()
         if self._reducer.pass_open:
             return
+        self._look_at_grads()
         self.on_begin()
         self._stats = None
         self.window_scale()
@@ -157,7 +158,22 @@ class StepPipeline:
 
     def reduce(self) -> None:
         """Afterwards the mean gradient over ranks is where its owner needs it."""
+        self._look_at_grads()
         self._reducer.finish()
+
+    def pending(self) -> frozenset[int]:
+        """Parameters with a gradient that no step has used, on any rank."""
+        return frozenset() if self._window.empty or self._updated else self.stats().get().used
+
+    def on_gradient_set(self, index: int, given: bool) -> None:
+        """Somebody has put another value into the reduced gradient of a parameter, or taken it out."""
+        (self._reducer.used.add if given else self._reducer.used.discard)(index)
+        self._stats = None
+
+    def _look_at_grads(self) -> None:
+        """What the user has done to ``p.grad``: who set all to None has dropped the gradients."""
+        if self._reducer.shown.all_dropped(self._buffer.layout, self._reducer.parameters):
+            self.zero_grad()
 
     def stats(self) -> StatsVector:
         if self._stats is None:
@@ -172,14 +188,14 @@ class StepPipeline:
         if self._window.empty or self._updated:
             self.settle()
             return self._last_norm
-        return self.stats().get().norm / self._divisor()
+        return self.stats().get().norm / self.divisor()
 
     def clip(self, max_norm: float) -> float:
         """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self._max_norm = float(max_norm)
-        return self.stats().get().norm / self._divisor()
+        return self.stats().get().norm / self.divisor()
 
     def flush(self) -> None:
         """The window ends before it is full: what it holds becomes the mean of what it contains."""
@@ -192,11 +208,9 @@ class StepPipeline:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         self.settle()
         self._decide_on_trace()
-        if self._written:
-            self._buffer.refresh_masters(self._written)
-            self._written.clear()
+        self.refresh_written()
         stats = self.stats()
-        divisor = self._divisor()
+        divisor = self.divisor()
         self._updated = True
         self._optimizer.mark_called()
         if self._may_skip_on_device():
@@ -211,6 +225,12 @@ class StepPipeline:
             factor = (clip_coefficient(norm, self._max_norm) if self._max_norm else 1.0) / divisor
             self._update_buckets(factor, outcome.used, None, publish)
         self._settle(outcome, divisor)
+
+    def refresh_written(self) -> None:
+        """Masters follow the values that somebody has loaded into parameters."""
+        if self._written:
+            self._buffer.refresh_masters(self._written)
+            self._written.clear()
 
     def _decide_on_trace(self) -> None:
         """Let stage 3 follow its recorded trace once all ranks have been seen to have the same. One step after it was
@@ -292,7 +312,7 @@ class StepPipeline:
 
     # ---------------------------------------------------------------- inside
 
-    def _divisor(self) -> float:
+    def divisor(self) -> float:
         """What the accumulated gradient must be divided by: the loss scale, less what a partial window lacks."""
         return self.window_scale() / self._flush_factor
 

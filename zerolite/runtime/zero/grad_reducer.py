@@ -25,6 +25,7 @@ from zerolite.accelerator import host_values
 from zerolite.comm import Communicator, Pending
 from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
 from zerolite.runtime.zero.buffer import destinations, zero_slot
+from zerolite.runtime.zero.held_gradient import HeldGradient, ShownGradients
 from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
 
@@ -111,8 +112,9 @@ class GradReducer:
         strides: Sequence[tuple[int, ...]],
     ) -> None:
         self.layout = layout
-        self._strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
+        self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
         self.used: set[int] = set()  # parameters that got a gradient in this window
+        self.shown = ShownGradients()
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
         self.parameters: list[torch.nn.Parameter] = []
         self._comm = comm
@@ -147,7 +149,7 @@ class GradReducer:
         """Take a layout that begins with the buckets there are; between passes."""
         assert not self._pass_open, "a pass counts the buckets that it began with"
         self.layout = layout
-        self.parameters, self._strides = list(parameters), list(strides)
+        self.parameters, self.strides = list(parameters), list(strides)
         device = self.parameters[0].device
         for bucket in layout.buckets[len(self._states) :]:
             filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
@@ -182,6 +184,8 @@ class GradReducer:
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
+        if type(gradient) is HeldGradient:  # autograd has added to it: begin_pass comes only now
+            gradient = gradient.collect()
         if not self._seen_gradient or not self._pass_open:
             self._on_first_gradient(slot.index)
             self._seen_gradient = True
@@ -207,6 +211,7 @@ class GradReducer:
         if self._pass_open:
             return
         self._pass_open = True
+        self.shown.hide(self.parameters)
         self._seen_gradient = False
         self._reducing = self._options.reduce_each_pass or self._pass_reduces()
         self._passes_in_local += 1
@@ -236,6 +241,7 @@ class GradReducer:
             self._learned = True
             self._expected = [max(pair) for pair in zip(self._expected, self._fires, strict=True)]
             self._count_expected()
+        self.shown.show(self.layout, self.parameters, sorted(self.used))
         if self._reducing:
             self._launch_until(len(self._states))
             if self._plan is not None and not self._plan.settled:
@@ -293,7 +299,7 @@ class GradReducer:
         if not first and options.accumulate_dtype is not None and state.local.dtype in _HALF:
             state.local, state.staged = state.local.to(options.accumulate_dtype), False
         factor = options.arrival_factor
-        strides = self._strides[slot.index]
+        strides = self.strides[slot.index]
         for place, values in destinations(state.local, state.bucket, slot, gradient, strides):
             if not first:
                 place.add_(values, alpha=factor)
@@ -526,6 +532,7 @@ class GradReducer:
         if self._options.shard:
             self._pool.clear()  # between steps no rank holds more than its part
         self._passes_in_local = self._passes_in_window = 0
+        self.shown.hide(self.parameters)
         self.used.clear()
         self.probes.clear()
 

@@ -212,6 +212,15 @@ class PartitionLayout:
         part = bucket.numel // self.world_size
         return rank * part, (rank + 1) * part
 
+    def range_of(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """What rank ``rank`` owns of a parameter: first element and number of elements, which may be 0."""
+        if slot.part:
+            start = min(rank * slot.part, slot.numel)
+            return start, min(slot.part, slot.numel - start)
+        low, high = self.shard_range(self.buckets[slot.bucket], rank)
+        start, end = max(low, slot.start), min(high, slot.end)
+        return (start - slot.start, end - start) if start < end else (0, 0)
+
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """What rank ``rank`` owns, parameter by parameter, bucket after bucket. Empty parameters have no fragment."""
         for bucket in self.buckets:

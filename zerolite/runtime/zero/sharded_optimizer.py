@@ -52,7 +52,7 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner
         else:
             tensors: list[list[torch.Tensor]] = [[] for _ in groups]
-            for piece in self._all_pieces():
+            for piece in self.pieces():
                 tensors[piece.group].append(piece.tensor)
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
@@ -70,7 +70,7 @@ class ShardedOptimizer(Optimizer):
         rule = choose_rule(self.inner, masters)
         if rule is None:
             return PiecewiseUpdate(self.inner, self._buffer, self._pieces, dtypes)
-        for piece in self._all_pieces():
+        for piece in self.pieces():
             self.inner.state.pop(piece.tensor, None)  # Adagrad makes its states when it is made
         return FlatUpdate(rule, lambda: self.inner.param_groups, self._buffer, self._pieces, dtypes)
 
@@ -147,7 +147,7 @@ class ShardedOptimizer(Optimizer):
         """
         position = self._positions()
         states, masters = {}, {}
-        for piece in self._all_pieces():
+        for piece in self.pieces():
             index = position[piece.fragment.slot.index]
             state = self.method.state_of(piece)
             if state:
@@ -170,7 +170,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._check_loadable(state_dict)
         position = self._positions()
-        for piece in self._all_pieces():
+        for piece in self.pieces():
             index = position[piece.fragment.slot.index]
             self.method.load_state(piece, state_dict["state"].get(index, {}))
             if index in state_dict["masters"]:
@@ -205,7 +205,8 @@ class ShardedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- pieces
 
-    def _all_pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank updates."""
         for pieces in self._pieces:
             yield from pieces
 
@@ -214,7 +215,7 @@ class ShardedOptimizer(Optimizer):
 
     def _adopt_state(self) -> None:
         """States that the user's optimizer made before move to the pieces."""
-        for piece in self._all_pieces():
+        for piece in self.pieces():
             parameter = self._buffer.parameters[piece.fragment.slot.index]
             state = self.inner.state.get(parameter)
             if state:

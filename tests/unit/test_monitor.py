@@ -1,0 +1,553 @@
+"""Monitors: the writers, what they do when they cannot write, what a step writes, and the clock of phases."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.config import ConfigError, load_config
+from zerolite.monitor import Event, Monitor, StepLog, open_monitor
+from zerolite.monitor.append_file import AppendFile
+from zerolite.monitor.csv_writer import MAX_OPEN, CsvWriter
+from zerolite.monitor.jsonl_writer import JsonlWriter
+from zerolite.monitor.tensorboard_writer import TensorboardWriter
+from zerolite.monitor.wandb_writer import WandbWriter
+from zerolite.runtime import wall_clock
+from zerolite.runtime.wall_clock import BACKWARD, FORWARD, OTHER, REDUCE_WAIT, STEP, PhaseClock
+
+CPU = torch.device("cpu")
+LR = ("Train/Samples/lr", 0.5, 8)
+
+
+class Recording:
+    """A writer that keeps what it gets, or raises ``error`` while that is set."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.error: Exception | None = None
+        self.closed = 0
+
+    def write(self, events: Sequence[Event]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.events.extend(events)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def full_disk(after: int) -> Callable[..., int]:
+    """An os.pwrite that takes ``after`` bytes in all, then finds the disk full."""
+    left = [after]
+    real = os.pwrite
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(descriptor, data[: left[0]], offset)
+        left[0] -= written
+        return written
+
+    return pwrite
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_a_file_holds_whole_lines_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines"
+    file = AppendFile(path)
+    assert file.empty
+    file.append("one\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full_disk(after=2))
+        with pytest.raises(OSError, match="No space"):
+            file.append("two\nthree\n")
+    assert path.read_text() == "one\n", "half a line would be taken for a value"
+    file.append("four\n")
+    file.close()
+    file.close()
+    assert path.read_text() == "one\nfour\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("", ""), ("a\nb", "a\n"), ("a\nb\n", "a\nb\n"), ("torn", ""), ("x\n" + "y" * 200_000, "x\n")]
+)
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, before: str, after: str) -> None:
+    path = tmp_path / "lines"
+    path.write_text(before)
+    file = AppendFile(path)
+    assert file.empty == (not after)
+    file.append("new\n")
+    file.close()
+    assert path.read_text() == after + "new\n"
+
+
+def test_csv_files_are_deepspeeds(tmp_path: Path) -> None:
+    writer = CsvWriter(tmp_path / "out" / "job")
+    writer.write([LR, ("plain name", 2, 8)])
+    writer.write([("Train/Samples/lr", math.nan, 16)])
+    assert sorted(path.name for path in (tmp_path / "out" / "job").iterdir()) == [
+        "Train_Samples_lr.csv",
+        "plain_name.csv",
+    ]
+    assert rows(tmp_path / "out/job/Train_Samples_lr.csv") == [["step", "lr"], ["8", "0.5"], ["16", "nan"]]
+    assert rows(tmp_path / "out/job/plain_name.csv") == [["step", "plain name"], ["8", "2"]]
+    writer.close()
+
+
+def test_csv_files_of_a_job_that_goes_on_are_continued(tmp_path: Path) -> None:
+    for step in (8, 16):
+        writer = CsvWriter(tmp_path)
+        writer.write([("a", 1.5, step)])
+        writer.close()
+    assert rows(tmp_path / "a.csv") == [["step", "a"], ["8", "1.5"], ["16", "1.5"]]
+
+
+def test_many_csv_files_do_not_use_up_the_processs_files(tmp_path: Path) -> None:
+    writer = CsvWriter(tmp_path)
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    for step in (1, 2):
+        writer.write([(f"value{i}", float(i), step) for i in range(3 * MAX_OPEN)])
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) <= before + MAX_OPEN
+    assert all(len(rows(tmp_path / f"value{i}.csv")) == 3 for i in range(3 * MAX_OPEN))
+    writer.close()
+
+
+def test_csv_names_that_would_share_a_file(tmp_path: Path) -> None:
+    writer = CsvWriter(tmp_path)
+    with pytest.raises(ValueError, match=r'got "a_b" and "a/b", which are both a_b\.csv; rename'):
+        writer.write([("a/b", 1.0, 1), ("a_b", 2.0, 1), ("c", 3.0, 1)])
+    assert rows(tmp_path / "a_b.csv") == [["step", "b"], ["1", "1.0"]]
+    assert rows(tmp_path / "c.csv") == [["step", "c"], ["1", "3.0"]]
+    writer.close()
+
+
+def test_one_json_object_a_step(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path)
+    writer.write([("a", 1.5, 8), ("b", math.inf, 8), ("a", 2, 16)])
+    writer.write([])
+    with pytest.raises(ValueError, match="which is the x axis; rename"):
+        writer.write([("step", 1.0, 24), ("c", 1.0, 24)])
+    writer.close()
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 8, "a": 1.5, "b": None},
+        {"step": 16, "a": 2},
+        {"step": 24, "c": 1.0},
+    ]
+
+
+def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    """SIGKILL, right after write() has returned: no flush, no exit handlers."""
+    script = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from zerolite.monitor.csv_writer import CsvWriter; from zerolite.monitor.jsonl_writer import JsonlWriter\n"
+        "for writer in (CsvWriter(Path(sys.argv[1])), JsonlWriter(Path(sys.argv[1]))): writer.write([('a', 1.5, 8)])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=Path(__file__).parents[2])
+    assert result.returncode == -signal.SIGKILL
+    assert rows(tmp_path / "a.csv") == [["step", "a"], ["8", "1.5"]]
+    assert json.loads((tmp_path / "events.jsonl").read_text()) == {"step": 8, "a": 1.5}
+
+
+# ------------------------------------------------------------------ packages that may be missing
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "make"),
+    [
+        ("torch.utils.tensorboard", "tensorboard", lambda folder: TensorboardWriter(folder)),
+        ("wandb", "wandb", lambda folder: WandbWriter("project", None, None)),
+    ],
+)
+def test_a_missing_package_is_a_sentence_that_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str, make: Callable[[Path], Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"{extra}\.enabled: expected the package .* 'zerolite\[{extra}\]'"):
+        make(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorboardWriter(tmp_path / "job")
+    writer.write([LR, ("count", 3, 16)])
+    read = EventAccumulator(str(tmp_path / "job")).Reload()  # before close: it is flushed
+    assert [(e.step, e.value) for e in read.Scalars("Train/Samples/lr")] == [(8, 0.5)]
+    assert [(e.step, e.value) for e in read.Scalars("count")] == [(16, 3.0)]
+    writer.close()
+
+
+class FakeWandb(types.ModuleType):
+    """The part of wandb that is called, recorded."""
+
+    def __init__(self, running: bool) -> None:
+        super().__init__("wandb")
+        self.calls: list[tuple[str, Any]] = []
+        self.run: FakeWandb | None = self if running else None
+
+    def init(self, **kwargs: Any) -> FakeWandb:
+        self.calls.append(("init", kwargs))
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append(("log", (step, values)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", None))
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_wandb_gets_a_call_for_each_step(monkeypatch: pytest.MonkeyPatch, running: bool) -> None:
+    fake = FakeWandb(running)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    writer = WandbWriter("project", "group", None)
+    writer.write([("a", 1.0, 8), ("b", 2.0, 8), ("a", 3.0, 16)])
+    writer.close()
+    writer.close()
+    logged = [("log", (8, {"a": 1.0, "b": 2.0})), ("log", (16, {"a": 3.0}))]
+    begun = [("init", {"project": "project", "group": "group", "entity": None})]
+    assert fake.calls == (logged if running else [*begun, *logged, ("finish", None)])
+
+
+# ------------------------------------------------------------------ the monitor
+
+
+def test_values_may_be_numbers_or_tensors() -> None:
+    writer = Recording()
+    monitor = Monitor([writer])
+    monitor.write([("a", 1, 0), ["b", torch.tensor([2.5], dtype=torch.bfloat16), 1]])  # type: ignore[list-item]
+    monitor.write_events([("c", torch.tensor(3), 2)])
+    assert writer.events == [("a", 1, 0), ("b", 2.5, 1), ("c", 3.0, 2)]
+
+
+@pytest.mark.parametrize("writers", [0, 1])
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        ("loss", "expected events (name, value, step), got 'loss'"),
+        (("loss", 1.0), "expected events (name, value, step)"),
+        (("", 1.0, 1), "expected a non-empty string as an event's name, got ''"),
+        ((1, 1.0, 1), "expected a non-empty string as an event's name, got 1"),
+        (("loss", "1.0", 1), "expected a number or a tensor with one element for 'loss', got '1.0'"),
+        (("loss", torch.zeros(2), 1), "got a tensor of shape (2,)"),
+        (("loss", 1.0, -1), "expected an integer of at least 0 as the step of 'loss', got -1"),
+        (("loss", 1.0, 1.5), "as the step of 'loss', got 1.5"),
+        (("loss", 1.0, None), "engine.global_steps where the config has no batch size"),
+    ],
+)
+def test_bad_events_raise_on_every_rank(event: Any, sentence: str, writers: int) -> None:
+    some = [Recording() for _ in range(writers)]
+    with pytest.raises(ValueError) as caught:
+        Monitor(some).write([LR, event])
+    assert str(caught.value).startswith("monitor.write: expected ") and sentence in str(caught.value)
+    assert all(not writer.events for writer in some)
+
+
+def test_a_writer_that_fails_warns_once_and_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Recording(), Recording()
+    monitor = Monitor([bad, good])
+    bad.error = OSError(errno.ENOSPC, "No space left on device")
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        monitor.write([LR])
+        monitor.write([LR])
+    (record,) = caplog.records
+    assert "recording: values of a step could not be written: " in record.getMessage()
+    assert "No space left on device. Training goes on" in record.getMessage()
+    bad.error = None
+    monitor.write([LR])
+    assert (bad.events, good.events) == ([LR], [LR] * 3)
+    monitor.close()
+    monitor.close()
+    assert (bad.closed, good.closed) == (1, 1)
+    assert not monitor.enabled
+    monitor.write([LR])
+    assert len(good.events) == 3
+
+
+def test_closing_comes_after_what_is_still_to_be_written() -> None:
+    writer = Recording()
+    monitor = Monitor([writer])
+    monitor.on_close = lambda: monitor.write([LR])
+    monitor.close()
+    assert (writer.events, writer.closed) == ([LR], 1)
+
+
+def everything_enabled(folder: Path) -> dict[str, Any]:
+    place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    return {"csv_monitor": place, "jsonl_monitor": place}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_opens_writers(tmp_path: Path, rank: int) -> None:
+    monitor = open_monitor(load_config(everything_enabled(tmp_path)), Communicator(rank=rank), CPU)
+    assert monitor.enabled == (rank == 0)
+    monitor.write([LR])
+    monitor.close()
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == (
+        ["Train_Samples_lr.csv", "events.jsonl"] if rank == 0 else []
+    )
+
+
+def test_nothing_is_opened_without_being_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not open_monitor(load_config({}), Communicator(), CPU).enabled
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    config = load_config({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "taken")}})
+    with pytest.raises(RuntimeError, match=r"a monitor could not be opened\. .*taken"):
+        open_monitor(config, Communicator(), CPU)
+
+
+# ------------------------------------------------------------------ the configuration
+
+
+def test_names_and_defaults_are_deepspeeds() -> None:
+    config = load_config({"tensorboard": {"output_path": ""}, "wandb": {"team": None}})
+    for block in (config.tensorboard, config.csv_monitor):
+        assert (block.enabled, block.output_path, block.job_name) == (False, "", "DeepSpeedJobName")
+    assert config.wandb.model_dump() == {"enabled": False, "group": None, "team": None, "project": "deepspeed"}
+    assert config.jsonl_monitor.enabled is config.wall_clock_breakdown is False
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "value", "sentence"),
+    [
+        ("csv_monitor", "enabled", "yes", 'expected true or false, got the string "yes"'),
+        ("csv_monitor", "output_path", None, "expected a path, got null; write one in quotes"),
+        ("tensorboard", "output_path", 3, "expected a path, got 3; write one in quotes"),
+        ("jsonl_monitor", "job_name", "", 'expected a non-empty string, got the string ""; write a name'),
+        ("wandb", "team", 1, "expected a non-empty string, got 1; write a name"),
+        ("wandb", "project", None, "expected a non-empty string, got null; write a name"),
+        ("wandb", "entity", "x", "expected a key of wandb, got an unknown one"),
+    ],
+)
+def test_bad_values_are_sentences(block: str, key: str, value: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({block: {key: value}})
+    ((path, said),) = caught.value.errors
+    assert path == f"{block}.{key}" and sentence in said
+
+
+# ------------------------------------------------------------------ what a step writes
+
+
+class Scaler:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Optimizer:
+    def __init__(self, *rates: float) -> None:
+        self.param_groups = [{"lr": rate} for rate in rates]
+
+
+def step_log(samples: int | None = 8, scaler: Scaler | None = None, *rates: float) -> tuple[StepLog, Recording, Any]:
+    writer, optimizer = Recording(), Optimizer(*(rates or (0.5,)))
+    return StepLog(Monitor([writer]), samples, optimizer, scaler), writer, optimizer
+
+
+def values_at(writer: Recording, step: int) -> dict[str, float]:
+    return {name: value for name, value, at in writer.events if at == step}
+
+
+def test_a_step_is_written_at_its_samples() -> None:
+    log, writer, _ = step_log(8, None, 0.5, 0.25)
+    log.add_loss(torch.tensor(2.0), 0.5, steps=0, first=True)
+    log.add_loss(torch.tensor([4.0]), 0.5, steps=0, first=False)
+    log.on_settled(1, norm=7.0)
+    assert writer.events == [
+        ("Train/Samples/train_loss", 3.0, 8),
+        ("Train/Samples/lr", 0.5, 8),
+        ("Train/Samples/lr_group1", 0.25, 8),
+        ("Train/Samples/grad_norm", 7.0, 8),
+        ("Train/Samples/loss_scale", 1.0, 8),
+        ("Train/Samples/global_steps", 1, 8),
+    ]
+
+
+def test_without_a_batch_size_the_axis_is_steps() -> None:
+    log, writer, _ = step_log(None)
+    log.on_settled(5, norm=7.0)
+    assert values_at(writer, 5) == {
+        "Train/Steps/lr": 0.5,
+        "Train/Steps/grad_norm": 7.0,
+        "Train/Steps/loss_scale": 1.0,
+        "Train/Steps/global_steps": 5,
+    }
+
+
+def test_the_learning_rate_is_the_one_that_the_step_used() -> None:
+    log, writer, optimizer = step_log()
+    log.on_applied()
+    optimizer.param_groups[0]["lr"] = 0.25  # the schedule moves
+    log.on_settled(1, norm=1.0)
+    log.on_settled(2, norm=math.nan)  # skipped: the schedule has not moved
+    assert values_at(writer, 8)["Train/Samples/lr"] == 0.5
+    assert values_at(writer, 16)["Train/Samples/lr"] == 0.25
+
+
+def test_the_loss_scale_is_the_one_that_the_step_used() -> None:
+    scaler = Scaler(256.0)
+    log, writer, _ = step_log(8, scaler)
+    scaler.scale = 128.0  # an overflow: the scaler is told before the log is
+    log.on_settled(1, norm=math.inf)
+    log.on_settled(2, norm=1.0)
+    assert [values_at(writer, at)["Train/Samples/loss_scale"] for at in (8, 16)] == [256.0, 128.0]
+
+
+def test_losses_belong_to_their_window() -> None:
+    log, writer, _ = step_log()
+    log.add_loss(torch.tensor(100.0), 1.0, steps=0, first=True)
+    log.add_loss(torch.tensor(1.0), 1.0, steps=0, first=True)  # the first was dropped with its gradient
+    log.add_loss(torch.tensor(2.0), 1.0, steps=1, first=True)  # before the host knows the first step's outcome
+    log.on_settled(1, norm=1.0)
+    log.close_early(4.0, steps=1)
+    log.on_settled(2, norm=1.0)
+    log.on_settled(3, norm=1.0)
+    losses = [values_at(writer, at).get("Train/Samples/train_loss") for at in (8, 16, 24)]
+    assert losses == [1.0, 8.0, None]
+
+
+# ------------------------------------------------------------------ the clock
+
+
+class Device:
+    """A device whose time stands still until the test moves it, and that may be behind the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.done = math.inf  # what has been executed
+        self.moments = 0
+        monkeypatch.setattr(wall_clock, "_new_moment", self.moment)
+
+    def moment(self, cuda: bool) -> Device.Moment:
+        self.moments += 1
+        return Device.Moment(self)
+
+    class Moment:
+        def __init__(self, device: Device) -> None:
+            self.device = device
+            self.at = math.nan
+
+        def record(self, stream: Any) -> None:
+            self.at = self.device.now
+
+        def query(self) -> bool:
+            return self.at <= self.device.done
+
+        def elapsed_time(self, end: Device.Moment) -> float:
+            assert self.query() and end.query(), "read before the device has come to it"
+            return end.at - self.at
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def one_step(clock: PhaseClock, device: Device, number: int) -> None:
+    """5 forward, 7 backward, 11 step of which 3 wait, 2 other."""
+    clock.enter(FORWARD)
+    device.now += 5
+    clock.leave(FORWARD)
+    device.now += 2
+    clock.enter(BACKWARD)
+    device.now += 7
+    clock.leave(BACKWARD)
+    clock.enter(STEP)
+    device.now += 4
+    clock.enter(REDUCE_WAIT)
+    device.now += 3
+    clock.leave(REDUCE_WAIT)
+    device.now += 4
+    clock.leave(STEP)
+    clock.end_step(number)
+
+
+STEP_TIMES = {FORWARD: 5.0, BACKWARD: 7.0, REDUCE_WAIT: 3.0, STEP: 8.0, OTHER: 2.0}
+
+
+def test_inner_phases_are_taken_from_outer_ones(device: Device) -> None:
+    reports: list[tuple[int, dict[str, float]]] = []
+    clock = PhaseClock(CPU, 2, lambda step, means: reports.append((step, dict(means))))
+    for number in range(1, 6):
+        one_step(clock, device, number)
+    assert reports == [(2, STEP_TIMES), (4, STEP_TIMES)]
+
+
+def test_moments_are_read_when_the_device_has_passed_them(device: Device) -> None:
+    reports: list[tuple[int, dict[str, float]]] = []
+    clock = PhaseClock(CPU, 1, lambda step, means: reports.append((step, dict(means))))
+    device.done = 0.0
+    one_step(clock, device, 1)
+    device.done = device.now - 1  # all but the end
+    one_step(clock, device, 2)
+    assert reports == []
+    device.done = device.now
+    one_step(clock, device, 3)
+    assert reports == [(1, STEP_TIMES), (2, STEP_TIMES)]
+    made = device.moments
+    for number in range(4, 50):
+        device.done = device.now
+        one_step(clock, device, number)
+    assert device.moments == made, "moments that were read are used again"
+    assert reports[-1] == (48, STEP_TIMES)
+
+
+def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> None:
+    reports: list[dict[str, float]] = []
+    clock = PhaseClock(CPU, 1, lambda step, means: reports.append(dict(means)))
+    clock.enter(STEP)
+    clock.enter(REDUCE_WAIT)
+    device.now += 3
+    clock.leave(STEP)
+    clock.leave(STEP)
+    device.now += 1
+    clock.end_step(1)
+    clock.end_step(1)  # an update that raised: no step has ended
+    assert reports == [{FORWARD: 0.0, BACKWARD: 0.0, REDUCE_WAIT: 3.0, STEP: 0.0, OTHER: 1.0}]
+
+
+def test_the_hosts_clock_is_in_milliseconds() -> None:
+    reports: list[dict[str, float]] = []
+    clock = PhaseClock(CPU, 1, lambda step, means: reports.append(dict(means)))
+    clock.enter(FORWARD)
+    wall_clock.time.sleep(0.05)
+    clock.leave(FORWARD)
+    clock.end_step(1)
+    assert 50.0 <= reports[0][FORWARD] < 5000.0
+    assert wall_clock.describe(10, {FORWARD: 1.0, REDUCE_WAIT: 2.5}) == (
+        "step 10: ms a step: forward 1.00, reduce wait 2.50, all 3.50"
+    )

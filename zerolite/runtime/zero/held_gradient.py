@@ -1,0 +1,139 @@
+"""What stands in ``p.grad`` for a gradient that the engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from zerolite.runtime.zero.layout import PartitionLayout
+
+_ACCUMULATION = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+
+
+class HeldGradient(torch.Tensor):
+    """Not None, as a gradient is not, without storage, and of no other use: whatever reads or writes its values raises
+    a sentence. So nobody clips, unscales or inspects nothing (``torch.nn.utils.clip_grad_norm_`` passes over parameters
+    whose ``grad`` is None, without a word), and who sets it to None has dropped the gradient.
+
+    Only autograd may add to it, which it does if a backward begins that nobody has told the engine of: ``arrived`` is
+    then what it added.
+    """
+
+    parameter_name: str
+    arrived: torch.Tensor | None
+
+    @staticmethod
+    def of(parameter: torch.Tensor, name: str) -> HeldGradient:
+        held: HeldGradient = torch.Tensor._make_wrapper_subclass(
+            HeldGradient, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        held.parameter_name, held.arrived = name, None
+        return held
+
+    def collect(self) -> torch.Tensor | None:
+        """What autograd has added, once."""
+        arrived, self.arrived = self.arrived, None
+        return arrived
+
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
+        return f"HeldGradient('{self.parameter_name}')"
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        _refuse((args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _ACCUMULATION and isinstance(args[0], HeldGradient):
+            held = args[0]
+            held.arrived = args[1] if held.arrived is None else held.arrived + args[1]
+            return held if function is _ACCUMULATION[0] else args[1]
+        _refuse((args, kwargs))
+
+
+# What torch asks of any tensor before it knows what it wants of it; shapes and dtypes are those of the parameter.
+_HARMLESS = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad")),
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+    ]
+)
+
+
+def _refuse(arguments: Any) -> NoReturn:
+    held = _find(arguments)
+    name = held.parameter_name if held is not None else "?"
+    raise RuntimeError(
+        f"the gradient of parameter '{name}' is in the engine's buckets and not in p.grad. To clip, set "
+        "gradient_clipping in the config, or call engine.clip_gradients(max_norm) before the step, which returns the "
+        "norm; to read or change it, use zerolite.get_full_grad(p) and zerolite.set_full_grad(p, value) on all ranks; "
+        "to drop all gradients, engine.zero_grad(). For fp16, the engine scales the loss itself: leave torch's "
+        "GradScaler out."
+    )
+
+
+def _find(value: Any) -> HeldGradient | None:
+    if isinstance(value, HeldGradient):
+        return value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = _find(item)
+            if found is not None:
+                return found
+    return None
+
+
+class ShownGradients:
+    """The held gradients that are in ``p.grad`` now, and what the user has made of them."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, torch.Size], HeldGradient] = {}
+        self._shown: dict[int, HeldGradient] = {}
+
+    def show(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> None:
+        """These parameters have a gradient in the engine."""
+        for index in indices:
+            parameter = parameters[index]
+            if parameter.grad is not None:
+                continue
+            key = (index, parameter.shape)
+            held = self._held.get(key)
+            if held is None or held.dtype != parameter.dtype:
+                held = self._held[key] = HeldGradient.of(parameter, layout.slots[index].name)
+            parameter.grad = self._shown[index] = held
+
+    def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        for index, held in self._shown.items():
+            if parameters[index].grad is held:
+                parameters[index].grad = None
+        self._shown.clear()
+
+    def all_dropped(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether the user has set ``p.grad`` of all of them to None, as ``module.zero_grad()`` does. Raises
+        RuntimeError if it is some of them, or if there is a gradient that the engine has not seen."""
+        names = [slot.name for slot in layout.slots]
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is not None and parameter.grad is not self._shown.get(index):
+                raise RuntimeError(
+                    f"parameter '{names[index]}' has a gradient in p.grad that did not come from a backward, and the "
+                    "engine would not use it; call zerolite.set_full_grad(p, value) on all ranks instead"
+                )
+        dropped = [index for index in self._shown if parameters[index].grad is None]
+        if dropped and len(dropped) < len(self._shown):
+            raise RuntimeError(
+                f"p.grad of parameter '{names[dropped[0]]}' was set to None ({len(dropped)} of {len(self._shown)}), "
+                "while the engine holds its gradient; to leave it out of a step, call zerolite.set_full_grad(p, None) "
+                "on all ranks, or requires_grad_(False) before the forward"
+            )
+        return bool(dropped)
