@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from zerolite.runtime.dataloader import EpochSampler, Loaders, RepeatingLoader, Rows, build_dataloader
 
@@ -251,6 +251,9 @@ def test_a_users_loader_is_recognised_by_its_sampler():
     assert [in_hand(loaders, batch) for batch in loader] == [([1, 3, 5], 3, 6), ([7, 9, 0], 3, 5)]
     assert len(loader) == 2 and loader.batch_size == 3 and loader.sampler is plain.sampler and loader.dataset is data
     assert loaders.prepare(loader) is loader
+    short = DistributedSampler(data, 2, 1, shuffle=False, drop_last=True)
+    loader = loaders.prepare(DataLoader(data, batch_sampler=BatchSampler(short, 3, False)))
+    assert [in_hand(loaders, batch) for batch in loader] == [([1, 3, 5], 3, 6), ([7, 9], 2, 4)]
     assert loaders_of(0, 1).prepare(DataLoader(data, batch_size=3, shuffle=True)).share.whole() == Rows(11, 11)
 
 

@@ -158,6 +158,7 @@ def test_the_argument_is_left_alone() -> None:
         ({"a": [1, object()]}, "sum", r"got object at \['a'\]\[1\]"),
         (2**63, "sum", "at most 64 bits, got 9223372036854775808"),
         (1j, "sum", "got complex"),
+        (Fraction(10**400), "sum", "rank 0: OverflowError: integer division result too large"),
         (torch.tensor(1j), "max", "expected real numbers for max, got torch.complex64"),
         (torch.eye(2).to_sparse(), "sum", "expected a dense tensor.*torch.sparse_coo"),
         (torch.empty(2, device="meta"), "sum", "expected a dense tensor.*meta"),

@@ -28,6 +28,7 @@ from zerolite.monitor.jsonl_writer import JsonlWriter
 from zerolite.monitor.tensorboard_writer import TensorboardWriter
 from zerolite.monitor.wandb_writer import WandbWriter
 from zerolite.runtime import wall_clock
+from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.wall_clock import BACKWARD, FORWARD, OTHER, REDUCE_WAIT, STEP, PhaseClock
 
 CPU = torch.device("cpu")
@@ -440,6 +441,50 @@ def test_losses_belong_to_their_window() -> None:
     assert losses == [1.0, 8.0, None]
 
 
+class LatePipeline:
+    """One step behind, as on CUDA: its only step is settled when somebody asks."""
+
+    global_steps = 1
+
+    def __init__(self) -> None:
+        self.settled = False
+        self.on_applied: Callable[[], None] = lambda: None
+        self.on_settled: Callable[[float], None] = lambda norm: None
+
+    def settle(self) -> None:
+        if not self.settled:
+            self.settled = True
+            self.on_applied()
+            self.on_settled(7.0)
+
+
+class BareEngine:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = load_config(config)
+        self.device = CPU
+        self.optimizer = Optimizer(0.5)
+        self.monitor = Monitor()
+
+
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine_goes(tmp_path: Path, how: str) -> None:
+    engine: Any = BareEngine(everything_enabled(tmp_path))
+    pipeline: Any = LatePipeline()
+    assert start_monitoring(engine, None, pipeline, None, None, Communicator()) == []  # type: ignore[arg-type]
+    path = tmp_path / "job" / "events.jsonl"
+    assert path.read_text() == ""
+    if how == "close":
+        engine.monitor.close()
+    del engine, pipeline
+    assert json.loads(path.read_text()) == {
+        "step": 1,
+        "Train/Steps/lr": 0.5,
+        "Train/Steps/grad_norm": 7.0,
+        "Train/Steps/loss_scale": 1.0,
+        "Train/Steps/global_steps": 1,
+    }
+
+
 # ------------------------------------------------------------------ the clock
 
 
@@ -533,7 +578,7 @@ def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> 
     clock.enter(REDUCE_WAIT)
     device.now += 3
     clock.leave(STEP)
-    clock.leave(STEP)
+    assert not clock.is_open(STEP) and not clock.is_open(REDUCE_WAIT)
     device.now += 1
     clock.end_step(1)
     clock.end_step(1)  # an update that raised: no step has ended

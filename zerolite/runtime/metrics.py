@@ -53,7 +53,9 @@ def reduce(value: Any, op: str, comm: Communicator, device: torch.device) -> Any
         if isinstance(item, numbers.Real):
             encoded = torch.tensor([_encode(path, item)], dtype=torch.int64, device=device)
             return _Leaf(path, "a number", encoded, lambda parts: _reduce_numbers(_decode(parts), op))
-        raise _Unfit(f"expected numbers and tensors, got {type(item).__name__} at {path}")
+        raise _Unfit(
+            f"expected numbers and tensors, got {type(item).__name__} at {path}; make it a tensor or leave it out"
+        )
 
     return _together(f"engine.reduce, op={op}", value, leaf, comm, device)
 
@@ -88,7 +90,7 @@ def _gathered(path: str, item: Any, rows: Rows | None, device: torch.device) -> 
     if isinstance(item, numbers.Real):
         item = _number_tensor(path, item)
     if not isinstance(item, torch.Tensor):
-        raise _Unfit(f"expected tensors, got {type(item).__name__} at {path}")
+        raise _Unfit(f"expected tensors, got {type(item).__name__} at {path}; make it a tensor or leave it out")
     home = item.device
     sent = _sendable(path, item.reshape(1) if item.dim() == 0 else item, device)
     trailing = "".join(f", {size}" for size in sent.shape[1:])
@@ -217,6 +219,8 @@ def _together(
             leaves.append(_Leaf(path, "None", None, lambda parts: None) if item is None else leaf(path, item))
     except _Unfit as error:
         problem = str(error)
+    except Exception as error:  # the other ranks are about to wait for this one: they must hear of it
+        problem = f"{type(error).__name__}: {error}"
     order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
     lines = [call, *(f"{leaves[index].path}: {leaves[index].kind}" for index in order)]
     sent = [tensor for index in order if (tensor := leaves[index].sent) is not None]

@@ -250,13 +250,6 @@ def _sparse(config: dict[str, Any], model: str) -> None:
     engine.step()
 
 
-def _unfrozen(config: dict[str, Any], model: str) -> None:
-    engine = make_engine(config, "OddModel")
-    engine.module.frozen.weight.requires_grad_(True)
-    engine.backward(loss_on(engine, 0, 0))
-    engine.step()
-
-
 def _not_elementwise(config: dict[str, Any], model: str) -> None:
     make_engine(config | {"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}, "Mlp")
 
@@ -270,7 +263,6 @@ def _foreign_parameters(config: dict[str, Any], model: str) -> None:
 _MISUSES = {
     "unused": _unused,
     "sparse": _sparse,
-    "unfrozen": _unfrozen,
     "not elementwise": _not_elementwise,
     "foreign parameters": _foreign_parameters,
 }
