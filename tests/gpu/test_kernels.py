@@ -112,7 +112,7 @@ def test_lengths_at_every_alignment(kernels: CudaKernels, cpu: CpuKernels, rule:
     check_update(kernels, cpu, make_call(rule, FP32[:3] + (None,), lengths, lambda array, tensor: offset))
 
 
-@pytest.mark.parametrize("count", [1, 38, 39, 1000])
+@pytest.mark.parametrize("count", [1, 42, 43, 1000])
 @pytest.mark.parametrize("rule", RULES)
 def test_many_segments(kernels: CudaKernels, cpu: CpuKernels, rule: int, count: int) -> None:
     check_update(kernels, cpu, many_segments(count, rule, factor=0.25, skip=0.0))
@@ -202,7 +202,7 @@ def test_a_capture_takes_as_many_launches_as_the_table_needs(kernels: CudaKernel
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels.update(call)
-    assert len(device_work(graph.replay)) == 3  # 80 segments, 38 to a launch
+    assert len(device_work(graph.replay)) == 2  # 80 segments, 42 to a launch
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; this machine has fewer")

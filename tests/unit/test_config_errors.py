@@ -339,10 +339,10 @@ def test_blocks_that_are_on_by_being_there(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("wall_clock_breakdown", True), ("wall_clock_breakdown", 0), ("zero_optimization.allgather_partitions", False),
+    [("memory_breakdown", True), ("memory_breakdown", 0), ("zero_optimization.allgather_partitions", False),
      ("zero_optimization.offload_optimizer", {"device": "cpu"}), ("zero_optimization.zero_hpz_partition_size", True),
      ("zero_optimization.stage3_allgather_sequential", True), ("activation_checkpointing.profile", True),
-     ("gradient_allreduce_op", "sum"), ("tensorboard", False), ("tensorboard", {"enabled": True}),
+     ("gradient_allreduce_op", "sum"), ("comet", False), ("comet", {"enabled": True}),
      ("amp", {"enabled": True, "opt_level": "O1"})],
 )  # fmt: skip
 def test_values_that_ask_for_more(path: str, value: Any) -> None:
@@ -461,7 +461,7 @@ def test_all_errors_in_one_message() -> None:
             "fp16": {"enabled": True, "loss_scale": -1},
             "bf16": {"enabled": True, "bf16_optimizer_states": True, "immediate_grad_update": False},
             "optimizer": {"params": {}},
-            "tensorboard": {"enabled": True, "otput_path": ""},
+            "comet": {"enabled": True, "projet": ""},
             "allgather_size": 1,
             "gradient_clipping": "high",
             "dump_state": 1,
@@ -473,7 +473,7 @@ def test_all_errors_in_one_message() -> None:
     expected = {
         "steps_per_print", "stage", "zero_optimization.stage", "zero_optimization.reduce_bucket_sizes",
         "zero_optimization.reduce_bucket_size", "fp16.loss_scale", "fp16.enabled", "bf16.bf16_optimizer_states",
-        "bf16.immediate_grad_update", "optimizer.type", "tensorboard", "tensorboard.otput_path", "allgather_size",
+        "bf16.immediate_grad_update", "optimizer.type", "comet", "comet.projet", "allgather_size",
         "gradient_clipping", "dump_state",
     }  # fmt: skip
     assert {path for path, _ in caught.value.errors} == expected

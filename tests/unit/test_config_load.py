@@ -66,6 +66,12 @@ FULL: dict[str, Any] = {
     "gradient_predivide_factor": 2,
     "data_types": {"grad_accum_dtype": "fp16"},
     "steps_per_print": 10,
+    "wall_clock_breakdown": True,
+    "csv_monitor": {"enabled": True, "output_path": "", "job_name": "a"},
+    "jsonl_monitor": {"enabled": True, "output_path": "b/c", "job_name": "d"},
+    "tensorboard": {"enabled": True, "output_path": "/e", "job_name": "f"},
+    "wandb": {"enabled": True, "group": "g", "team": "h", "project": "i"},
+    "dataloader_drop_last": True,
     "dump_state": True,
     "max_consecutive_skipped_steps": 7,
 }
@@ -76,6 +82,14 @@ NAMES = [
     "zero_optimization.leaf_module.classes",
     "zero_optimization.leaf_module.names",
     "zero_optimization.leaf_module.name_suffixes",
+]
+TEXTS = [
+    *(
+        f"{block}.{key}"
+        for block in ("csv_monitor", "jsonl_monitor", "tensorboard")
+        for key in ("output_path", "job_name")
+    ),
+    *(f"wandb.{key}" for key in ("group", "team", "project")),
 ]
 
 
@@ -172,6 +186,21 @@ def test_defaults() -> None:
         "gradient_predivide_factor": 1.0,
         "data_types.grad_accum_dtype": None,
         "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "csv_monitor.enabled": False,
+        "csv_monitor.output_path": "",
+        "csv_monitor.job_name": "DeepSpeedJobName",
+        "jsonl_monitor.enabled": False,
+        "jsonl_monitor.output_path": "",
+        "jsonl_monitor.job_name": "zerolite",
+        "tensorboard.enabled": False,
+        "tensorboard.output_path": "",
+        "tensorboard.job_name": "DeepSpeedJobName",
+        "wandb.enabled": False,
+        "wandb.group": None,
+        "wandb.team": None,
+        "wandb.project": "deepspeed",
+        "dataloader_drop_last": False,
         "dump_state": False,
         "max_consecutive_skipped_steps": 50,
     }
@@ -322,12 +351,12 @@ DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autoc
 BOOLEANS = [
     path
     for path in plain_paths()
-    if path not in {*INTEGERS, *NUMBERS, *DTYPES, *NAMES} and not path.startswith(("optimizer.", "scheduler."))
+    if path not in {*INTEGERS, *NUMBERS, *DTYPES, *NAMES, *TEXTS} and not path.startswith(("optimizer.", "scheduler."))
 ]
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 18 and len(BOOLEANS) == 17
+    assert len(INTEGERS) == 18 and len(BOOLEANS) == 23
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 

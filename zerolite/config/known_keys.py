@@ -308,7 +308,6 @@ _DATA_AND_CHECKPOINTS: dict[str, Key | Block] = {
         }
     ),
     "datastates_ckpt": _on_by_presence("host_cache_size", off=(False,)),
-    "dataloader_drop_last": OFF,
     "data_efficiency": _switched(
         "seed",
         data_sampling=_switched(

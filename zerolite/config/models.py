@@ -260,6 +260,11 @@ class ZeroliteConfig(_Block):
         default=None,
         description="Micro-batches in one optimizer step. null: derived from the other two sizes, or 1.",
     )
+    dataloader_drop_last: Bool = Field(
+        default=False,
+        description="Leave out the samples of `training_data` at the end of a pass that do not fill a batch on every "
+        "rank. false: every sample comes; some are repeated to make ranks even, and the last batch may be smaller.",
+    )
     optimizer: OptimizerConfig | None = Field(default=None, description="The optimizer. null: given to `initialize`.")
     scheduler: SchedulerConfig | None = Field(
         default=None, description="The learning rate schedule. null: none, or given to `initialize`."

@@ -28,7 +28,7 @@ class CudaKernels:
     """Arguments have been checked by the operators in zerolite/ops/operators.py.
 
     A call is one launch on the current stream of its tensors' device and never waits for that device. A table of
-    segments that does not fit into the arguments of a launch (4 KB: 38 segments of an update, 126 of a norm) goes
+    segments that does not fit into the arguments of a launch (4 KB: 42 segments of an update, 126 of a norm) goes
     through pinned memory, which torch keeps until the copy is done.
 
     In the capture of a CUDA graph there is no such copy: a longer table becomes several launches. A replay works on the

@@ -32,12 +32,12 @@ from zerolite.runtime.build_stage3 import (
     start_stage3,
     watch_writes,
 )
-from zerolite.runtime.dataloader import build_dataloader
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.growth import Growth, Parameters, Ways
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
 from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
@@ -63,6 +63,7 @@ def initialize(
     lr_scheduler: Any = None,
     collate_fn: Callable[..., Any] | None = None,
     broadcast_buffers: bool = False,
+    num_local_io_workers: int = 0,
 ) -> Engine:
     """Make an :class:`~zerolite.runtime.engine.Engine` of ``model``.
 
@@ -73,6 +74,8 @@ def initialize(
     dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the optimizer; otherwise
     ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers
     before each training forward.
+    collate_fn: a list of samples to a batch, for this engine's loaders. num_local_io_workers: processes that load
+    ``training_data``; 0 loads in this one.
 
     Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError
     for the other arguments, RuntimeError if ranks hold different models. Called on all ranks, with equal arguments.
@@ -96,15 +99,9 @@ def initialize(
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
     engine = _assemble(model, resolved, policy, precision, comm, device, make_inner, groups, broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(lr_scheduler, resolved, engine.optimizer)
+    engine.loaders.collate_fn = collate_fn
     if training_data is not None:
-        engine.dataloader = build_dataloader(
-            training_data,
-            resolved.train_micro_batch_size_per_gpu,
-            comm.rank,
-            comm.world_size,
-            collate_fn=collate_fn,
-            device_type=device.type,
-        )
+        engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
     if resolved.dump_state and comm.rank == 0:
         _dump_state(engine)
     return engine
@@ -182,7 +179,7 @@ def _assemble(
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
     pipeline.on_applied = lambda: _step_scheduler(known())
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)
-    hooks: list[Any] = _watch_loading(model, pipeline)
+    hooks = _watch_loading(model, pipeline) + start_monitoring(engine, model, pipeline, reducer, scaler, comm)
     if partitioned is not None:
         hooks += start_stage3(partitioned, engine, pipeline, publisher, reducer)
     weakref.finalize(engine, _remove_hooks, reducer.handles, publisher.handles, hooks)

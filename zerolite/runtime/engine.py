@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zerolite.comm import Communicator, local_rank
 from zerolite.config import ZeroliteConfig
+from zerolite.monitor import Monitor, StepLog
+from zerolite.runtime import metrics
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.dataloader import Loaders
 from zerolite.runtime.full_state import full_state_dict, load_full_state_dict
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.parameter_access import ParameterAccess
@@ -62,6 +65,13 @@ class Engine:
         self.optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self.dataloader = dataloader
+        self.loaders = Loaders(
+            comm.rank,
+            comm.world_size,
+            device.type,
+            config.train_micro_batch_size_per_gpu,
+            config.dataloader_drop_last,
+        )
         self._module = module
         self._comm = comm
         self._precision = precision
@@ -71,6 +81,8 @@ class Engine:
         self._window = window
         self._boundary = boundary
         self._broadcast_buffers = broadcast_buffers
+        self.monitor = Monitor()  # for values of the user's own; build puts the config's here
+        self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
         self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
         self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
 
@@ -111,9 +123,12 @@ class Engine:
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        first = self._window.empty
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas)
         self._reducer.probes.append(exact.detach().reshape(()).float())
         factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
+        if self.step_log is not None:
+            self.step_log.add_loss(exact, factor, self._pipeline.global_steps, first)
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
@@ -134,6 +149,8 @@ class Engine:
             return False
         closes = self._window.on_engine_step() or flush
         if flush:
+            if self.step_log is not None:
+                self.step_log.close_early(self._window.flush_factor(), self._pipeline.global_steps)
             self._pipeline.flush()
         if closes:
             self._pipeline.step()
@@ -193,6 +210,61 @@ class Engine:
         """Drop all gradients since the last step. Called on all ranks."""
         self._pipeline.zero_grad()
 
+    # ---------------------------------------------------------------- data and metrics
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        *,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> Any:
+        """A loader of this rank's part of ``dataset``, in batches of ``batch_size`` samples (default: the config's
+        micro-batch), whose samples :meth:`gather_for_metrics` knows.
+
+        route: "train" shuffles, in each pass anew, and obeys ``dataloader_drop_last``; "eval" and "predict" keep the
+        order and every sample. pin_memory: where the engine's device is CUDA. collate_fn: a list of samples to a batch;
+        default: that of ``initialize``. num_local_io_workers: processes that load; 0 loads in this one. Raises
+        ValueError or TypeError for data that cannot be loaded.
+        """
+        return self.loaders.make(dataset, batch_size, route, pin_memory, collate_fn, num_local_io_workers)
+
+    def prepare_loader(self, loader: Any) -> Any:
+        """``loader``, a torch DataLoader with a ``DistributedSampler`` (or without, on one process), so that
+        :meth:`gather_for_metrics` knows its samples: iterate over what this returns. Raises ValueError for other
+        loaders, which work as they are but without that."""
+        return self.loaders.prepare(loader)
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """``value`` over all ranks, the same on all of them. value: a number, a tensor, or nested dicts, lists and
+        tuples of them; None stays. op: "mean" (each rank counts the same), "sum", "max", "min".
+
+        Floats are computed in float64, in rank order; tensors come back in their dtype, those of 16 bits and less in
+        float32. Integers stay integers (tensors: a sum is int64); their mean is a float (tensors: float64). Of bools,
+        max is any, min is all, sum counts. NaN on one rank is NaN. Raises ValueError or RuntimeError on all ranks if
+        one passes something else or they differ in structure, dtype or shape. Called on all ranks.
+        """
+        return metrics.reduce(value, op, self._comm, self.device)
+
+    def gather(self, tensors: Any) -> Any:
+        """The rows of all ranks, in rank order, on all of them: tensors ``[rows, ...]``, any dtype, or nested dicts,
+        lists and tuples of them. Rows may differ from rank to rank, and be 0; a 0-dim tensor or number is one row.
+        Raises as :meth:`reduce` does. Called on all ranks."""
+        return metrics.gather(tensors, self._comm, self.device)
+
+    def gather_for_metrics(self, tensors: Any, loader: Any = None) -> Any:
+        """As :meth:`gather`; inside a pass over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`, for values
+        with one row for each sample of the batch in hand: in the order of the data set (or of its shuffle), without
+        the samples that were repeated to make ranks even.
+
+        loader: such a loader; the rows are those of a whole pass over it, collected on this rank. Raises as
+        :meth:`reduce` does, and ValueError where the rows are not one for each sample. Called on all ranks.
+        """
+        return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
+
     # ---------------------------------------------------------------- state
 
     @property
@@ -220,6 +292,13 @@ class Engine:
     def global_steps(self) -> int:
         """Windows that ended in an update or in a skipped one."""
         return self._pipeline.global_steps
+
+    @property
+    def global_samples(self) -> int | None:
+        """Samples of :attr:`global_steps` steps over all ranks, the x axis of the monitors; None if the config leaves
+        the batch size to the user's loader."""
+        size = self.config.train_batch_size
+        return None if size is None else self._pipeline.global_steps * size
 
     @property
     def skipped_steps(self) -> int:
