@@ -22,6 +22,9 @@ STAGES = {
     "3w": (3, PARTITIONED["defaults"]),
 }
 STEPS = 3
+OVER_STAGES = pytest.mark.parametrize(
+    "stage", [pytest.param(name, marks=pytest.mark.slow if name in ("1", "3w") else ()) for name in STAGES]
+)
 
 
 def settings(stage: str, precision: str = "fp32", micros: int = 1) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def assert_close(got: dict[str, Any], wanted: dict[str, Any], what: str, atol: f
             )
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
+@OVER_STAGES
 @pytest.mark.parametrize("batched", [False, True])
 def test_what_is_read_and_written_is_plain_pytorchs(pools: Pools, stage: str, batched: bool) -> None:
     for world, micros in ((2, 1), (3, 2)):
@@ -116,7 +119,7 @@ def test_masters_and_states_are_set(pools: Pools, precision: str) -> None:
                 assert_same_bits(first[kind], rank[kind], f"{kind} of stages 0 and {stage}")
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
+@OVER_STAGES
 def test_nothing_is_passed_over_in_silence(pools: Pools, stage: str) -> None:
     for said in pools(2).run(f"{CASES}:refusals", {"config": settings(stage)}):
         for what in ("clip_grad_norm_", "clip_grad_value_", "of the engine", "norm", "multiply", "values", "stack"):
@@ -132,7 +135,7 @@ def test_nothing_is_passed_over_in_silence(pools: Pools, stage: str) -> None:
         assert "no optimizer state 'nonsense'" in said["unknown state"]
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
+@OVER_STAGES
 def test_gradients_set_to_none_are_dropped(pools: Pools, stage: str) -> None:
     wanted = pools(2).run(f"{CASES}:dropped", {"config": settings(stage), "how": "never"})
     for how in ("module.zero_grad", "engine.zero_grad", "grad = None"):
@@ -142,7 +145,7 @@ def test_gradients_set_to_none_are_dropped(pools: Pools, stage: str) -> None:
             assert_same_bits(want["parameters"], got["parameters"], how)
 
 
-@pytest.mark.parametrize("stage", list(STAGES))
+@OVER_STAGES
 def test_masters_go_on_from_loaded_values(pools: Pools, stage: str) -> None:
     """Steps smaller than a 16-bit unit add up in the masters, also after values were loaded."""
     for moved in pools(2).run(f"{CASES}:tiny_steps_after_loading", {"config": settings(stage, "bf16")}):

@@ -17,6 +17,15 @@ from tests.pool import Pool, Pools
 from zerolite.runtime.dataloader import EpochSampler
 
 CASES = "tests.distributed.cases.evaluation"
+_FAST = {(0, 1), (1, 2), (2, 3), (3, 2)}
+STAGES_AND_WORLDS = pytest.mark.parametrize(
+    ("stage", "world"),
+    [
+        pytest.param(stage, world, marks=() if (stage, world) in _FAST else pytest.mark.slow)
+        for stage in range(4)
+        for world in (1, 2, 3)
+    ],
+)
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -28,8 +37,7 @@ def same_everywhere(ranks: list[Any]) -> Any:
     return ranks[0]
 
 
-@WORLDS
-@STAGES
+@STAGES_AND_WORLDS
 @pytest.mark.parametrize("how", ["own", "prepared", "whole"])
 def test_every_item_is_evaluated_once_and_in_order(pools: Pools, stage: int, world: int, how: str) -> None:
     for count in (1, 12, 13) if how == "own" else (11,):
@@ -47,8 +55,7 @@ def test_every_item_is_evaluated_once_and_in_order(pools: Pools, stage: int, wor
         assert torch.equal(gathered["near"], (gathered["outputs"] - y).abs() < 1)
 
 
-@WORLDS
-@STAGES
+@STAGES_AND_WORLDS
 def test_gathers_of_uneven_nested_values(pools: Pools, stage: int, world: int) -> None:
     result = same_everywhere(pools(world).run(f"{CASES}:reduce_and_gather", {"config": config(stage)}))
     ranks = [evaluation.uneven(rank) for rank in range(world)]
@@ -66,8 +73,7 @@ def test_gathers_of_uneven_nested_values(pools: Pools, stage: int, world: int) -
     torch.testing.assert_close(result["metrics"], wanted, rtol=0, atol=0)
 
 
-@WORLDS
-@STAGES
+@STAGES_AND_WORLDS
 def test_reductions_of_nested_values(pools: Pools, stage: int, world: int) -> None:
     result = same_everywhere(pools(world).run(f"{CASES}:reduce_and_gather", {"config": config(stage)}))["reduced"]
     ranks = [evaluation.mixed(rank) for rank in range(world)]
@@ -127,8 +133,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(pools: Pools, stage: int, world
             assert re.search(words, said[name], re.DOTALL), (name, said[name])
 
 
-@WORLDS
-@STAGES
+@STAGES_AND_WORLDS
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_training_on_data_equals_plain_training(pools: Pools, stage: int, world: int, drop_last: bool) -> None:
     count, updates, accumulation, size = 15, 5, 2, 2

@@ -23,7 +23,7 @@ STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
     "3-tight": (3, PARTITIONED["tight"]),
     "3-defaults": (3, PARTITIONED["defaults"]),
 }
-FAST = {"0", "1", "2-overlap", "3", "3-tight"}
+FAST = {"0", "2-overlap", "3-tight"}
 
 
 def over_stages(*names: str) -> Any:

@@ -86,7 +86,9 @@ def assert_matches(
             bound = FP32_SGD if optimizer == "SGD" else FP32_ADAM_LR * OPTIMIZERS[optimizer][1]["lr"]
             assert difference.numel() == 0 or difference.max() <= bound, f"{name}: {difference.max()} > {bound}"
         else:
-            assert torch.all(difference <= EPSILON[precision] * value.abs() + 1e-6), f"{name}: {difference.max()}"
+            # A flip that enters the next forward changes gradients: where they nearly cancel, Adam moves by a share of lr.
+            share = 1e-6 if optimizer == "SGD" else FP32_ADAM_LR * OPTIMIZERS[optimizer][1]["lr"]
+            assert torch.all(difference <= EPSILON[precision] * value.abs() + share), f"{name}: {difference.max()}"
     if precision != "fp32":
         pairs = [(parameters[name] != value) for name, value in wanted.parameters.items()]
         flipped = torch.cat([pair.flatten() for pair in pairs]).float().mean()

@@ -129,7 +129,7 @@ def _assemble(
     _check_same_model(model, comm, device)
     communication = _communication_dtypes(model, config)
     specs = _parameter_specs(trained, names, precision, communication)
-    partitioned: PartitionedModel | None = None
+    partitioned = None
     if policy.shard_parameters:
         partitioned = PartitionedModel(model, comm, second_communicator(comm, device), device)
         buffer = partitioned_buffer(partitioned, trained, specs, config, precision, comm, device)
@@ -150,13 +150,7 @@ def _assemble(
     gather = policy.shard_optimizer and not policy.shard_parameters
     publisher = Publisher(buffer, comm, gather=gather, overlap_forward=overlap_forward)
     scaler = _loss_scaler(config)
-    options = StepOptions(
-        max_norm=config.gradient_clipping,
-        check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
-        max_skipped_in_a_row=config.max_consecutive_skipped_steps,
-        ignore_unused=config.zero_optimization.ignore_unused_parameters,
-        update_numel=bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0,
-    )
+    options = _step_options(config, bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0)
     pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, device)
     boundary = _connect(pipeline, reducer, publisher, scaler, model)
     engine = Engine(
@@ -200,14 +194,22 @@ def _assemble(
             watch_writes(pipeline, buffer.parameters)
             follow_units(partitioned, reducer)
 
-    fill = functools.partial(_fill, buffer, precision, comm, device)
-    growth = Growth(
-        model, comm, device, buffer, reducer, sharded, publisher, pipeline, Ways(layout_of, fill, tell), adopts
-    )
+    ways = Ways(layout_of, functools.partial(_fill, buffer, precision, comm, device), tell)
+    growth = Growth(model, comm, device, buffer, reducer, sharded, publisher, pipeline, ways, adopts)
     begins = pipeline if partitioned is None else partitioned.coordinator
     begins.on_begin = growth.wake
     sharded.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, pipeline.on_masters_loaded, growth.add_group)
     return engine
+
+
+def _step_options(config: ZeroliteConfig, update_numel: int) -> StepOptions:
+    return StepOptions(
+        max_norm=config.gradient_clipping,
+        check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
+        max_skipped_in_a_row=config.max_consecutive_skipped_steps,
+        ignore_unused=config.zero_optimization.ignore_unused_parameters,
+        update_numel=update_numel,
+    )
 
 
 def _connect(

@@ -101,7 +101,7 @@ def train(name: str, config: dict[str, Any]) -> dict[str, Any]:
         reduced.append(record.numel("reduce_scatter", "gradients"))
         left += [f"after step {step}: {what}" for what in left_gathered(engine)]
     state = engine.full_state_dict()
-    buffer, moments = engine._pipeline._buffer, engine.optimizer.inner.state.values()
+    buffer, moments = engine._pipeline._buffer, engine.optimizer.state_dict()["state"].values()
     return {
         "losses": losses,
         "evaluations": engine.module.evaluations,
