@@ -39,7 +39,9 @@ FP32_ADAM_LR = 0.02
 # two for an element at a power of two (EPSILON is the distance from 1 to the next number, the largest relative unit).
 EPSILON = {"bf16": 2.0**-7, "fp16": 2.0**-10}
 HALF_RELATIVE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
-HALF_FLIPPED = 0.02  # share of elements that may differ at all
+# Share of elements that may differ at all. SGD's masters have the reference's bits as long as nothing flips; AdamW's
+# arithmetic is not torch's (docs/kernels.md), so its masters differ in the last place from the first step on.
+HALF_FLIPPED = {"SGD": 0.02, "AdamW": 0.04}
 
 
 @functools.cache
@@ -86,13 +88,14 @@ def assert_matches(
             bound = FP32_SGD if optimizer == "SGD" else FP32_ADAM_LR * OPTIMIZERS[optimizer][1]["lr"]
             assert difference.numel() == 0 or difference.max() <= bound, f"{name}: {difference.max()} > {bound}"
         else:
-            # A flip that enters the next forward changes gradients: where they nearly cancel, Adam moves by a share of lr.
+            # A flip that enters the next forward changes gradients; where they nearly cancel, Adam moves by a share
+            # of lr.
             share = 1e-6 if optimizer == "SGD" else FP32_ADAM_LR * OPTIMIZERS[optimizer][1]["lr"]
             assert torch.all(difference <= EPSILON[precision] * value.abs() + share), f"{name}: {difference.max()}"
     if precision != "fp32":
         pairs = [(parameters[name] != value) for name, value in wanted.parameters.items()]
         flipped = torch.cat([pair.flatten() for pair in pairs]).float().mean()
-        assert flipped <= HALF_FLIPPED, f"{flipped:.1%} of the weights differ"
+        assert flipped <= HALF_FLIPPED[optimizer], f"{flipped:.1%} of the weights differ"
 
 
 def settings(number: int) -> dict[str, dict[str, Any]]:
