@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.report import render_table
+from benchmarks.report import positive, render_table
 from zerolite.ops.library import why_unavailable
 from zerolite.ops.rules import rule_of
 
@@ -347,8 +347,8 @@ def section(name: str, numel: int, device: str) -> list[Contender]:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--numel", type=_positive, default=50_000_000, help="elements (default: 50 million)")
-    parser.add_argument("--rounds", type=_positive, default=9)
+    parser.add_argument("--numel", type=positive, default=50_000_000, help="elements (default: 50 million)")
+    parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"comma-separated, of: {', '.join(SECTIONS)}")
     parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
@@ -360,13 +360,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
 
 
 def describe(args: argparse.Namespace) -> str:

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.competitors import COMPETITORS, Setting
 from benchmarks.model import ModelSize
-from benchmarks.report import Row, disagreement, render_table, summarise
+from benchmarks.report import Row, disagreement, positive, render_table, summarise
 from benchmarks.workers import CompetitorFailed, RoundResult, Started, Workers, serve_gpt
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -116,22 +116,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = ",".join(COMPETITORS)
     parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
-    parser.add_argument("--rounds", type=_positive, default=5)
-    parser.add_argument("--steps", type=_positive, default=8, help="timed steps of each competitor in a round")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=positive, default=8, help="timed steps of each competitor in a round")
     parser.add_argument(
         "--warmup",
-        type=_positive,
+        type=positive,
         default=6,
         help="steps before the first round, not timed; zerolite's stage 3 follows its plan from the fourth on",
     )
-    parser.add_argument("--nproc", type=_positive, default=2, help="ranks")
+    parser.add_argument("--nproc", type=positive, default=2, help="ranks")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute dtype; masters are fp32")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo, one thread a rank; cuda: NCCL"
     )
-    parser.add_argument("--micro-batch", type=_positive, default=2, help="sequences a rank and step")
+    parser.add_argument("--micro-batch", type=positive, default=2, help="sequences a rank and step")
     for name in ("layers", "width", "heads", "vocab", "context"):
-        parser.add_argument(f"--{name}", type=_positive, default=getattr(ModelSize, name))
+        parser.add_argument(f"--{name}", type=positive, default=getattr(ModelSize, name))
     parser.add_argument(
         "--restart",
         action=argparse.BooleanOptionalAction,
@@ -152,13 +152,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.restart is None:
         args.restart = args.device == "cuda"
     return args
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
 
 
 def describe(args: argparse.Namespace) -> str:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+
+def positive(text: str) -> int:
+    """A number of the command line."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return value
 
 
 class Measured(Protocol):

@@ -122,18 +122,17 @@ class ShownGradients:
     def all_dropped(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the user has set ``p.grad`` of all of them to None, as ``module.zero_grad()`` does. Raises
         RuntimeError if it is some of them, or if there is a gradient that the engine has not seen."""
-        names = [slot.name for slot in layout.slots]
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None and parameter.grad is not self._shown.get(index):
                 raise RuntimeError(
-                    f"parameter '{names[index]}' has a gradient in p.grad that did not come from a backward, and the "
-                    "engine would not use it; call zerolite.set_full_grad(p, value) on all ranks instead"
+                    f"parameter '{layout.slots[index].name}' has a gradient in p.grad that did not come from a backward, "
+                    "and the engine would not use it; call zerolite.set_full_grad(p, value) on all ranks instead"
                 )
         dropped = [index for index in self._shown if parameters[index].grad is None]
         if dropped and len(dropped) < len(self._shown):
             raise RuntimeError(
-                f"p.grad of parameter '{names[dropped[0]]}' was set to None ({len(dropped)} of {len(self._shown)}), "
-                "while the engine holds its gradient; to leave it out of a step, call zerolite.set_full_grad(p, None) "
+                f"p.grad of parameter '{layout.slots[dropped[0]].name}' was set to None ({len(dropped)} of "
+                f"{len(self._shown)}), while the engine holds its gradient; to leave it out of a step, call zerolite.set_full_grad(p, None) "
                 "on all ranks, or requires_grad_(False) before the forward"
             )
         return bool(dropped)
