@@ -125,14 +125,14 @@ class ShownGradients:
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None and parameter.grad is not self._shown.get(index):
                 raise RuntimeError(
-                    f"parameter '{layout.slots[index].name}' has a gradient in p.grad that did not come from a backward, "
-                    "and the engine would not use it; call zerolite.set_full_grad(p, value) on all ranks instead"
+                    f"parameter '{layout.slots[index].name}' has a gradient in p.grad that did not come from a "
+                    "backward, and the engine would not use it; call zerolite.set_full_grad(p, value) on all ranks instead"
                 )
         dropped = [index for index in self._shown if parameters[index].grad is None]
         if dropped and len(dropped) < len(self._shown):
             raise RuntimeError(
                 f"p.grad of parameter '{layout.slots[dropped[0]].name}' was set to None ({len(dropped)} of "
-                f"{len(self._shown)}), while the engine holds its gradient; to leave it out of a step, call zerolite.set_full_grad(p, None) "
-                "on all ranks, or requires_grad_(False) before the forward"
+                f"{len(self._shown)}), while the engine holds its gradient; to leave it out of a step, call "
+                "zerolite.set_full_grad(p, None) on all ranks, or requires_grad_(False) before the forward"
             )
         return bool(dropped)
