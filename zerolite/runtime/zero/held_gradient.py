@@ -126,7 +126,7 @@ class ShownGradients:
             if parameter.grad is not None and parameter.grad is not self._shown.get(index):
                 raise RuntimeError(
                     f"parameter '{layout.slots[index].name}' has a gradient in p.grad that did not come from a "
-                    "backward, and the engine would not use it; call zerolite.set_full_grad(p, value) on all ranks instead"
+                    "backward, and the engine would not use it; call zerolite.set_full_grad(p, value) on all ranks"
                 )
         dropped = [index for index in self._shown if parameters[index].grad is None]
         if dropped and len(dropped) < len(self._shown):
