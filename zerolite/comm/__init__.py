@@ -1,6 +1,7 @@
 """The only caller of torch.distributed: starting it, groups, collectives and the record of what was sent."""
 
 from zerolite.comm.communicator import Communicator, Pending
+from zerolite.comm.control import ControlChannel
 from zerolite.comm.create import create_communicator, second_communicator, use_communicator
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, local_rank
@@ -9,6 +10,7 @@ from zerolite.comm.recorder import CollectiveCall, Recorder, record
 __all__ = [
     "CollectiveCall",
     "Communicator",
+    "ControlChannel",
     "NullCommunicator",
     "Pending",
     "Recorder",

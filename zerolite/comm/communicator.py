@@ -73,6 +73,7 @@ class Communicator:
         self.rank = rank
         self.world_size = world_size
         self._second: Communicator | None = None
+        self.guard: Callable[[str], None] | None = None  # called with its name before every collective
         keep_track(self)
 
     def close(self) -> None:
@@ -101,8 +102,8 @@ class Communicator:
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
         """Maximum over ranks of a small tensor, in place; returns when it is there."""
+        self._note("all_reduce", tensor, tag)
         if self.world_size > 1:
-            recorder.note("all_reduce", tensor, tag)
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
 
     def reduce_scatter(
@@ -134,6 +135,8 @@ class Communicator:
         On one process ``fulls[i]`` may be ``shards[i]``, and is left alone then. Called on all ranks, in the same
         order, with as many tensors of the same lengths and dtypes.
         """
+        if self.guard is not None:
+            self.guard("gather_shards")
         if self.world_size > 1:
             recorder.note_several("all_gather", fulls, tag)
         return self._gather_shards(fulls, shards, tag, key)
@@ -142,7 +145,7 @@ class Communicator:
         """Rank ``source`` of the group overwrites everybody's ``tensor``; returns when it has."""
         if self.world_size == 1:
             return
-        recorder.note("broadcast", tensor, tag)
+        self._note("broadcast", tensor, tag)
         assert self.group is not None
         dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
 
@@ -152,6 +155,8 @@ class Communicator:
         return full.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
     def _note(self, op: str, tensor: torch.Tensor, tag: str) -> None:
+        if self.guard is not None:
+            self.guard(op)
         if self.world_size > 1:
             recorder.note(op, tensor, tag)
 

@@ -36,27 +36,30 @@ def keep_track(user: _Closable) -> None:
 
 
 SECOND_GROUP = "zerolite second group"  # the description of the groups that second_group makes
-_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def second_group(parent: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = "gathers") -> dist.ProcessGroup:
     """A process group of ``parent``'s ranks, with its timeout, of one ``backend`` (a name such as "gloo").
 
-    The same one at every call: it is kept as long as ``parent``, since ending a group may wait for other ranks, and
-    nobody can say when they would collect the engine that used it. Called on all ranks of ``parent``, in the order
-    of their collectives.
+    The same one at every call with the same ``purpose``: it is kept as long as ``parent``, since ending a group may
+    wait for other ranks, and nobody can say when they would collect the engine that used it. Called on all ranks of
+    ``parent``, in the order of their collectives.
     """
     known = _second_groups.setdefault(parent, {})
-    if backend not in known:
+    key = (backend, purpose)
+    if key not in known:
         ranks = dist.get_process_group_ranks(parent)
-        known[backend] = dist.new_group(
+        known[key] = dist.new_group(
             ranks,
             timeout=_timeout_of(parent),
             backend=backend,
             use_local_synchronization=len(ranks) < dist.get_world_size(),  # only these ranks are here
             group_desc=SECOND_GROUP,
         )
-    return known[backend]
+    return known[key]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -40,14 +40,21 @@ class StepLog:
         self._scale = scaler.scale if scaler is not None else 1.0  # of the step that is settled next
         self._rates: list[float] | None = None  # before the schedule has moved
         self._losses: dict[int, list[tuple[HostRead, float]]] = {}  # by the steps before theirs: value, factor
+        self._weights: dict[int, float] = {}  # of windows with weights: their sum
         self._factors: dict[int, float] = {}  # of windows that were closed before they were full
 
-    def add_loss(self, loss: torch.Tensor, factor: float, steps: int, first: bool) -> None:
-        """A loss, one element, goes backward times ``factor`` in the window after ``steps`` steps; ``first``: it is
-        the first one of its window. The copy to the host begins, and is read when the step is settled."""
+    def add_loss(self, loss: torch.Tensor, factor: float, steps: int, first: bool, weight: float | None = None) -> None:
+        """A loss, one element, goes backward times ``factor`` in the window after ``steps`` steps, or with ``weight``;
+        ``first``: it is the first one of its window. The copy to the host begins, and is read when the step is
+        settled."""
         if first:
             self._losses[steps] = []
-        self._losses.setdefault(steps, []).append((HostRead(loss.reshape(-1)), factor))
+            self._weights.pop(steps, None)
+        if weight is not None:
+            factor = weight
+            self._weights[steps] = self._weights.get(steps, 0.0) + weight
+        if factor:
+            self._losses.setdefault(steps, []).append((HostRead(loss.reshape(-1)), factor))
 
     def close_early(self, factor: float, steps: int) -> None:
         """The window after ``steps`` steps ends before it is full: its gradient, and so its loss, are multiplied by
@@ -83,7 +90,9 @@ class StepLog:
     def _take_loss(self, steps: int) -> float | None:
         """The loss whose gradient the step applied; None if ``engine.backward`` has seen none."""
         parts, factor = self._losses.pop(steps, []), self._factors.pop(steps, 1.0)
-        for kept in (self._losses, self._factors):
+        factor /= self._weights.pop(steps, 1.0) or 1.0
+        kept: dict[int, Any]
+        for kept in (self._losses, self._factors, self._weights):
             for old in [known for known in kept if known < steps]:
                 del kept[old]
         return factor * sum(part * read.get().tolist()[0] for read, part in parts) if parts else None

@@ -23,6 +23,8 @@ class AccumulationWindow:
         self._backwards = 0
         self._scaled_backwards = 0  # backwards whose loss the engine divided by micro_batches
         self._backwards_since_step = 0
+        self.weighted: bool | None = None  # whether its backwards carry weights; None before the first
+        self.weight = 0.0  # sum of their weights
 
     @property
     def empty(self) -> bool:
@@ -51,10 +53,13 @@ class AccumulationWindow:
         """True if, as far as this window shows, nobody calls engine.backward() or engine.step()."""
         return self._backwards > 0 and not self._stepped and not self._scaled_backwards
 
-    def on_backward(self, scaled: bool) -> None:
+    def on_backward(self, scaled: bool, weight: float | None = None) -> None:
+        """Count a backward. scaled: the engine has divided its loss, or will divide by the sum of weights instead."""
         self._backwards += 1
         self._backwards_since_step += 1
         self._scaled_backwards += scaled
+        self.weighted = weight is not None
+        self.weight += weight or 0.0
 
     def on_engine_step(self) -> bool:
         """Count one ``engine.step()``; True if it closes the window."""
@@ -69,7 +74,7 @@ class AccumulationWindow:
 
     def flush_factor(self) -> float:
         """What a partial window's gradient must be multiplied by to be the mean over the micro-batches it contains."""
-        if not self._scaled_backwards:
+        if not self._scaled_backwards or self.weighted:
             return 1.0
         contained = self._stepped + (1 if self._backwards_since_step else 0)
         return self.micro_batches / contained if 0 < contained < self.micro_batches else 1.0
@@ -77,3 +82,4 @@ class AccumulationWindow:
     def reset(self) -> None:
         """The window was consumed or dropped; a forced boundary and open no_sync() contexts stay."""
         self._stepped = self._backwards = self._scaled_backwards = self._backwards_since_step = 0
+        self.weighted, self.weight = None, 0.0

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from zerolite.comm import Communicator, local_rank
+from zerolite.accelerator import host_value
+from zerolite.comm import Communicator, ControlChannel, local_rank
 from zerolite.config import ZeroliteConfig
 from zerolite.monitor import Monitor, StepLog
 from zerolite.runtime import metrics
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
 from zerolite.runtime.full_state import full_state_dict, load_full_state_dict
 from zerolite.runtime.initial_sync import broadcast_into
+from zerolite.runtime.join import ROW, Join
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.step import StepPipeline
@@ -81,6 +86,7 @@ class Engine:
         self._window = window
         self._boundary = boundary
         self._broadcast_buffers = broadcast_buffers
+        self._join: Join | None = None
         self.monitor = Monitor()  # for values of the user's own; build puts the config's here
         self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
         self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
@@ -93,8 +99,10 @@ class Engine:
         back in fp32."""
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
-        if self._broadcast_buffers and self._module.training:
-            self._send_buffers()
+        sends = self._broadcast_buffers and self._module.training
+        with self._pipeline.commands(Command.FORWARD, sends):
+            if sends:
+                self.send_buffers()
         args, kwargs = self._precision.cast(self._boundary.enter((args, kwargs)))
         watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
         with watch, self._precision.autocast_context(self.device):
@@ -103,12 +111,25 @@ class Engine:
 
     forward = __call__
 
-    def backward(self, loss: torch.Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False) -> torch.Tensor:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        scale_wrt_gas: bool = True,
+        retain_graph: bool = False,
+        *,
+        weight: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Backward through ``loss``, a scalar, divided by ``gradient_accumulation_steps`` unless ``scale_wrt_gas``
         is False.
 
+        weight: how much this loss, a mean over tokens or samples, counts in the step: their number. The step's gradient
+        is then that of the one joint batch, sum(weight × loss) / sum(weight) over ranks and micro-batches, instead of
+        the mean over them. 0 for a batch in which nothing counts, even if its loss is not finite. A tensor is read from
+        its device, for which CUDA must be waited for: count on the host. All backwards of a step have a weight, on all
+        ranks, or none has.
+
         Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
-        needs no gradient. Called on all ranks.
+        needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -123,12 +144,17 @@ class Engine:
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        share = _checked_weight(weight, scale_wrt_gas)
+        if share is not None:
+            share /= self._pipeline.weight_unit()
         first = self._window.empty
-        self._pipeline.begin_backward(engine_scaled=scale_wrt_gas)
-        self._reducer.probes.append(exact.detach().reshape(()).float())
+        self._pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
+        if share != 0:
+            self._reducer.probes.append(exact.detach().reshape(()).float())
         factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
         if self.step_log is not None:
-            self.step_log.add_loss(exact, factor, self._pipeline.global_steps, first)
+            self.step_log.add_loss(exact, factor, self._pipeline.global_steps, first, share)
+        factor = factor if share is None else share
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
@@ -147,14 +173,45 @@ class Engine:
         """
         if flush and self._window.empty:
             return False
-        closes = self._window.on_engine_step() or flush
-        if flush:
+        with self._pipeline.commands(Command.ENGINE_STEP, flush):
+            return self._step(flush)
+
+    def _step(self, flush: bool) -> bool:
+        if flush:  # what the window contains, before this call counts as a micro-batch
             if self.step_log is not None:
                 self.step_log.close_early(self._window.flush_factor(), self._pipeline.global_steps)
             self._pipeline.flush()
+        closes = self._window.on_engine_step() or flush
         if closes:
             self._pipeline.step()
         return closes
+
+    @contextlib.contextmanager
+    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+        """Around a loop in which ranks may have different numbers of batches, 0 included: those that have finished
+        serve the others until all have, with gradients of zero, and end with the same parameters and counters.
+
+        divide_by_initial_world_size: gradients are divided by the number of all ranks to the end, as
+        ``torch.distributed.algorithms.Join`` does by default; False: by the number of those that still have batches.
+        With ``engine.backward(..., weight=)`` it does not matter: the gradient is that of the joint batch.
+
+        :meth:`reduce` and :meth:`gather` are over the ranks that go on. A call that needs all ranks (saving,
+        ``zerolite.get_full_...``) raises RuntimeError once one has finished; so does every rank if one leaves with an
+        exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
+        small exchange on the host at each forward, backward and step. Called on all ranks.
+        """
+        if self._comm.world_size == 1 or self._comm.group is None:
+            yield
+            return
+        if self._join is not None:
+            raise RuntimeError("engine.join: this engine is inside a join block already; it cannot be entered twice")
+        channel = ControlChannel(self._comm, ROW)
+        self._join = Join(self, self._pipeline, self._reducer, self._comm, channel, divide_by_initial_world_size)
+        try:
+            with self._join.running():
+                yield
+        finally:
+            self._join = None
 
     # ---------------------------------------------------------------- accumulation
 
@@ -247,13 +304,15 @@ class Engine:
         max is any, min is all, sum counts. NaN on one rank is NaN. Raises ValueError or RuntimeError on all ranks if
         one passes something else or they differ in structure, dtype or shape. Called on all ranks.
         """
-        return metrics.reduce(value, op, self._comm, self.device)
+        with self._pipeline.commands(Command.METRIC):
+            return metrics.reduce(value, op, self._comm, self.device)
 
     def gather(self, tensors: Any) -> Any:
         """The rows of all ranks, in rank order, on all of them: tensors ``[rows, ...]``, any dtype, or nested dicts,
         lists and tuples of them. Rows may differ from rank to rank, and be 0; a 0-dim tensor or number is one row.
         Raises as :meth:`reduce` does. Called on all ranks."""
-        return metrics.gather(tensors, self._comm, self.device)
+        with self._pipeline.commands(Command.METRIC):
+            return metrics.gather(tensors, self._comm, self.device)
 
     def gather_for_metrics(self, tensors: Any, loader: Any = None) -> Any:
         """As :meth:`gather`; inside a pass over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`, for values
@@ -263,7 +322,12 @@ class Engine:
         loader: such a loader; the rows are those of a whole pass over it, collected on this rank. Raises as
         :meth:`reduce` does, and ValueError where the rows are not one for each sample. Called on all ranks.
         """
-        return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
+        with self._pipeline.commands(Command.METRIC):
+            return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
+
+    def absent_from_metric(self) -> None:
+        """Take part in the others' :meth:`reduce` or :meth:`gather` with nothing. Called by :class:`Join`."""
+        metrics.be_absent(self._comm, self.device)
 
     # ---------------------------------------------------------------- state
 
@@ -383,6 +447,25 @@ class Engine:
             f"precision={precision}, device={self.device}, global_steps={self._pipeline.global_steps})"
         )
 
-    def _send_buffers(self) -> None:
+    def send_buffers(self) -> None:
+        """Buffers take the values of the first rank that has batches. Called on all ranks, before a forward."""
+        source = self._join.source if self._join is not None else 0
         for buffer in self._module.buffers():
-            broadcast_into(buffer, self._comm, self.device, "buffers")
+            broadcast_into(buffer, self._comm, self.device, "buffers", source)
+
+
+def _checked_weight(weight: Any, scale_wrt_gas: bool) -> float | None:
+    if weight is None:
+        return None
+    if not scale_wrt_gas:
+        raise ValueError(
+            "engine.backward: a weight takes the place of the division by gradient_accumulation_steps; leave "
+            "scale_wrt_gas out"
+        )
+    value: Any = host_value(weight) if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(
+            f"engine.backward: expected weight to be the number of tokens or samples in this loss, 0 or more, got {got}"
+        )
+    return float(value)

@@ -20,14 +20,17 @@ class GradStats:
 
     norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of
     those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
-    were not finite. used: indices of parameters that got a gradient on any rank. agreed: whether all ranks gave
-    the same number to be compared.
+    were not finite. used: indices of parameters that got a gradient on any rank. weight: the sum of the backwards'
+    weights, per rank on average; None if they have none. mixed: some ranks' have and others' have not. agreed: whether
+    all ranks that gave a number to be compared gave the same.
     """
 
     norm: float
     bad_parameters: tuple[int, ...]
     bad_ranks: tuple[int, ...]
     used: frozenset[int]
+    weight: float | None = None
+    mixed: bool = False
     agreed: bool = True
 
     @property
@@ -37,18 +40,26 @@ class GradStats:
 
 class StatsVector:
     """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad
-    ranks [world], sum and sum of squares of the votes, and the sum of the gradients' squares."""
+    ranks [world], the sum of weights and how many ranks have and have not any, number, sum and sum of squares of the
+    votes, and the sum of the gradients' squares."""
 
-    def __init__(self, values: torch.Tensor, count: int, world_size: int, vote: int) -> None:
+    def __init__(self, values: torch.Tensor, count: int, world_size: int) -> None:
         self._values = values
         self._count = count
         self._world_size = world_size
-        self._vote = vote
         self._read: HostRead | None = None
 
     def total_square(self) -> torch.Tensor:
         """Sum of squares of all gradients, 0-dim float64 on the device."""
         return self._values[-1]
+
+    def weight(self) -> torch.Tensor:
+        """Sum of the weights, per rank on average, 0-dim float64 on the device."""
+        return self._values[-7] / self._world_size
+
+    def mixed(self) -> torch.Tensor:
+        """Whether some ranks have weights and others have not, 0-dim bool on the device."""
+        return self._values[-6] * self._values[-5] > 0
 
     def start_read(self) -> None:
         """Begin the copy to the host, behind the work queued so far."""
@@ -65,11 +76,17 @@ class StatsVector:
         bad = torch.nonzero(~torch.isfinite(squares)).flatten().tolist()
         used = torch.nonzero(values[n : 2 * n]).flatten().tolist()
         ranks = torch.nonzero(values[2 * n : 2 * n + self._world_size]).flatten().tolist()
-        # Sum and sum of squares are those of equal terms only if the terms are equal (Cauchy and Schwarz).
-        agreed = values[-3:-1].tolist() == [self._world_size * self._vote, self._world_size * self._vote**2]
-        total = float(values[-1])
-        norm = math.sqrt(total) if math.isfinite(total) else total
-        return GradStats(norm, tuple(bad), tuple(ranks), frozenset(used), agreed)
+        weight, weighted, unweighted, *votes, total = values[-7:].tolist()
+        number, first, second = (int(vote) for vote in votes)
+        return GradStats(
+            norm=math.sqrt(total) if math.isfinite(total) else total,
+            bad_parameters=tuple(bad),
+            bad_ranks=tuple(ranks),
+            used=frozenset(used),
+            weight=weight / self._world_size if weighted else None,
+            mixed=bool(weighted and unweighted),
+            agreed=number * second == first**2,  # of equal terms only (Cauchy and Schwarz)
+        )
 
 
 @dataclass(frozen=True)
@@ -97,15 +114,25 @@ class StatsCollector:
 
     @torch.no_grad()
     def collect(
-        self, parts: Sequence[torch.Tensor], used: set[int], probes: Sequence[torch.Tensor], vote: int = 0
+        self,
+        parts: Sequence[torch.Tensor],
+        used: set[int],
+        probes: Sequence[torch.Tensor],
+        vote: int | None = 0,
+        weighted: bool | None = None,
+        weight: float = 0.0,
     ) -> StatsVector:
         """``parts[b]``: this rank's part of bucket ``b``'s mean gradient. ``used``: parameters that got a gradient
         here. ``probes``: 0-dim tensors that are not finite if something of this rank's was not. ``vote``: a number from
-        0 to 2^20, compared with that of the others. Called once per step, on all ranks."""
+        0 to 2^20, compared with that of the others; None abstains. ``weighted``, ``weight``: whether this rank's
+        backwards have weights (None: it had none), and their sum. Called once per step, on all ranks."""
         count, comm = self._count, self._comm
-        values = torch.zeros(2 * count + comm.world_size + 2, dtype=torch.float64, device=self._device)
-        if vote:
-            values[-2:] = torch.tensor([vote, vote**2], dtype=torch.float64)
+        values = torch.zeros(2 * count + comm.world_size + 6, dtype=torch.float64, device=self._device)
+        numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
+        if numbers == [0, 0, 1, 1, 0, 0]:  # nearly always
+            values[-4:-2] = 1.0
+        else:
+            values[-6:] = torch.tensor(numbers, dtype=torch.float64)
         for launch in self._plan(tuple(part.dtype for part in parts)):
             torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
         values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
@@ -115,7 +142,7 @@ class StatsCollector:
         # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
         # two ranks.
         total = values[:count].sum().reshape(1)
-        return StatsVector(torch.cat([values, total]), count, comm.world_size, vote)
+        return StatsVector(torch.cat([values, total]), count, comm.world_size)
 
     def _plan(self, dtypes: tuple[torch.dtype, ...]) -> list[_Launch]:
         """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not

@@ -71,10 +71,10 @@ def synchronize_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, dev
 
 
 @torch.no_grad()
-def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.device, tag: str) -> None:
-    """Rank 0's values into ``tensor``, whatever its strides, dtype and device."""
+def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.device, tag: str, source: int = 0) -> None:
+    """Rank ``source``'s values into ``tensor``, whatever its strides, dtype and device."""
     if tensor.numel() == 0:
         return
     sent = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-    comm.broadcast(sent.view(torch.uint8) if sent.dim() else sent.reshape(1).view(torch.uint8), tag)
+    comm.broadcast(sent.view(torch.uint8) if sent.dim() else sent.reshape(1).view(torch.uint8), tag, source)
     tensor.copy_(sent)

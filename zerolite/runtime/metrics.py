@@ -11,7 +11,7 @@ import hashlib
 import math
 import numbers
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,17 +76,25 @@ def gather(
     def leaf(path: str, item: Any) -> _Leaf:
         if problem:
             raise _Unfit(problem)
-        return _gathered(path, item, rows, device)
+        return _gathered(path, item, rows, comm.world_size, device)
 
     name = "engine.gather" if loaders is None else "engine.gather_for_metrics"
     part = f", {rows.per_rank} samples on each rank and {rows.samples} in all" if rows is not None else ""
     return _together(name + part, value, leaf, comm, device)
 
 
+@torch.no_grad()
+def be_absent(comm: Communicator, device: torch.device) -> None:
+    """Take part in a call of the other ranks, with nothing to add: their result is over those that do."""
+    nbytes, present = _agree([], "", 0, comm, device, absent=True)
+    if present:
+        _all_gather(torch.zeros(nbytes, dtype=torch.uint8, device=device), comm)
+
+
 # -------------------------------------------------------------------- leaves
 
 
-def _gathered(path: str, item: Any, rows: Rows | None, device: torch.device) -> _Leaf:
+def _gathered(path: str, item: Any, rows: Rows | None, world_size: int, device: torch.device) -> _Leaf:
     if isinstance(item, numbers.Real):
         item = _number_tensor(path, item)
     if not isinstance(item, torch.Tensor):
@@ -106,6 +114,11 @@ def _gathered(path: str, item: Any, rows: Rows | None, device: torch.device) -> 
         )
 
     def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) < world_size:
+            raise RuntimeError(
+                "engine.gather_for_metrics: some ranks have finished their batches (engine.join), so the rows of the "
+                "others are not those of a whole batch; collect them and call this after the join block, with loader="
+            )
         return torch.stack(parts, 1).flatten(0, 1)[: rows.samples].to(home)
 
     return _Leaf(path, kind, sent, in_order)
@@ -224,42 +237,53 @@ def _together(
     order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
     lines = [call, *(f"{leaves[index].path}: {leaves[index].kind}" for index in order)]
     sent = [tensor for index in order if (tensor := leaves[index].sent) is not None]
-    nbytes = _agree(lines, problem, 0 if problem else _packed_bytes(sent), comm, device)
-    arrived = iter(_exchange(sent, nbytes, comm, device))
+    nbytes, present = _agree(lines, problem, 0 if problem else _packed_bytes(sent), comm, device)
+    arrived = iter(_exchange(sent, nbytes, present, comm, device))
     results: dict[int, Any] = {}
     for index in order:
         results[index] = None if leaves[index].sent is None else leaves[index].finish(next(arrived))
     return tree_unflatten([results[index] for index in range(len(leaves))], structure)
 
 
-def _agree(lines: list[str], problem: str, nbytes: int, comm: Communicator, device: torch.device) -> int:
-    """The largest ``nbytes`` of all ranks, if all say the same ``lines``.
+_FINE, _PROBLEM, _ABSENT = range(3)
 
-    Raises on all ranks: ValueError where one has a ``problem``, RuntimeError where lines differ.
+
+def _agree(
+    lines: list[str], problem: str, nbytes: int, comm: Communicator, device: torch.device, absent: bool = False
+) -> tuple[int, list[int]]:
+    """The largest ``nbytes`` of all ranks and which of them take part, if those all say the same ``lines``.
+
+    Otherwise raises on all of them, ValueError where one has a ``problem``, RuntimeError where lines differ; an absent
+    rank gets ``(0, [])``.
     """
     text = (problem or "\n".join(lines)).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-    header = torch.tensor([digest, len(text), nbytes, bool(problem)], dtype=torch.int64, device=device)
+    kind = _ABSENT if absent else _PROBLEM if problem else _FINE
+    header = torch.tensor([digest, len(text), nbytes, kind], dtype=torch.int64, device=device)
     headers = HostRead(_all_gather(header, comm)).get().tolist()
-    if all(other[:2] == headers[0][:2] and not other[3] for other in headers):
-        return max(other[2] for other in headers)
+    present = [rank for rank, other in enumerate(headers) if other[3] != _ABSENT]
+    first = headers[present[0]]
+    if all(headers[rank][:2] == first[:2] and headers[rank][3] == _FINE for rank in present):
+        return max(other[2] for other in headers), present
     longest = max(other[1] for other in headers)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     rows = HostRead(_all_gather(padded, comm)).get().tolist()
+    if absent:
+        return 0, []
     texts = [bytes(row[: other[1]]).decode() for row, other in zip(rows, headers, strict=True)]
     name = lines[0].partition(",")[0]
-    if any(other[3] for other in headers):
-        said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][3]]
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][3] == _PROBLEM]
+    if said:
         raise ValueError(f"{name}: {_some(said, '; ')}.")
-    raise RuntimeError(_difference(name, texts))
+    raise RuntimeError(_difference(name, {rank: texts[rank] for rank in present}))
 
 
-def _difference(name: str, texts: list[str]) -> str:
-    told = [text.split("\n") for text in texts]
-    common = set(told[0]).intersection(*told[1:])
+def _difference(name: str, texts: Mapping[int, str]) -> str:
+    told = {rank: text.split("\n") for rank, text in texts.items()}
+    common = set.intersection(*(set(lines) for lines in told.values()))
     said: dict[str, int] = {}
-    for rank, lines in enumerate(told):
+    for rank, lines in told.items():
         said.setdefault(_some([line for line in lines if line not in common], "; ") or "nothing more", rank)
     has = _some([f"rank {rank} has {text}" for text, rank in said.items()], " | ")
     return (
@@ -275,9 +299,9 @@ def _some(parts: list[str], separator: str) -> str:
 
 
 def _exchange(
-    sent: Sequence[torch.Tensor], nbytes: int, comm: Communicator, device: torch.device
+    sent: Sequence[torch.Tensor], nbytes: int, present: Sequence[int], comm: Communicator, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """For each tensor, every rank's. ``nbytes``: of the longest rank."""
+    """For each tensor, that of every rank that is ``present``. ``nbytes``: of the longest rank."""
     packed = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     counts = torch.tensor([tensor.shape[0] for tensor in sent], dtype=torch.int64, device=device)
     start = 0
@@ -292,7 +316,7 @@ def _exchange(
     result = []
     for index, tensor in enumerate(sent):
         parts = []
-        for rank in range(comm.world_size):
+        for rank in present:
             shape = (rows[rank][index], *tensor.shape[1:])
             size = math.prod(shape) * tensor.element_size()
             parts.append(everything[rank, starts[rank] : starts[rank] + size].clone().view(tensor.dtype).view(shape))

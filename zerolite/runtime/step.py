@@ -7,14 +7,16 @@ first backward, before anything can change it, and the loss scaler is told the o
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from zerolite.comm import Communicator
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.commands import Command, Commands, bits_of, unannounced
 from zerolite.runtime.grad_stats import (
     GradStats,
     StatsCollector,
@@ -100,6 +102,8 @@ class StepPipeline:
         self._skipped_in_a_row = 0
         self._last_norm: float | None = None
         self._unsettled: _Unsettled | None = None
+        self._weight_unit = 1.0
+        self.commands: Commands = unannounced
         self._last_vote = 0  # for this rank's trace, in the last step's statistics
         self._agreed = True  # whether all ranks gave the same
         self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a backward
@@ -123,11 +127,12 @@ class StepPipeline:
 
     # ---------------------------------------------------------------- backward
 
-    def begin_backward(self, engine_scaled: bool | None = None) -> None:
+    def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
         """Before the first gradient of a backward.
 
         ``engine_scaled``: None inside a backward that the user called; otherwise ``engine.backward`` is about to
-        call it, and has divided (or not) the loss by the number of micro-batches.
+        call it, and has divided (or not) the loss by the number of micro-batches. ``weight``: by which it multiplies
+        the loss instead, in units of :meth:`weight_unit`.
         """
         if self._updated:
             self.zero_grad()
@@ -135,11 +140,40 @@ class StepPipeline:
             return
         self._look_at_grads()
         self.on_begin()
+        self._check_weighted(weight is not None)
+        reducing = self._reducer.will_reduce()
+        with self.commands(Command.BACKWARD, bool(engine_scaled), weight is not None, reducing):
+            self._begin_pass(bool(engine_scaled), weight, reducing, end_with_backward=engine_scaled is None)
+
+    def follow_backward(self, scaled: bool, weighted: bool, reducing: bool) -> None:
+        """A backward of the ranks that go on, to which this one, which has finished (``engine.join``), adds nothing.
+        At stage 3 they say what comes next; elsewhere it is all buckets in their order."""
+        self._begin_pass(scaled, 0.0 if weighted else None, reducing, end_with_backward=False)
+        if not self._reducer.follows_units:
+            self._reducer.end_pass(complete=False)
+
+    def _begin_pass(self, scaled: bool, weight: float | None, reducing: bool, end_with_backward: bool) -> None:
         self._stats = None
         self.window_scale()
-        self._reducer.begin_pass(end_with_backward=engine_scaled is None)
-        self._window.on_backward(scaled=bool(engine_scaled))
+        if weight is not None:
+            self._reducer.share = 1.0  # a weight says all about how much a rank counts
+        self._reducer.begin_pass(reducing, end_with_backward, void=weight == 0)
+        self._window.on_backward(scaled, weight)
         self.micro_steps += 1
+
+    def weight_unit(self) -> float:
+        """What weights are divided by before they multiply anything, so that fp16 gradients keep their size: about the
+        mean weight of the step before, a power of two, the same on all ranks and for the whole window; 1 where there
+        is no loss scale."""
+        self.window_scale()
+        return self._weight_unit
+
+    def _check_weighted(self, weighted: bool) -> None:
+        if self._window.weighted not in (None, weighted):
+            raise RuntimeError(
+                "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
+                f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'}"
+            )
 
     def end_backward(self, complete: bool) -> None:
         """After a backward, or when one is found to have been cut short by an exception."""
@@ -159,7 +193,8 @@ class StepPipeline:
     def reduce(self) -> None:
         """Afterwards the mean gradient over ranks is where its owner needs it."""
         self._look_at_grads()
-        self._reducer.finish()
+        with self.commands(Command.REDUCE):
+            self._reducer.finish()
 
     def pending(self) -> frozenset[int]:
         """Parameters with a gradient that no step has used, on any rank."""
@@ -177,11 +212,25 @@ class StepPipeline:
 
     def stats(self) -> StatsVector:
         if self._stats is None:
+            self._look_at_grads()
+            with self.commands(Command.STATS):
+                self._collect()
+        assert self._stats is not None
+        return self._stats
+
+    def _collect(self) -> None:
+        if self._stats is None:
             self.reduce()
             parts = [self._reducer.owned_part(b.index) for b in self._buffer.layout.buckets]
             self._last_vote = _vote(self.trace)
-            self._stats = self._collector.collect(parts, self._reducer.used, self._reducer.probes, self._last_vote)
-        return self._stats
+            self._stats = self._collector.collect(
+                parts,
+                self._reducer.used,
+                self._reducer.probes,
+                self._last_vote,
+                self._window.weighted,
+                self._window.weight,
+            )
 
     def grad_norm(self) -> float | None:
         """L2 norm of the window's gradient, unscaled, before clipping; of the last step if no gradient is pending."""
@@ -194,8 +243,9 @@ class StepPipeline:
         """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
-        self._max_norm = float(max_norm)
-        return self.stats().get().norm / self.divisor()
+        with self.commands(Command.CLIP, bits_of(max_norm)):
+            self._max_norm = float(max_norm)
+            return self.stats().get().norm / self.divisor()
 
     def flush(self) -> None:
         """The window ends before it is full: what it holds becomes the mean of what it contains."""
@@ -206,19 +256,25 @@ class StepPipeline:
         loss scale."""
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
+        self._look_at_grads()
+        with self.commands(Command.UPDATE, publish):
+            self._update(publish)
+
+    def _update(self, publish: bool) -> None:
         self.settle()
         self._decide_on_trace()
         self.refresh_written()
         stats = self.stats()
-        divisor = self.divisor()
         self._updated = True
         self._optimizer.mark_called()
         if self._may_skip_on_device():
+            divisor = self._own_divisor()
             self._update_without_reading(stats, divisor, publish)
             stats.start_read()
             self._unsettled = _Unsettled(stats, divisor)
             return
         outcome = stats.get()
+        divisor = self._own_divisor() * _mean_weight(outcome)
         if outcome.finite or not self._options.check_finite:
             self._check_unused(outcome)
             norm = outcome.norm / divisor
@@ -263,21 +319,30 @@ class StepPipeline:
 
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
-        for bucket in range(len(self._buffer.layout.buckets)):
-            self._publisher.publish_bucket(bucket)
-        self._publisher.end_step()
+        with self.commands(Command.PUBLISH):
+            for bucket in range(len(self._buffer.layout.buckets)):
+                self._publisher.publish_bucket(bucket)
+            self._publisher.end_step()
 
     def zero_grad(self) -> None:
         """Drop the window: its gradients, clip and scale."""
-        self.on_zero_grad()
-        self._reducer.clear()
-        self._window.reset()
-        self._begin_window()
+        with unannounced(Command.ZERO_GRAD) if self._window.empty else self.commands(Command.ZERO_GRAD):
+            self.on_zero_grad()
+            self._reducer.clear()
+            self._window.reset()
+            self._begin_window()
 
     def step(self) -> None:
         """All phases. Gradients are consumed."""
-        self.update(publish=True)
-        self.zero_grad()
+        self._look_at_grads()
+        with self.commands(Command.STEP):
+            self.update(publish=True)
+            self.zero_grad()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self._optimizer.param_groups
 
     # ---------------------------------------------------------------- outcome
 
@@ -287,9 +352,9 @@ class StepPipeline:
         if self._unsettled is not None:
             unsettled, self._unsettled = self._unsettled, None
             outcome = unsettled.stats.get()
-            if self._options.check_finite and not outcome.finite:
+            if outcome.weight == 0 or outcome.mixed or (self._options.check_finite and not outcome.finite):
                 self._optimizer.method.forget_last()
-            self._settle(outcome, unsettled.divisor)
+            self._settle(outcome, unsettled.divisor * _mean_weight(outcome))
 
     @property
     def global_steps(self) -> int:
@@ -313,7 +378,12 @@ class StepPipeline:
     # ---------------------------------------------------------------- inside
 
     def divisor(self) -> float:
-        """What the accumulated gradient must be divided by: the loss scale, less what a partial window lacks."""
+        """What the accumulated gradient must be divided by: the loss scale, less what a partial window lacks, and the
+        mean weight. Called on all ranks."""
+        return self._own_divisor() * (_mean_weight(self.stats().get()) if self._window.weighted else 1.0)
+
+    def _own_divisor(self) -> float:
+        """The same without what only all ranks know."""
         return self.window_scale() / self._flush_factor
 
     def _may_skip_on_device(self) -> bool:
@@ -324,11 +394,16 @@ class StepPipeline:
 
     def _update_without_reading(self, stats: StatsVector, divisor: float, publish: bool) -> None:
         total = stats.total_square()
-        found_inf = (~torch.isfinite(total)).float() if self._options.check_finite else None
-        factor: float | torch.Tensor = 1.0 / divisor
+        found_inf = ~torch.isfinite(total) | stats.mixed() if self._options.check_finite else None
+        scale: float | torch.Tensor = divisor
+        if self._window.weighted:
+            scale = divisor * stats.weight()
+            nothing = stats.mixed() | (stats.weight() == 0)
+            found_inf = nothing if found_inf is None else found_inf | nothing
+        factor: float | torch.Tensor = 1.0 / divisor if isinstance(scale, float) else (1.0 / scale).float()
         if self._max_norm:
-            factor = (clip_coefficient_on_device(total.sqrt() / divisor, self._max_norm) / divisor).float()
-        self._update_buckets(factor, None, found_inf, publish)
+            factor = (clip_coefficient_on_device(total.sqrt() / scale, self._max_norm) / scale).float()
+        self._update_buckets(factor, None, None if found_inf is None else found_inf.float(), publish)
 
     def _update_buckets(
         self,
@@ -352,6 +427,8 @@ class StepPipeline:
         self._global_steps += 1
         self._last_norm = outcome.norm / divisor
         self._agreed = outcome.agreed
+        if outcome.weight and self._scaler is not None and math.isfinite(outcome.weight):
+            self._weight_unit *= 2.0 ** round(math.log2(outcome.weight))
         skipped = self._options.check_finite and not outcome.finite
         if skipped:
             self._skipped_steps += 1
@@ -407,6 +484,24 @@ class StepPipeline:
                 f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
                 "set the key to true."
             )
+
+
+def _mean_weight(outcome: GradStats) -> float:
+    """What a sum over weighted gradients is divided by to be the joint batch's. Raises RuntimeError, on all ranks, if
+    there is no such thing."""
+    if outcome.mixed:
+        raise RuntimeError(
+            "engine.backward: some ranks gave a weight in this step and others did not; pass weight= on all ranks, or "
+            "on none"
+        )
+    if outcome.weight is None:
+        return 1.0
+    if not 0 < outcome.weight < math.inf:
+        raise RuntimeError(
+            f"engine.backward: the weights of this step are {outcome.weight:g} per rank on average, and the mean over "
+            "nothing has no gradient; leave such a step out: engine.zero_grad() on all ranks instead of engine.step()"
+        )
+    return outcome.weight
 
 
 def _vote(trace: TraceCheck | None) -> int:

@@ -280,6 +280,7 @@ class FetchSchedule:
         self._candidates: dict[str, tuple[int, ...]] = {}
         self._serial = 0  # plans adopted so far
         self._on_demand_only = False
+        self._paused = False
         # The plan that is followed, and its parts for the hot path.
         self._plan: FetchPlan | None = None
         self._position = 0
@@ -375,7 +376,8 @@ class FetchSchedule:
     def _may_record(self) -> bool:
         # What runs inside somebody's gather context may run on one rank alone, so it is no trace for all.
         state = self._state
-        return self._kind is not None and not state.open and not state.held and not self._on_demand_only
+        free = not (self._on_demand_only or self._paused)
+        return self._kind is not None and not state.open and not state.held and free
 
     def _follow(self) -> None:
         """Starts on this kind's plan if nothing has happened in the step and nothing is live."""
@@ -506,6 +508,18 @@ class FetchSchedule:
         self._candidates.clear()
         self._recording, self._trace = False, []
         self._on_demand_only = True
+
+    def pause(self) -> None:
+        """Until :meth:`resume` all steps are served on demand and none is recorded; what waits for adoption is dropped.
+        Called by all ranks, some of which have no steps from here on."""
+        self._depart()
+        self._candidates.clear()
+        self._recording, self._trace = False, []
+        self._following, self._paused = False, True
+
+    def resume(self) -> None:
+        """End a pause, if there is one. Called by all ranks."""
+        self._paused = False
 
     @property
     def on_demand_only(self) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from zerolite.accelerator import host_values
 from zerolite.comm import Communicator, Pending
+from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
 from zerolite.runtime.zero.buffer import destinations, zero_slot
 from zerolite.runtime.zero.held_gradient import HeldGradient, ShownGradients
@@ -131,6 +132,10 @@ class GradReducer:
         self._learned = False
         self._pass_open = False
         self._seen_gradient = False  # in this pass
+        self._void = False  # what comes in this pass counts as nothing
+        self.commands: Commands = unannounced
+        self.share = 1.0  # what the gradients of the next pass are multiplied by
+        self._factor = options.arrival_factor  # in this pass, with the share
         self._reducing = False
         self._next = 0  # the next bucket to launch in this pass
         self._in_flight: list[_BucketState] = []
@@ -205,15 +210,21 @@ class GradReducer:
     def pass_open(self) -> bool:
         return self._pass_open
 
-    def begin_pass(self, end_with_backward: bool = True) -> None:
-        """Before the first gradient of a backward. ``end_with_backward``: called inside backward, which is to call
-        :meth:`end_pass` when it ends; otherwise the caller does."""
+    def will_reduce(self) -> bool:
+        """Whether a pass that begins now reduces its buckets."""
+        return self._options.reduce_each_pass or self._pass_reduces()
+
+    def begin_pass(self, reducing: bool, end_with_backward: bool = True, void: bool = False) -> None:
+        """Before the first gradient of a backward. ``reducing``: :meth:`will_reduce`. ``end_with_backward``: called
+        inside backward, which is to call :meth:`end_pass` when it ends; otherwise the caller does. ``void``: its
+        gradients are dropped, as if no parameter had got any, whatever their values."""
         if self._pass_open:
             return
-        self._pass_open = True
+        self._pass_open, self._void = True, void
         self.shown.hide(self.parameters)
         self._seen_gradient = False
-        self._reducing = self._options.reduce_each_pass or self._pass_reduces()
+        self._reducing = reducing
+        self._use_share()
         self._passes_in_local += 1
         self._passes_in_window += 1
         self._next = 0
@@ -227,6 +238,14 @@ class GradReducer:
         if end_with_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
+    def _use_share(self) -> None:
+        factor = self._options.arrival_factor * self.share
+        if factor != self._factor:
+            with torch.no_grad():
+                for state in self._states:  # what an earlier pass has left
+                    self._put_held(state)
+            self._factor = factor
+
     def _count_expected(self) -> None:
         for state in self._states:
             state.expected = sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel)
@@ -237,6 +256,10 @@ class GradReducer:
         if not self._pass_open:
             return
         self._pass_open = False
+        with self.commands(Command.PASS_END):
+            self._end_pass(complete)
+
+    def _end_pass(self, complete: bool) -> None:
         if complete:
             self._learned = True
             self._expected = [max(pair) for pair in zip(self._expected, self._fires, strict=True)]
@@ -254,10 +277,13 @@ class GradReducer:
                 f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
                 "sparse gradients are not supported: build the embedding with sparse=False"
             )
+        state = self._states[slot.bucket]
+        if self._void:
+            self._count(state, slot)
+            return
         self.used.add(slot.index)
         if not slot.numel:
             return
-        state = self._states[slot.bucket]
         if state.launched and self._plan is not None and not self._plan.settled:
             state.late = True
         elif state.launched:
@@ -279,6 +305,12 @@ class GradReducer:
             self._put(state, slot, gradient)
         else:
             state.held[slot.index] = gradient
+        self._count(state, slot)
+
+    def _count(self, state: _BucketState, slot: Slot) -> None:
+        """A contribution to the pass has come; its bucket is launched if it was the last."""
+        if not slot.numel:
+            return
         self._fires[slot.index] += 1
         state.missing -= 1
         if self._plan is not None:
@@ -298,7 +330,7 @@ class GradReducer:
         first = slot.index not in state.written
         if not first and options.accumulate_dtype is not None and state.local.dtype in _HALF:
             state.local, state.staged = state.local.to(options.accumulate_dtype), False
-        factor = options.arrival_factor
+        factor = self._factor
         strides = self.strides[slot.index]
         for place, values in destinations(state.local, state.bucket, slot, gradient, strides):
             if not first:
@@ -325,8 +357,8 @@ class GradReducer:
             if state.filler.fill(local, held):
                 state.local = local
                 state.written.update(held)
-                if self._options.arrival_factor != 1.0:
-                    local.mul_(self._options.arrival_factor)
+                if self._factor != 1.0:
+                    local.mul_(self._factor)
                 return
             if not state.staged:
                 self._pool.give_back(local)
@@ -473,10 +505,17 @@ class GradReducer:
     @torch.no_grad()
     def on_use_end(self, unit: int) -> None:
         """A unit's backward has ended. Called on all ranks, in the same order."""
-        if self._plan is not None and self._pass_open:
+        if self._plan is None or not self._pass_open:
+            return
+        with self.commands(Command.USE_END, unit):
             for bucket in self._plan.on_use_end(unit):
                 if self._reducing and not self._states[bucket].launched:
                     self._launch(self._states[bucket])
+
+    @property
+    def follows_units(self) -> bool:
+        """Whether buckets are launched when units end."""
+        return self._plan is not None
 
     @torch.no_grad()
     def _reduce_late(self, plan: LaunchPlan) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import Communicator
 from zerolite.runtime.zero.fetch_schedule import Fetch, FetchLimits, FetchSchedule
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
@@ -103,6 +104,9 @@ class PartitionedParameterCoordinator:
         self.on_begin: Callable[[], None] = lambda: None  # before a forward that may have a backward
         self.on_backward_begin: Callable[[], None] = lambda: None
         self.on_use_end: Callable[[int], None] = lambda unit: None  # a unit's backward has ended; same on all ranks
+        # What engine.join() wants to know of: gathers, and parameters that a unit turns out to use.
+        self.before_launch: Callable[[Sequence[int]], None] | None = None
+        self.before_external: Callable[[int, int], None] | None = None
         self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
         self.itself = weakref.ref(self)
         for index, handle in enumerate(self.handles):
@@ -121,7 +125,13 @@ class PartitionedParameterCoordinator:
         unit = self.units[self._unit_of.get(id(module), 0)]
         if any(use.unit is unit for use in (*self._stack, *self._backward)):
             gather([handle])
-        self.schedule.add_parameter(unit.index, index)
+        self._add_parameter(unit.index, index)
+
+    def _add_parameter(self, unit: int, index: int) -> None:
+        if index not in self.schedule.parameters_of(unit):
+            if self.before_external is not None:
+                self.before_external(unit, index)
+            self.schedule.add_parameter(unit, index)
 
     # ---------------------------------------------------------------- forward
 
@@ -346,7 +356,7 @@ class PartitionedParameterCoordinator:
 
     def _attach(self, index: int) -> None:
         if self._stack and not self._tasks:
-            self.schedule.add_parameter(self._stack[-1].unit.index, index)
+            self._add_parameter(self._stack[-1].unit.index, index)
         self.gather_stray([index])
 
     def gather_stray(self, indices: Iterable[int]) -> None:
@@ -367,6 +377,19 @@ class PartitionedParameterCoordinator:
         for index in indices:
             self.handles[index].held -= 1
         self._release(self.schedule.unhold(indices))
+
+    def let_go(self, indices: Sequence[int]) -> None:
+        """End gathers that this rank has taken part in for the others."""
+        for index in indices:
+            started = self.handles[index].launch
+            if started is not None:
+                finish(started)
+        self._release(indices)
+
+    @property
+    def comm(self) -> Communicator:
+        """Of the gathers."""
+        return self.handles[0].comm
 
     def index_of(self, handle: PartitionedParameter) -> int | None:
         """The schedule's number of a parameter of this model."""

@@ -294,6 +294,9 @@ def launch(members: Sequence[PartitionedParameter]) -> None:
     """Start to gather ``members``, of one communicator and not available, in one launch. Called on all ranks, in the
     same order."""
     comm = members[0].comm
+    manager = members[0].manager() if members[0].manager is not None else None
+    if manager is not None and manager.before_launch is not None:
+        manager.before_launch([member.key - 1 for member in members])
     pending = None
     try:
         if comm.world_size > 1:

@@ -176,7 +176,7 @@ class ShardedOptimizer(Optimizer):
             if index in state_dict["masters"]:
                 self._master_view(piece).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key not in _KEPT})
+            group.update({key: value for key, value in saved.items() if key not in KEPT})
         self._on_load()
 
     # ---------------------------------------------------------------- the update
@@ -260,7 +260,7 @@ class ShardedOptimizer(Optimizer):
             )
 
 
-_KEPT = ("params", "foreach", "fused", "capturable", "differentiable")  # of a param group when another is loaded
+KEPT = ("params", "foreach", "fused", "capturable", "differentiable")  # of a param group when another is loaded
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 

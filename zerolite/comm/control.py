@@ -1,0 +1,50 @@
+"""A few numbers from every rank to every rank, on the host and beside all other collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerolite.comm import recorder
+from zerolite.comm.communicator import Communicator
+from zerolite.comm.process_group import second_group
+
+TAG = "control"
+
+
+class ControlChannel:
+    """Over a gloo group of its own, so that it neither waits for the device nor gets in the way of what is in flight.
+
+    All methods are called on all ranks of ``comm``, in the same order; the first one is making it.
+    """
+
+    def __init__(self, comm: Communicator, width: int) -> None:
+        """width: numbers in a row."""
+        assert comm.group is not None
+        self._group = second_group(comm.group, "gloo", "control")
+        self._rank, self._world_size, self._width = comm.rank, comm.world_size, width
+        self._last: list[Any] = []  # what was sent without waiting, kept alive
+
+    def exchange(self, row: list[int]) -> list[list[int]]:
+        """Every rank's ``row`` of at most ``width`` integers of 64 bits, filled up with zeros."""
+        own, full = self._rows(row)
+        recorder.note("all_gather", full, TAG)
+        dist.all_gather(list(full), own, group=self._group)
+        return full.tolist()
+
+    def leave(self, row: list[int]) -> None:
+        """Send ``row`` to whoever waits in :meth:`exchange`, and wait for nobody: the last call."""
+        own, full = self._rows(row)
+        self._last = [own, full, dist.all_gather(list(full), own, group=self._group, async_op=True)]
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Rank ``source``'s ``value``, which travels by pickle between the ranks of the job."""
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, source), group=self._group)
+        return box[0]
+
+    def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        own = torch.tensor(row + [0] * (self._width - len(row)), dtype=torch.int64)
+        return own, torch.empty(self._world_size, self._width, dtype=torch.int64)

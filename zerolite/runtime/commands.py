@@ -1,0 +1,53 @@
+"""What an engine tells ranks whose batches have run out, so that they take their part in every collective."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import struct
+from typing import Any, Protocol
+
+
+class Command(enum.IntEnum):
+    """What a rank is about to do, with the numbers that say how."""
+
+    FORWARD = 1  # whether buffers are sent
+    BACKWARD = 2  # whether the engine scaled the loss, whether it has a weight, whether gradients are reduced
+    USE_END = 3  # stage 3: the unit whose backward has ended
+    PASS_END = 4  # stage 3: nothing more comes in this backward
+    GATHER = 5  # stage 3: the parameters
+    EXTERNAL = 6  # stage 3: the unit, and the parameter that it uses from now on
+    ENGINE_STEP = 7  # flush
+    STEP = 8
+    UPDATE = 9  # whether new values are published on the way
+    PUBLISH = 10
+    ZERO_GRAD = 11
+    REDUCE = 12
+    STATS = 13
+    CLIP = 14  # the bits of max_norm
+    METRIC = 15
+    OTHER = 16  # a collective in which ranks that have finished cannot take part
+
+
+class Commands(Protocol):
+    """Called before anything in which all ranks take part: ``with commands(Command.STEP): ...``."""
+
+    def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]: ...
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def unannounced(command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]:
+    """All ranks do the same by themselves: nobody is told anything."""
+    return _NOTHING
+
+
+def bits_of(number: float) -> int:
+    """A float as 64 bits, to travel beside integers."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def number_of(bits: int) -> float:
+    """The inverse of :func:`bits_of`."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
