@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#define ZL_ABI 2  // raised with every change of this file; the Python side compares it
+#define ZL_ABI 3  // raised with every change of this file; the Python side compares it
 
 enum zl_dtype { ZL_NONE = 0, ZL_F32 = 1, ZL_BF16 = 2, ZL_F16 = 3 };
 
@@ -35,7 +35,9 @@ typedef struct {
 // Tensors are lists of flat arrays; the i-th of every list has the same length. A segment is
 // (tensor, start, numel, row): elements [start, start + numel) of the tensor-th arrays, updated with rows[row].
 // Segments do not overlap. `factor` multiplies every gradient; a `skip` that is not 0 leaves everything as it is.
-// Both may be null. `outs` receive the updated parameter rounded to `out_dtype` and are null for ZL_NONE.
+// Both may be null. `outs` are null for ZL_NONE. Otherwise they hold the parameters rounded to `out_dtype` and receive the
+// updated ones; where an element is another one than the parameter rounds to, somebody has written it, and the update
+// starts from it.
 typedef struct {
   int32_t rule;
   int32_t param_dtype, grad_dtype, state_dtype, out_dtype;

@@ -68,6 +68,12 @@ struct UpdateChunk {
     unpack(grad_quad, grad_dtype, g);
     unpack(first_quad, state_dtype, s0);
     unpack(second_quad, state_dtype, s1);
+    if (out) {
+      float written[QUAD];
+      unpack(load_quad(out + at * size_of(out_dtype), out_dtype), out_dtype, written);
+#pragma unroll
+      for (int i = 0; i < QUAD; i++) p[i] = follow(p[i], written[i], out_dtype);
+    }
 #pragma unroll
     for (int i = 0; i < QUAD; i++) apply(rule, p[i], g[i], s0[i], s1[i]);
     store_quad(param + at * size_of(param_dtype), param_dtype, p);
@@ -81,11 +87,18 @@ struct UpdateChunk {
     const float g = load_one(grad + at * size_of(grad_dtype), grad_dtype);
     float s0 = first ? load_one(first + at * size_of(state_dtype), state_dtype) : 0.0f;
     float s1 = second ? load_one(second + at * size_of(state_dtype), state_dtype) : 0.0f;
+    if (out) p = follow(p, load_one(out + at * size_of(out_dtype), out_dtype), out_dtype);
     apply(rule, p, g, s0, s1);
     store_one(param + at * size_of(param_dtype), param_dtype, p);
     if (first) store_one(first + at * size_of(state_dtype), state_dtype, s0);
     if (second) store_one(second + at * size_of(state_dtype), state_dtype, s1);
     if (out) store_one(out + at * size_of(out_dtype), out_dtype, p);
+  }
+
+  // The parameter, or the value that somebody has written into what it was rounded to.
+  static __device__ __forceinline__ float follow(float p, float written, int dtype) {
+    const float rounded = widen(narrow(p, dtype), dtype);
+    return __float_as_uint(rounded) == __float_as_uint(written) ? p : written;
   }
 
   static __device__ __forceinline__ void apply(const Rule& rule, float& p, float g, float& s0, float& s1) {

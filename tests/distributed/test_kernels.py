@@ -567,10 +567,12 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(pools: Pools, stage: in
                 assert buckets > 1
                 assert result["calls"] == {"update": [buckets], "squares": [buckets]}
                 assert result["passes"]["gradients"] == ["zerolite.squares_", operator]
+                # What somebody may have written into parameters that stay whole, the small ones, reaches their shards.
+                whole = ["aten._foreach_copy_"] if stage == 3 and world == 2 else []
                 if precision != "fp32" or world == 1 or stage in (0, 3):  # else the gather reads them
-                    assert result["passes"]["masters"] == [operator]
+                    assert result["passes"]["masters"] == [*(whole if precision == "fp32" else []), operator]
                 if world == 1 or stage in (0, 3):
-                    assert result["passes"]["compute"] == [operator]
+                    assert result["passes"]["compute"] == [*whole, operator]
 
 
 def test_a_step_with_two_dtypes_and_with_unused_parameters(pools: Pools) -> None:

@@ -93,12 +93,18 @@ def make_call(
         params=arrays(0, param),
         grads=arrays(1, grad),
         states=states,
-        outs=arrays(4, out) if out else [],
+        outs=[written(new, old) for new, old in zip(arrays(4, out), arrays(0, param), strict=True)] if out else [],
         table=torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
         rows=rows,
         factor=None if factor is None else torch.tensor([factor]),
         skip=None if skip is None else torch.tensor([skip]),
     )
+
+
+def written(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """``new`` with the rounded values of ``old`` in it, but for every third."""
+    values = torch.where(torch.arange(old.numel()) % 3 == 0, new, old.to(new.dtype))
+    return new.copy_(values)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class _Ours:
         self.params = [p.clone() for p in params]
         initial = self.of.rule.initial(self.of.group)
         self.states = [[torch.full_like(p, initial) for p in params] for _ in range(self.of.states)]
-        self.outs = [] if out is None else [torch.zeros_like(p, dtype=out) for p in params]
+        self.outs = [] if out is None else [p.to(out) for p in params]
         self._table = torch.tensor([[i, 0, p.numel(), 0] for i, p in enumerate(params)])
         self._steps = 0
 

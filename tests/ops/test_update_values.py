@@ -72,7 +72,7 @@ def _sgd(
     starts = torch.arange(0, n, piece)
     zero = torch.zeros_like(starts)
     table = torch.stack([zero, starts, (n - starts).clamp(max=piece), zero], dim=1)
-    outs = [] if out is None else [torch.full((n,), 7.0, dtype=out)]
+    outs = [] if out is None else [params.to(out)]
     kernels.update(UpdateCall(SGD, [params], [grads], (), outs, table, row, None, None))
     return params, outs[0] if outs else None
 
@@ -233,3 +233,21 @@ def test_numbers_have_what_they_promise() -> None:
     values = numbers(100_000, seed=0)
     tiny = values.abs().lt(1.1754944e-38) & (values != 0)
     assert all(bool(kind.any()) for kind in (values.isnan(), values.isinf(), values == 0, tiny))
+
+
+@HALVES
+def test_an_update_starts_from_what_somebody_has_written(half: torch.dtype, kernels: CpuKernels) -> None:
+    """Where the 16-bit copy is not what the parameter rounds to, the copy counts; elsewhere all bits of the parameter
+    do. SGD with lr 0 shows what an update starts from."""
+    params = torch.randn(1003, generator=torch.Generator().manual_seed(3)) * 3
+    copy = params.to(half)
+    written = torch.arange(params.numel()) % 10 == 0
+    copy[written] = copy[written].clamp(-0.01, 0.01)  # as WGAN does
+    copy[500:520] = float("nan")
+    wanted = torch.where(copy == params.to(half), params, copy.float())
+    row = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+    table = torch.tensor([[0, 0, params.numel(), 0]])
+    kernels.update(UpdateCall(SGD, [params], [torch.zeros_like(params)], (), [copy], table, row, None, None))
+    assert params[written].nan_to_num().abs().max() <= 0.0101
+    torch.testing.assert_close(params, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(copy, wanted.to(half), rtol=0, atol=0, equal_nan=True)

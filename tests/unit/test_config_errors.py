@@ -56,6 +56,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ),
         ("zero_optimization.leaf_moduls", "zero_optimization.leaf_modules"),
         ("leaf_modules", "zero_optimization.leaf_modules"),
+        ("fp32_module", "fp32_modules"),
         ("zero_optimization.leaf_module.clases", "zero_optimization.leaf_module.classes"),
         ("offload_optimizer", "zero_optimization.offload_optimizer"),
         ("tensorboard.output_pth", "tensorboard.output_path"),

@@ -42,6 +42,7 @@ FULL: dict[str, Any] = {
         "bf16_optimizer_states": True,
     },
     "torch_autocast": {"enabled": False, "dtype": "float16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
+    "fp32_modules": ["*.router", "norm"],
     "gradient_clipping": 1,
     "zero_optimization": {
         "stage": 2,
@@ -78,6 +79,7 @@ FULL: dict[str, Any] = {
 
 NAMES = [
     "torch_autocast.lower_precision_safe_modules",
+    "fp32_modules",
     "zero_optimization.leaf_modules",
     "zero_optimization.leaf_module.classes",
     "zero_optimization.leaf_module.names",
@@ -162,6 +164,7 @@ def test_defaults() -> None:
         "torch_autocast.enabled": False,
         "torch_autocast.dtype": "bf16",
         "torch_autocast.lower_precision_safe_modules": None,
+        "fp32_modules": (),
         "gradient_clipping": 0.0,
         "zero_optimization.stage": 0,
         "zero_optimization.reduce_bucket_size": None,

@@ -89,7 +89,7 @@ def test_attributes_of_the_user_and_identity_survive_and_ids_differ() -> None:
     parameter.label = "mine"  # type: ignore[attr-defined]
     partition(parameter, "a", Communicator(), CPU)
     other, _ = cut(torch.randn(3))
-    assert parameter.label == "mine" and type(parameter) is nn.Parameter  # type: ignore[attr-defined]
+    assert parameter.label == "mine" and isinstance(parameter, nn.Parameter)  # type: ignore[attr-defined]
     assert parameter.ds_id != other.ds_id  # type: ignore[attr-defined]
 
 

@@ -1,12 +1,16 @@
 import collections
 import dataclasses
+import types
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from torch import nn
 
 from zerolite.runtime.precision import GraphBoundary, Precision, map_tensors
 
 Pair = collections.namedtuple("Pair", "a b")
+HALVES = [torch.bfloat16, torch.float16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +21,80 @@ class Output:
 
 class Config(dict):
     """A mapping type of somebody's own."""
+
+
+class Encoding(collections.UserDict):
+    """As the batches of Hugging Face's tokenizers: entries in ``data``, further attributes, items as attributes."""
+
+    def __init__(self, data=None, encodings=None):
+        super().__init__(data)
+        self._encodings = encodings
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclasses.dataclass
+class ModelOutput(collections.OrderedDict):
+    """As the outputs of Hugging Face's models: fields that are entries as well; None is none."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self):
+        callable_, _, *rest = super().__reduce__()
+        return callable_, tuple(getattr(self, field.name) for field in dataclasses.fields(self)), *rest
+
+
+class Batch(list):
+    """A list with attributes and a constructor of its own."""
+
+    def __init__(self, first, second, source):
+        super().__init__([first, second])
+        self.source = source
+
+
+class Table(Mapping):
+    """A mapping that is no dict, and whose copies share its entries."""
+
+    def __init__(self, entries):
+        self._entries = dict(entries)
+
+    def __getitem__(self, key):
+        return self._entries[key]
+
+    def __setitem__(self, key, value):
+        self._entries[key] = value
+
+    def __iter__(self) -> Iterator:
+        return iter(self._entries)
+
+    def __len__(self):
+        return len(self._entries)
+
+
+class Unbuildable(Table):
+    def __init__(self, entries, source):
+        super().__init__(entries)
+
+
+class Custom:
+    """No container."""
+
+    def __init__(self):
+        self.tensor = torch.ones(1)
 
 
 def test_map_tensors_reaches_every_depth_and_keeps_types():
@@ -41,7 +119,71 @@ def test_map_tensors_returns_the_same_object_where_nothing_changes():
         assert map_tensors(lambda t: t, value) is value
 
 
-@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+def same_tensors(value):
+    """The tensors in ``value``, as objects."""
+    found = []
+    map_tensors(lambda t: found.append(t) or t, value)
+    return found
+
+
+INPUTS = {
+    "dict": lambda: {"x": torch.ones(2), "ids": torch.arange(2), "flag": True},
+    "list": lambda: [torch.ones(1), [torch.ones(1), "s"], None],
+    "tuple": lambda: (torch.ones(1), torch.tensor([True]), 3.5),
+    "named tuple": lambda: Pair(torch.ones(1), torch.arange(2)),
+    "dataclass": lambda: Output(torch.ones(1), {"more": torch.arange(2)}),
+    "UserDict": lambda: Encoding({"x": torch.ones(2), "input_ids": torch.arange(2)}, encodings=["kept"]),
+    "ModelOutput": lambda: ModelOutput(logits=torch.ones(2)),
+    "dict subclass": lambda: Config(x=torch.ones(1), n=4),
+    "OrderedDict": lambda: collections.OrderedDict(b=torch.ones(1), a=torch.arange(1)),
+    "defaultdict": lambda: collections.defaultdict(list, x=[torch.ones(1)]),
+    "mapping proxy": lambda: types.MappingProxyType({"x": torch.ones(1)}),
+    "other mapping": lambda: Table({"x": torch.ones(1), "y": 2}),
+    "list subclass": lambda: Batch(torch.ones(1), 2, source="file"),
+    "torch's result": lambda: torch.ones(2, 2).max(0),
+    "packed sequence": lambda: nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]),
+}
+
+
+@pytest.mark.parametrize("compute", HALVES)
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs_of_any_shape_are_cast_and_never_changed(kind, compute):
+    precision = Precision(compute=compute, separate_masters=True)
+    value = INPUTS[kind]()
+    before = same_tensors(value)
+    result = precision.cast({"nested": [value]})["nested"][0]
+    assert type(result) is type(value) and result is not value
+    assert all(new is old for new, old in zip(same_tensors(value), before, strict=True)), "the user's own is untouched"
+    after = same_tensors(result)
+    assert [t.dtype for t in after] == [compute if t.is_floating_point() else t.dtype for t in before]
+    assert all(new is old for new, old in zip(after, before, strict=True) if not old.is_floating_point())
+    for attribute in ("_encodings", "source", "default_factory"):
+        assert getattr(result, attribute, None) == getattr(value, attribute, None)
+    if kind == "ModelOutput":
+        assert result.logits is result["logits"] and result.loss is None and list(result) == ["logits"]
+    if isinstance(value, Mapping):
+        assert list(result) == list(value)
+
+
+def test_what_is_no_container_is_left_alone():
+    precision = Precision(compute=torch.bfloat16)
+    custom, tensors, x = Custom(), {torch.ones(1)}, torch.ones(1)
+    result = precision.cast(((custom, x), {"tensors": tensors, "size": torch.Size([2, 3])}))
+    assert result[0][0] is custom and custom.tensor.dtype is torch.float32
+    assert result[1]["tensors"] is tensors and result[1]["size"] == torch.Size([2, 3])
+    assert type(result[1]["size"]) is torch.Size
+
+
+def test_a_mapping_that_cannot_be_made_anew_is_an_error_and_not_changed():
+    value = Unbuildable({"x": torch.ones(1)}, "file")
+    with pytest.raises(TypeError, match="got a Unbuildable that cannot; pass a dict"):
+        Precision(compute=torch.bfloat16).cast(value)
+    assert value["x"].dtype is torch.float32
+    unchanged = Unbuildable({"ids": torch.arange(3)}, "file")
+    assert Precision(compute=torch.bfloat16).cast(unchanged) is unchanged
+
+
+@pytest.mark.parametrize("compute", HALVES)
 def test_cast_touches_floating_inputs_only(compute):
     precision = Precision(compute=compute, separate_masters=True)
     x, i, b = torch.ones(2), torch.ones(2, dtype=torch.long), torch.tensor([True])
@@ -61,6 +203,9 @@ def test_dtype_table():
     assert [p.master_dtype(torch.bfloat16) for p in (mixed, low, lowest, plain)] == [torch.float32] + [
         torch.bfloat16
     ] * 3
+    router = Precision(compute=torch.bfloat16, separate_masters=True, keeps_fp32=lambda p: p is fp32)
+    assert router.compute_dtype(fp32) is torch.float32 and router.compute_dtype(bf16) is torch.bfloat16
+    assert router.master_dtype(torch.float32) is torch.float32
     assert mixed.update_dtype(torch.float32) is torch.float32
     assert low.update_dtype(torch.bfloat16) is torch.float32
     assert (

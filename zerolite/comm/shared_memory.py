@@ -123,7 +123,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
             f"rank {self.rank}: the ranks launched different collectives in the same place. Expected the same one "
             f"everywhere; here it is {launch.op} of {launch.nbytes} bytes for {launch.tag!r} (number {self._count} of "
             f"communicator {self._serial}), and over the ranks it has {shortest} to {longest} bytes. Do branches "
-            "that depend on the rank use different modules, or the backwards of two engines overlap?"
+            "that depend on the rank use different modules (at stage 3 make one unit of them: "
+            "zero_optimization.leaf_modules), or the backwards of two engines overlap?"
         )
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:

@@ -446,7 +446,7 @@ UNSUPPORTED: dict[str, dict[str, Key | Block]] = {
     "data_types": {
         "param_dtype": Key((None,)),
         "buffer_dtype": Key((None,)),
-        "keep_in_fp32_modules": Key(("auto", [])),
+        "keep_in_fp32_modules": Key(("auto", []), "use fp32_modules"),
     },
     "optimizer": {"legacy_fusion": OFF},
     "scheduler": {},

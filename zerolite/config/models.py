@@ -272,6 +272,12 @@ class ZeroliteConfig(_Block):
     fp16: Fp16Config = Field(default_factory=Fp16Config, description="float16.")
     bf16: Bf16Config = Field(default_factory=Bf16Config, description="bfloat16; also spelled `bfloat16`.")
     torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig, description="torch.autocast.")
+    fp32_modules: Annotated[tuple[str, ...], BeforeValidator(Names('["*.router", "*.norm"]', nullable=False))] = Field(
+        default=(),
+        description='Modules that keep fp32 parameters and compute in fp32 in 16-bit training, such as `["*.router"]`: '
+        "patterns (`*`, `?`, `[...]`; upper and lower case differ) of qualified names in the model; `*.norm` matches "
+        "`norm` too. Inputs and outputs are cast for them. (zerolite's own key; see [precision](precision.md).)",
+    )
     gradient_clipping: Annotated[float, BeforeValidator(Number(0.0))] = Field(
         default=0.0, description="Largest global 2-norm of the gradients; larger ones are scaled down to it. 0 = off."
     )

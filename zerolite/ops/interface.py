@@ -10,7 +10,7 @@ import torch
 
 from zerolite.ops.call import UpdateCall
 
-ABI = 2
+ABI = 3
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 

@@ -13,6 +13,7 @@ import torch
 
 from zerolite.accelerator import host_value
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+from zerolite.rounding import follow
 
 _STRETCH = 1 << 20
 _EXACT = 1 << 15  # elements converted to double at once: 256 KB, which stays in the second-level cache
@@ -33,13 +34,15 @@ def update(call: UpdateCall) -> None:
             lists = (call.params, call.grads, *call.states)
             param, grad, *states = (_flat(tensors[tensor])[part] for tensors in lists)
             exact = param.float()
+            if call.outs:
+                exact = follow(exact, _flat(call.outs[tensor])[part])
             exact_states = [state.float() for state in states]
             scaled = grad.float() * rows[row][0]
             if call.factor is not None:
                 scaled = grad.float() * (call.factor * torch.tensor(rows[row][0], dtype=torch.float32)).to(grad.device)
             rule(rows[row], exact, scaled, exact_states)
             for kept, value in zip([param, *states], [exact, *exact_states], strict=True):
-                if kept.dtype != torch.float32:
+                if kept.data_ptr() != value.data_ptr():
                     kept.copy_(value)
             if call.outs:
                 _flat(call.outs[tensor])[part].copy_(exact)

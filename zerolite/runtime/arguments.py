@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.runtime.lr_schedules import build_scheduler
-from zerolite.runtime.optimizers import check_elementwise, resolve_optimizer
+from zerolite.runtime.optimizers import check_elementwise, check_usable, resolve_optimizer
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stages import StagePolicy
 
@@ -61,6 +61,21 @@ def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
     if isinstance(params, torch.Tensor):
         return [params]  # type: ignore[list-item]
     return [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+
+
+def check_not_wrapped(model: torch.nn.Module) -> None:
+    """Raises ValueError for a model in which another wrapper averages gradients or partitions parameters."""
+    for name, module in model.named_modules():
+        kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if kind is not None and type(module).__module__.startswith("torch."):
+            where = f"module '{name}' is" if name else "the model is"
+            raise ValueError(
+                f"zerolite.initialize: {where} wrapped in {kind}, which works on gradients and parameters too; pass "
+                "the model inside, its .module"
+            )
+
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
 def check_trained(trained: list[torch.nn.Parameter], names: dict[int, str], meta_allowed: bool) -> None:
@@ -124,6 +139,7 @@ def optimizer_maker(
         reason = spec.reason
         made: Callable[[Groups], Optimizer] | Optimizer = spec.make
     elif isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
+        check_usable(optimizer)
         reason = check_elementwise(optimizer)
         made = optimizer
     else:
@@ -133,6 +149,7 @@ def optimizer_maker(
                 "zerolite.initialize: expected optimizer(parameters) to give a torch.optim.Optimizer, got "
                 f"{type(instance).__name__}"
             )
+        check_usable(instance)
         reason, made = check_elementwise(instance), instance
     if policy.shard_optimizer and reason is not None:
         raise ValueError(

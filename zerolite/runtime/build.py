@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -19,6 +20,7 @@ from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.arguments import (
     OWNERS,
     OptimizerLike,
+    check_not_wrapped,
     check_trained,
     optimizer_maker,
     param_groups_of,
@@ -33,6 +35,7 @@ from zerolite.runtime.build_stage3 import (
     watch_writes,
 )
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.fp32_modules import Fp32Modules
 from zerolite.runtime.growth import Growth, Parameters, Ways
 from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
 from zerolite.runtime.kernels import kernel_chooser
@@ -49,6 +52,7 @@ from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stage3 import PartitionedModel, make_whole
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
+from zerolite.runtime.zero.weak_hook import WeakHook
 
 logger = logging.getLogger("zerolite")
 
@@ -82,6 +86,7 @@ def initialize(
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
+    check_not_wrapped(model)
     given = load_config(config)
     init_distributed()
     device = default_device(local_rank())
@@ -90,14 +95,18 @@ def initialize(
     comm = create_communicator(device)
     resolved = given.resolve(comm.world_size)
     policy = STAGES[resolved.zero_optimization.stage]
+    precision = _precision(resolved)
+    fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
+    precision = dataclasses.replace(precision, keeps_fp32=fp32.holds)
     if not policy.shard_parameters:
         make_whole(model)
         model.to(device)
     groups = param_groups_of(model, optimizer, model_parameters)
     make_inner = optimizer_maker(optimizer, resolved, policy, groups)
-    precision = _precision(resolved)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
-    engine = _assemble(model, resolved, policy, precision, comm, device, make_inner, groups, broadcast_buffers, adopts)
+    engine = _assemble(
+        model, resolved, policy, precision, fp32, comm, device, make_inner, groups, broadcast_buffers, adopts
+    )
     engine.lr_scheduler = scheduler_of(lr_scheduler, resolved, engine.optimizer)
     engine.loaders.collate_fn = collate_fn
     if training_data is not None:
@@ -115,6 +124,7 @@ def _assemble(
     config: ZeroliteConfig,
     policy: StagePolicy,
     precision: Precision,
+    fp32: Fp32Modules,
     comm: Communicator,
     device: torch.device,
     make_inner: Any,
@@ -127,7 +137,7 @@ def _assemble(
     trained = [p for p in model.parameters() if id(p) in chosen]
     check_trained(trained, names, meta_allowed=policy.shard_parameters)
     _check_same_model(model, comm, device)
-    communication = _communication_dtypes(model, config)
+    communication = _communication_dtypes(model, config, precision)
     specs = _parameter_specs(trained, names, precision, communication)
     partitioned = None
     if policy.shard_parameters:
@@ -171,16 +181,19 @@ def _assemble(
     )
     engine.parameter_access = ParameterAccess(pipeline, reducer, buffer, sharded, comm)
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
+    pipeline.gone = lambda indices: _gone(model, buffer, indices)
     pipeline.on_applied = lambda: _step_scheduler(known())
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)
     hooks = _watch_loading(model, pipeline) + start_monitoring(engine, model, pipeline, reducer, scaler, comm)
+    fp32.attach()
     if partitioned is not None:
         hooks += start_stage3(partitioned, engine, pipeline, publisher, reducer)
-    weakref.finalize(engine, _remove_hooks, reducer.handles, publisher.handles, hooks)
+    weakref.finalize(engine, _remove_hooks, reducer.handles, publisher.handles, hooks, fp32.handles)
     for parameter in trained:
         OWNERS[parameter] = known
 
     def layout_of(parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
+        fp32.attach()
         added = _parameter_specs(parameters, names, precision, communication)
         if partitioned is not None:
             return sliced_layout(partitioned, parameters, added, config, comm)
@@ -198,7 +211,14 @@ def _assemble(
     growth = Growth(model, comm, device, buffer, reducer, sharded, publisher, pipeline, ways, adopts)
     begins = pipeline if partitioned is None else partitioned.coordinator
     begins.on_begin = growth.wake
-    sharded.connect(pipeline.step, pipeline.zero_grad, pipeline.settle, pipeline.on_masters_loaded, growth.add_group)
+    sharded.connect(
+        step=pipeline.step,
+        zero_grad=pipeline.zero_grad,
+        settle=pipeline.settle,
+        save=pipeline.follow_writes,
+        load=pipeline.on_masters_loaded,
+        add=growth.add_group,
+    )
     return engine
 
 
@@ -331,7 +351,7 @@ def _loss_scaler(config: ZeroliteConfig) -> LossScaler | None:
 
 
 def _communication_dtypes(
-    model: torch.nn.Module, config: ZeroliteConfig
+    model: torch.nn.Module, config: ZeroliteConfig, precision: Precision
 ) -> Callable[[torch.nn.Parameter], torch.dtype | None]:
     """The dtype in which a parameter's gradient travels; None: the one it has."""
     if config.communication_data_type is not None:
@@ -361,7 +381,7 @@ def _communication_dtypes(
             ]
         )
     dtype = DTYPES[autocast.dtype]
-    return lambda parameter: dtype if id(parameter) in low else None
+    return lambda parameter: dtype if id(parameter) in low and not precision.keeps_fp32(parameter) else None
 
 
 def _public_name(cls: type) -> str:
@@ -397,6 +417,12 @@ def _synchronize_rest(
         parameter.data = parameter.data.to(precision.compute_dtype(parameter))
 
 
+def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
+    """Those of the trained parameters ``indices`` that ``model`` no longer has."""
+    there = {id(parameter) for parameter in model.parameters()}
+    return [index for index in indices if id(buffer.parameters[index]) not in there]
+
+
 def _step_scheduler(engine: Engine | None) -> None:
     if engine is not None:
         engine.step_scheduler()
@@ -405,15 +431,15 @@ def _step_scheduler(engine: Engine | None) -> None:
 def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
     """Hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
     parameters."""
-    known = weakref.ref(pipeline)
-    own = weakref.WeakSet(model.modules())  # a copy of the model carries the hooks but is somebody else's
+    hook = _AfterLoading(pipeline)
+    return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
 
-    def after_loading(module: torch.nn.Module, keys: Any) -> None:
-        owner = known()
-        if owner is not None and module in own:
-            owner.on_parameters_loaded(module.parameters())
 
-    return [module.register_load_state_dict_post_hook(after_loading) for module in model.modules()]
+class _AfterLoading(WeakHook[StepPipeline]):
+    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+        pipeline = self.owner()
+        if pipeline is not None:
+            pipeline.on_parameters_loaded(module.parameters())
 
 
 def _remove_hooks(*lists: list[Any]) -> None:

@@ -100,6 +100,7 @@ def start_stage3(
     follow_units(partitioned, reducer)
     pipeline.trace = coordinator.schedule
     pipeline.on_zero_grad = coordinator.drop_failed
+    pipeline.collect_writes = coordinator.collect_writes
     watch_writes(pipeline, reducer.parameters)
     guard_state_dict(partitioned.model)
     return partitioned.hooks
@@ -109,7 +110,7 @@ def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
     """Let buckets be launched at the ends of their units' backward uses, which is learned from here on."""
     schedule = partitioned.coordinator.schedule
     units = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
-    reducer.follow(LaunchPlan(units, lambda: schedule.plan_number))
+    reducer.follow(LaunchPlan(units, lambda: schedule.plan_number, lambda: schedule.plan_done))
 
 
 def watch_writes(pipeline: StepPipeline, parameters: Sequence[torch.nn.Parameter]) -> None:

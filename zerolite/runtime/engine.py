@@ -106,7 +106,11 @@ class Engine:
         args, kwargs = self._precision.cast(self._boundary.enter((args, kwargs)))
         watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
         with watch, self._precision.autocast_context(self.device):
-            outputs = self._module(*args, **kwargs)
+            try:
+                outputs = self._module(*args, **kwargs)
+            except RuntimeError:
+                self._pipeline.refresh_written()  # says so if the module has been cast
+                raise
         return self._boundary.leave(outputs)
 
     forward = __call__
@@ -439,6 +443,12 @@ class Engine:
         loaded = set(load_full_state_dict(self.module, state, self._comm, self.device, strict))
         named = self._module.named_parameters(remove_duplicate=False)
         self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an engine is a part of a job on several processes and cannot be copied or pickled; save "
+            "engine.full_state_dict() and engine.optimizer.state_dict(), or copy.deepcopy(engine.module)"
+        )
 
     def __repr__(self) -> str:
         precision = self._precision.compute or self._precision.autocast or "parameters' own"

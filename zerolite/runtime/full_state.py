@@ -12,6 +12,7 @@ from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.zero.partition_parameters import GatheredParameters
 from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, whole_shape
+from zerolite.runtime.zero.released_parameter import opened
 
 _SHOWN = 8  # names in a message
 
@@ -70,7 +71,8 @@ def full_state_dict(model: torch.nn.Module, comm: Communicator, rank0_only: bool
     global _allowed
     _allowed += 1
     try:
-        state = dict(model.state_dict())
+        with opened():
+            state = dict(model.state_dict())
     finally:
         _allowed -= 1
     kept = not rank0_only or comm.rank == 0

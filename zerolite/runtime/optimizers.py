@@ -172,6 +172,15 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
     )
 
 
+def check_usable(optimizer: Optimizer | type[Optimizer]) -> None:
+    """Raises ValueError for what never works with an engine, at no stage."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    for base in cls.__mro__:
+        why = _UNUSABLE.get(base.__name__.lower()) if base in NOT_ELEMENTWISE else None
+        if why is not None:
+            raise ValueError(f"zerolite.initialize: optimizer {cls.__name__} is not supported: {why}; use another one")
+
+
 def _find_class(type_name: str) -> type[Optimizer]:
     known = {**TORCH_OPTIMIZERS, "lion": Lion}
     name = type_name.lower()

@@ -175,7 +175,7 @@ class ParameterAccess:
     # ---------------------------------------------------------------- masters
 
     def masters(self, indices: list[int]) -> list[torch.Tensor]:
-        self._pipeline.refresh_written()
+        self._pipeline.follow_writes()
         parts = {index: self._master(piece) for index, piece in self._pieces(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
         if len(set(dtypes)) == 1:
@@ -184,7 +184,7 @@ class ParameterAccess:
 
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
-        self._pipeline.refresh_written()
+        self._pipeline.follow_writes()
         piece = self._pieces([index]).get(index)
         if piece is not None:
             self._copy(piece, self._master(piece), values)

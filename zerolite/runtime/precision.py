@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -11,31 +12,35 @@ from typing import Any
 import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """compute: dtype of the parameters that forward sees (None: each keeps its own). separate_masters: whether the
     update works on fp32 copies of 16-bit parameters. update_in_fp32: whether the arithmetic and states of the
-    update are fp32 where masters are 16-bit. autocast: dtype of torch.autocast around forward, or None."""
+    update are fp32 where masters are 16-bit. autocast: dtype of torch.autocast around forward, or None. keeps_fp32:
+    whether a parameter is in fp32 whatever the others are."""
 
     compute: torch.dtype | None = None
     separate_masters: bool = False
     update_in_fp32: bool = True
     autocast: torch.dtype | None = None
+    keeps_fp32: Callable[[torch.Tensor], bool] = lambda parameter: False
 
     def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        if self.compute is not None and parameter.is_floating_point():
-            return self.compute
-        return parameter.dtype
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        if self.keeps_fp32(parameter):
+            return torch.float32
+        return self.compute or parameter.dtype
 
     def master_dtype(self, compute: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.separate_masters and compute in _HALF else compute
+        return torch.float32 if self.separate_masters and compute in HALF else compute
 
     def update_dtype(self, master: torch.dtype) -> torch.dtype:
         mixed = self.compute is not None and self.update_in_fp32
-        return torch.float32 if mixed and master in _HALF else master
+        return torch.float32 if mixed and master in HALF else master
 
     def autocast_context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:
@@ -51,8 +56,9 @@ class Precision:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with every tensor in it replaced by ``function(tensor)``: lists, tuples, named tuples, mappings and
-    dataclasses of any depth, of the same types. What contains no tensor to replace is returned as it is, the same
-    object."""
+    dataclasses of any depth, of the same types; objects of other classes are left alone. What contains no tensor to
+    replace is returned as it is, the same object; nothing is changed in place. Raises TypeError for a mapping that
+    cannot be made anew."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -62,9 +68,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         mapped = [map_tensors(function, item) for item in value]
         if all(new is old for new, old in zip(mapped, value, strict=True)):
             return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*mapped)
-        return type(value)(mapped)
+        return _rebuilt_sequence(value, mapped)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {}
         for field in dataclasses.fields(value):
@@ -79,10 +83,35 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return items
-    result = copy.copy(value)
-    for key, item in items.items():
-        result[key] = item  # type: ignore[index]
-    return result
+    if isinstance(value, (dict, collections.UserDict)):  # their copies have entries of their own
+        result = copy.copy(value)
+        for key, item in items.items():
+            result[key] = item
+        return result
+    try:
+        made: Any = type(value)(items)  # type: ignore[call-arg]
+        same = set(made) == set(items) and all(made[key] is item for key, item in items.items())
+    except Exception as error:
+        raise TypeError(_CANNOT_REBUILD.format(type(value).__name__)) from error
+    if not same:
+        raise TypeError(_CANNOT_REBUILD.format(type(value).__name__))
+    return made
+
+
+_CANNOT_REBUILD = (
+    "expected mappings of tensors that can be made anew, as type(mapping)(items), to change the dtype of what is in "
+    "them, got a {0} that cannot; pass a dict, or change the dtypes yourself"
+)
+
+
+def _rebuilt_sequence(value: Any, mapped: list[Any]) -> Any:
+    if type(value) is list:
+        return mapped
+    if isinstance(value, list):
+        result = copy.copy(value)
+        result[:] = mapped
+        return result
+    return value._make(mapped) if hasattr(value, "_make") else type(value)(mapped)
 
 
 def _rebuilt_dataclass(value: Any, changed: dict[str, Any]) -> Any:
@@ -124,7 +153,7 @@ class GraphBoundary:
             )
 
     def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in _HALF:
+        if tensor.dtype in HALF:
             tensor = tensor.float()
         elif self._loss_scale is not None and tensor.requires_grad:
             tensor = tensor.view_as(tensor)  # the same tensor may be inside the graph of another output

@@ -85,6 +85,9 @@ class StepPipeline:
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
         self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
         self.on_zero_grad: Callable[[], None] = lambda: None
+        self.gone: Callable[[list[int]], list[int]] = lambda indices: []  # which of these the model has no longer
+        self._last_used: frozenset[int] | None = None
+        self.collect_writes: Callable[[], None] = lambda: None  # stage 3: from whole parameters into their shards
         self.trace: TraceCheck | None = None  # stage 3's schedule, whose trace the ranks compare
         self._written: set[int] = set()  # parameters into which somebody has loaded values
         self._buffer = buffer
@@ -103,6 +106,7 @@ class StepPipeline:
         self._last_norm: float | None = None
         self._unsettled: _Unsettled | None = None
         self._weight_unit = 1.0
+        self._unpublished = False  # masters are ahead of the parameters
         self.commands: Commands = unannounced
         self._last_vote = 0  # for this rank's trace, in the last step's statistics
         self._agreed = True  # whether all ranks gave the same
@@ -256,9 +260,14 @@ class StepPipeline:
         loss scale."""
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
+        if self._unpublished:
+            raise RuntimeError("engine.update() was called twice without engine.publish() between")
         self._look_at_grads()
         with self.commands(Command.UPDATE, publish):
+            self._optimizer.run_hooks("pre")
             self._update(publish)
+            if publish:
+                self._optimizer.run_hooks("post")
 
     def _update(self, publish: bool) -> None:
         self.settle()
@@ -283,10 +292,21 @@ class StepPipeline:
         self._settle(outcome, divisor)
 
     def refresh_written(self) -> None:
-        """Masters follow the values that somebody has loaded into parameters."""
+        """Masters follow the values that somebody has loaded into parameters, or put in their place by ``p.data =
+        values``. Raises RuntimeError if those have another shape or dtype."""
+        if not self._unpublished:
+            self._publisher.wait_all()
+            self._buffer.bring_home()
+            self.collect_writes()
         if self._written:
             self._buffer.refresh_masters(self._written)
             self._written.clear()
+
+    def follow_writes(self) -> None:
+        """The same, and masters follow what has been written into parameters in place, as they do in an update."""
+        self.refresh_written()
+        for bucket in () if self._unpublished else range(len(self._buffer.layout.buckets)):
+            self._buffer.follow(bucket)
 
     def _decide_on_trace(self) -> None:
         """Let stage 3 follow its recorded trace once all ranks have been seen to have the same. One step after it was
@@ -323,6 +343,9 @@ class StepPipeline:
             for bucket in range(len(self._buffer.layout.buckets)):
                 self._publisher.publish_bucket(bucket)
             self._publisher.end_step()
+            if self._unpublished:
+                self._optimizer.run_hooks("post")
+        self._unpublished = False
 
     def zero_grad(self) -> None:
         """Drop the window: its gradients, clip and scale."""
@@ -412,6 +435,7 @@ class StepPipeline:
         found_inf: torch.Tensor | None,
         publish: bool,
     ) -> None:
+        self._unpublished = not publish
         for chunk in self._chunks:
             gradients = [self._reducer.reduced(bucket) for bucket in chunk]
             self._publisher.wait(chunk)
@@ -474,7 +498,20 @@ class StepPipeline:
 
     def _check_unused(self, outcome: GradStats) -> None:
         slots = self._buffer.layout.slots
-        if self._options.ignore_unused or len(outcome.used) == len(slots):
+        if len(outcome.used) == len(slots):
+            self._last_used = outcome.used
+            return
+        if outcome.used != self._last_used:
+            gone = self.gone([index for index in range(len(slots)) if index not in outcome.used])
+            if gone:
+                raise RuntimeError(
+                    f"parameter '{slots[gone[0]].name}' is not in the model any more ({len(gone)} in all): it was "
+                    "replaced after zerolite.initialize by an object that nothing trains (module.x = nn.Parameter(), "
+                    "load_state_dict(assign=True), nn.utils.parametrizations); do that before zerolite.initialize, or "
+                    "write the values into the parameter that is there"
+                )
+            self._last_used = outcome.used
+        if self._options.ignore_unused:
             return
         unused = [slot.name for slot in slots if slot.index not in outcome.used and slot.numel]
         if unused:

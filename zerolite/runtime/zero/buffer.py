@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from zerolite.rounding import follow
 from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 
 MoveShard = Callable[[torch.nn.Parameter, torch.Tensor], None]
@@ -30,6 +31,19 @@ def flattened(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> t
         dense = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = dense.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def take_values(name: str, parameter: torch.nn.Parameter, home: torch.Tensor) -> None:
+    """Copy ``parameter``'s values to ``home`` and point it there. Raises RuntimeError for another shape or dtype."""
+    data = parameter.data
+    if data.shape != home.shape or data.dtype != home.dtype or data.device != home.device:
+        raise RuntimeError(
+            f"parameter '{name}': expected {tuple(home.shape)} of {home.dtype} on {home.device}, as it was made, "
+            f"got {tuple(data.shape)} of {data.dtype} on {data.device}. module.half(), .to(dtype) and the like are for "
+            "before zerolite.initialize; for 16 bits, enable bf16 or fp16 in the config"
+        )
+    home.copy_(data)
+    parameter.data = home
 
 
 def destinations(
@@ -77,6 +91,7 @@ class ParameterBuffer:
         self.shard = shard
         self.compute: list[torch.Tensor] = []
         self.master: list[torch.Tensor] = []
+        self._homes: dict[int, tuple[int, torch.Tensor]] = {}  # by parameter: the address and the view of its place
         self.use(layout, parameters)
 
     def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -121,6 +136,7 @@ class ParameterBuffer:
                 strides = dense_strides(parameter.data)
                 start = compute.storage_offset() + slot.start
                 parameter.data = compute.as_strided(parameter.shape, strides, start)
+                self._homes[slot.index] = (parameter.data_ptr(), parameter.data)
 
     def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
         if not self.shard:
@@ -152,6 +168,25 @@ class ParameterBuffer:
     def separate_master(self, bucket: int) -> bool:
         """True if the masters of ``bucket`` are not the compute parameters themselves."""
         return self.master[bucket].data_ptr() != self.owned_compute(bucket).data_ptr()
+
+    @torch.no_grad()
+    def bring_home(self) -> None:
+        """Parameters that somebody has pointed to other memory (``p.data = values``) get their place in the bucket
+        back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
+        for index, (address, home) in self._homes.items():
+            parameter = self.parameters[index]
+            if parameter.data_ptr() != address:
+                take_values(self.layout.slots[index].name, parameter, home)
+
+    @torch.no_grad()
+    def follow(self, bucket: int) -> None:
+        """Masters take the values that somebody has written into the compute parameters: where those are not what the
+        masters round to. The kernels do it while they update."""
+        if self.separate_master(bucket):
+            master = self.master[bucket]
+            followed = follow(master, self.owned_compute(bucket))
+            if followed is not master:
+                master.copy_(followed)
 
     @torch.no_grad()
     def refresh_masters(self, indices: Collection[int]) -> None:

@@ -474,6 +474,11 @@ class FetchSchedule:
         """The serial number of the plan that this step has followed so far, the same on all ranks; 0 if none."""
         return self._plan.serial if self._plan is not None else 0
 
+    @property
+    def plan_done(self) -> bool:
+        """Whether this step has followed its plan to the end."""
+        return self._plan is not None and self._position == len(self._plan.trace)
+
     def parameters_of(self, unit: int) -> tuple[int, ...]:
         """The parameters that are gathered for `unit`."""
         return self._units[unit]

@@ -127,6 +127,8 @@ class FlatUpdate:
         by_bucket = dict(zip(buckets, gradients, strict=True))
         self._count(used, groups)
         on_host = isinstance(factor, float)
+        for bucket in () if publish else buckets:
+            self._buffer.follow(bucket)
         for launch in self._plan(tuple(buckets), gradients, publish):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64)

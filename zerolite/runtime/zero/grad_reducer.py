@@ -203,6 +203,22 @@ class GradReducer:
                 self._accept(slot, gradient.detach())
         else:
             self._accept(slot, gradient)
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1:
+            self._meet_other_hooks(slot, parameter, list(hooks))
+
+    def _meet_other_hooks(self, slot: Slot, parameter: torch.Tensor, order: list[int]) -> None:
+        """Hooks like ours that the user has installed: later ones find in ``p.grad`` what raises, earlier ones have
+        seen this backward's gradient."""
+        own = self.handles[slot.index].id
+        if order[-1] != own:
+            self.shown.show(self.layout, self.parameters, [slot.index])
+        if order[0] != own and self._passes_in_window > 1:
+            raise RuntimeError(
+                f"parameter '{slot.name}' has a hook of register_post_accumulate_grad_hook, installed before "
+                "zerolite.initialize, which sees the gradient of one backward where plain PyTorch shows the sum of all "
+                "since the last step; use parameter.register_hook, which is given each gradient"
+            )
 
     # ---------------------------------------------------------------- a pass
 
@@ -344,8 +360,9 @@ class GradReducer:
     def _new_local(self, state: _BucketState, gradient: torch.Tensor) -> torch.Tensor:
         options = self._options
         dtype = gradient.dtype
-        if options.several_expected and not options.reduce_each_pass and options.accumulate_dtype is not None:
-            dtype = options.accumulate_dtype
+        asked = self._accumulate_dtype(state)
+        if options.several_expected and not options.reduce_each_pass and asked is not None:
+            dtype = asked
         return self._memory_for(state, dtype, gradient.device)
 
     def _put_held(self, state: _BucketState) -> None:
@@ -437,8 +454,9 @@ class GradReducer:
         if asked is not None:
             return asked
         summed = (options.several_expected and not options.reduce_each_pass) or self._passes_in_local > 1
-        if summed and options.accumulate_dtype is not None:
-            return options.accumulate_dtype
+        accumulate = self._accumulate_dtype(state)
+        if summed and accumulate is not None:
+            return accumulate
         return self.parameters[state.bucket.slots[0].index].dtype
 
     def _complete_local(self, state: _BucketState) -> torch.Tensor:
@@ -480,9 +498,16 @@ class GradReducer:
         there is one."""
         options = self._options
         parameter_dtype = self.parameters[state.bucket.slots[0].index].dtype
-        if options.accumulate_dtype is not None and (options.several_expected or state.reduced is not None):
-            return options.accumulate_dtype
+        accumulate = self._accumulate_dtype(state)
+        if accumulate is not None and (options.several_expected or state.reduced is not None):
+            return accumulate
         return parameter_dtype
+
+    def _accumulate_dtype(self, state: _BucketState) -> torch.dtype | None:
+        """Of sums over several contributions to a bucket: as asked for, but no narrower than fp32 parameters are."""
+        asked = self._options.accumulate_dtype
+        own = self.parameters[state.bucket.slots[0].index].dtype
+        return asked if asked is None or own in _HALF else torch.promote_types(asked, own)
 
     @torch.no_grad()
     def finish(self) -> None:

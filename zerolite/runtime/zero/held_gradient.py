@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerolite.runtime.zero.layout import PartitionLayout
+from zerolite.runtime.zero.released_parameter import opened
 
 _ACCUMULATION = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -75,9 +76,9 @@ def _refuse(arguments: Any) -> NoReturn:
     raise RuntimeError(
         f"the gradient of parameter '{name}' is in the engine's buckets and not in p.grad. To clip, set "
         "gradient_clipping in the config, or call engine.clip_gradients(max_norm) before the step, which returns the "
-        "norm; to read or change it, use zerolite.get_full_grad(p) and zerolite.set_full_grad(p, value) on all ranks; "
-        "to drop all gradients, engine.zero_grad(). For fp16, the engine scales the loss itself: leave torch's "
-        "GradScaler out."
+        "norm; to read or change it, use zerolite.get_full_grad(p) and zerolite.set_full_grad(p, value) on all "
+        "ranks, or p.register_hook; to drop all gradients, engine.zero_grad(). For fp16, the engine scales the loss "
+        "itself: leave torch's GradScaler out."
     )
 
 
@@ -103,6 +104,10 @@ class ShownGradients:
 
     def show(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> None:
         """These parameters have a gradient in the engine."""
+        with opened():
+            self._show(layout, parameters, indices)
+
+    def _show(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> None:
         for index in indices:
             parameter = parameters[index]
             if parameter.grad is not None:
@@ -114,14 +119,19 @@ class ShownGradients:
             parameter.grad = self._shown[index] = held
 
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        for index, held in self._shown.items():
-            if parameters[index].grad is held:
-                parameters[index].grad = None
+        with opened():
+            for index, held in self._shown.items():
+                if parameters[index].grad is held:
+                    parameters[index].grad = None
         self._shown.clear()
 
     def all_dropped(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the user has set ``p.grad`` of all of them to None, as ``module.zero_grad()`` does. Raises
         RuntimeError if it is some of them, or if there is a gradient that the engine has not seen."""
+        with opened():
+            return self._all_dropped(layout, parameters)
+
+    def _all_dropped(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> bool:
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None and parameter.grad is not self._shown.get(index):
                 raise RuntimeError(

@@ -19,10 +19,15 @@ End = tuple[int, int]  # a unit, and the how-manieth end of its backward uses in
 class LaunchPlan:
     """units: for each bucket the unit that it belongs to, or None for one that is launched when the pass ends as long
     as nothing is learned: it stays whole, or several units have it.
-    plan_number: of the schedule's plan that the events follow, 0 if none; the same on all ranks."""
+    plan_number: of the schedule's plan that the events follow, 0 if none; plan_done: whether they have reached its end;
+    the same on all ranks."""
 
-    def __init__(self, units: Sequence[int | None], plan_number: Callable[[], int]) -> None:
+    def __init__(
+        self, units: Sequence[int | None], plan_number: Callable[[], int], plan_done: Callable[[], bool]
+    ) -> None:
         self._plan_number = plan_number
+        self._plan_done = plan_done
+        self._done = False  # whether the last end was the plan's last event
         self._number = 0  # the plan that the events of this pass follow: asked while they come, it ends before the pass
         self._default: dict[End, list[int]] = {}
         for bucket, unit in enumerate(units):
@@ -38,7 +43,7 @@ class LaunchPlan:
         """Before the first gradient of a backward."""
         self._number = self._plan_number()
         self._due = self._learned.get(self._number, self._default)
-        self._ends, self._counts = [], {}
+        self._ends, self._counts, self._done = [], {}, False
         self.arrivals = [-1] * len(self.arrivals)
 
     @property
@@ -56,11 +61,14 @@ class LaunchPlan:
         count = self._counts.get(unit, 0) + 1
         self._counts[unit] = count
         self._ends.append((unit, count))
-        self._number = self._plan_number()
+        self._number, self._done = self._plan_number(), self._plan_done()
         return self._due.get((unit, count), ())
 
     def learn(self, arrivals: Sequence[int]) -> None:
-        """What all ranks together have seen in the pass that ends: the largest ``arrivals``."""
+        """What all ranks together have seen in the pass that ends: the largest ``arrivals``. A pass that stopped on its
+        way through a plan says nothing of it: the uses that are left may bring further gradients."""
+        if not self._number or not self._done:
+            return
         due: dict[End, list[int]] = {}
         own = {bucket: end for end, buckets in self._default.items() for bucket in buckets}
         for bucket, arrival in enumerate(arrivals):
@@ -70,5 +78,4 @@ class LaunchPlan:
                 end = self._ends[arrival] if arrival < len(self._ends) else None
             if end is not None:
                 due.setdefault(end, []).append(bucket)
-        if self._number:
-            self._learned[self._number] = due
+        self._learned[self._number] = due

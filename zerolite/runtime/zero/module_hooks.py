@@ -24,6 +24,8 @@ from zerolite.runtime.zero.partitioned_parameter import (
 )
 from zerolite.runtime.zero.weak_hook import InertHook, WeakHook
 
+_transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
+
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
@@ -114,6 +116,11 @@ class _Enter(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         coordinator = self.owner()
         if coordinator is not None:
+            if _transform_level() is not None:
+                raise RuntimeError(
+                    f"module '{self._unit.name}' is called inside a transform of torch.func (grad, vmap, …), where "
+                    "stage 3 cannot gather its parameters; call a whole copy of the model: copy.deepcopy(engine.module)"
+                )
             coordinator.enter_forward(self._unit)
 
 

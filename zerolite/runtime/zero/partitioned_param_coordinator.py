@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.runtime.zero.buffer import take_values
 from zerolite.runtime.zero.fetch_schedule import Fetch, FetchLimits, FetchSchedule
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
@@ -100,6 +101,9 @@ class PartitionedParameterCoordinator:
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._clock = 0
+        self._whole: list[torch.Tensor] = []  # parameters that stay whole, as they were when the next two were made
+        self._parts: list[torch.Tensor] = []
+        self._shards: list[torch.Tensor] = []
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
         self.on_begin: Callable[[], None] = lambda: None  # before a forward that may have a backward
         self.on_backward_begin: Callable[[], None] = lambda: None
@@ -334,6 +338,22 @@ class PartitionedParameterCoordinator:
         stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.on_written is not None]
         if stale:
             refresh(stale)
+
+    @torch.no_grad()
+    def collect_writes(self) -> None:
+        """What somebody has written into parameters that stay whole, alike on all ranks, reaches their shards."""
+        kept = [handle for handle in self.handles if handle.persistent and handle.on_written is not None]
+        for handle in kept:
+            if handle.parameter.data_ptr() != handle.view.data_ptr():
+                take_values(handle.name, handle.parameter, handle.view)
+        if not kept or kept[0].comm.world_size == 1:
+            return
+        known = len(self._whole) == len(kept)
+        if not known or any(full is not handle.full for full, handle in zip(self._whole, kept, strict=True)):
+            self._whole = [handle.full for handle in kept]
+            self._parts = [handle.own_part() for handle in kept]
+            self._shards = [handle.shard[: len(part)] for handle, part in zip(kept, self._parts, strict=True)]
+        torch._foreach_copy_(self._shards, self._parts)
 
     # ---------------------------------------------------------------- uses that no hook sees
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.comm import Communicator, Pending
 from zerolite.runtime.zero.buffer import dense_strides, flattened
+from zerolite.runtime.zero.released_parameter import close, open_again
 
 _ids = itertools.count()
 
@@ -107,7 +108,9 @@ class PartitionedParameter:
         self.shard = shard
         self.empty = torch.empty(0, dtype=shard.dtype, device=shard.device)
         self._allocate()
+        open_again(parameter)
         parameter.data = self.empty
+        close(parameter)
         parameter.ds_tensor = shard  # type: ignore[attr-defined]
 
     def _allocate(self) -> None:
@@ -240,8 +243,10 @@ class PartitionedParameter:
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
+            open_again(parameter)  # a gather that has failed
             parameter.data = self.empty
             parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
+            close(parameter)
         if self.storage is None:
             return
         if self.exposed:  # what somebody has taken from the parameter keeps the old memory
@@ -331,6 +336,7 @@ def finish(started: _Launch) -> None:
         member.status = AVAILABLE
         parameter = member.ref()
         if parameter is not None:
+            open_again(parameter)
             parameter.data = member.view
             parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
 

@@ -31,6 +31,9 @@ class PiecewiseUpdate:
         self._pieces: list[list[Piece]] = []
         self._update_dtypes: list[torch.dtype] = []
         self._sizes: list[list[int]] = []
+        step: Any = type(inner).step
+        # Without torch's wrapper: hooks on the user's optimizer are of a whole step.
+        self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self.extend(pieces, update_dtypes)
 
     def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None:
@@ -58,6 +61,7 @@ class PiecewiseUpdate:
             here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
             if not here:
                 continue
+            self._buffer.follow(bucket)
             gradient = gradient.to(self._update_dtypes[bucket])
             if isinstance(factor, torch.Tensor) or factor != 1.0:
                 gradient.mul_(factor)
@@ -74,7 +78,7 @@ class PiecewiseUpdate:
             return False
         try:
             with self._only(pieces), self._skipping(found_inf):
-                type(self._inner).step(self._inner)
+                self._step(self._inner)
         finally:
             for piece in pieces:
                 piece.tensor.grad = None

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.flat_update import FlatUpdate, Rule
+from zerolite.runtime.zero.hidden_state import HiddenState
 from zerolite.runtime.zero.pieces import Groups, Piece, UpdateMethod, cut, cut_state
 from zerolite.runtime.zero.piecewise_update import PiecewiseUpdate
 
@@ -46,6 +49,7 @@ class ShardedOptimizer(Optimizer):
         self._on_step: Callable[[], None] = lambda: None
         self._on_zero_grad: Callable[[], None] = lambda: None
         self._on_read: Callable[[], None] = lambda: None
+        self._on_save: Callable[[], None] = lambda: None
         self._on_load: Callable[[], None] = lambda: None
         self._on_add: Callable[[dict[str, Any]], None] = lambda group: None
         if isinstance(make_inner, Optimizer):
@@ -60,6 +64,7 @@ class ShardedOptimizer(Optimizer):
         self.method = self._choose_method(choose_rule)
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
+        self.inner.state = self._hidden = HiddenState(self.inner.state, self._buffer.parameters)
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
@@ -76,6 +81,7 @@ class ShardedOptimizer(Optimizer):
 
     def extend(self) -> None:
         """The buffer has further buckets; their parameters are in the param groups. Called on all ranks."""
+        self._hidden.hide(self._buffer.parameters)
         first = len(self._pieces)
         pieces = cut(self.inner.param_groups, self._buffer, self._update_dtype, first)
         self._pieces += pieces
@@ -93,18 +99,29 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_constructed", True):
             self.inner.param_groups = groups
 
+    @property
+    def state(self) -> Any:
+        """Refuses whatever is asked of it: states are parts, and the engine's."""
+        return self._hidden
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if getattr(self, "_constructed", True):
+            self._hidden.clear()
+
     def connect(
         self,
         step: Callable[[], None],
         zero_grad: Callable[[], None],
         settle: Callable[[], None],
+        save: Callable[[], None],
         load: Callable[[], None],
         add: Callable[[dict[str, Any]], None],
     ) -> None:
         """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too,
         so that a loop that goes on calling it trains."""
-        self._on_step, self._on_zero_grad, self._on_read, self._on_load = step, zero_grad, settle, load
-        self._on_add = add
+        self._on_step, self._on_zero_grad, self._on_read = step, zero_grad, settle
+        self._on_save, self._on_load, self._on_add = save, load, add
         self._redirect()
 
     def _redirect(self) -> None:
@@ -133,6 +150,20 @@ class ShardedOptimizer(Optimizer):
         """Drop all gradients since the last step. Called on all ranks."""
         self._on_zero_grad()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "engine.optimizer works on parts of an engine's parameters and cannot be copied or pickled; save "
+            "engine.optimizer.state_dict() and engine.full_state_dict()"
+        )
+
+    def run_hooks(self, when: str) -> None:
+        """The hooks that somebody has registered on this optimizer or on the inner one; when: "pre" or "post"."""
+        for hook in list((_global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks).values()):
+            hook(self, (), {})
+        for optimizer in (self.inner, self):
+            for hook in list(getattr(optimizer, f"_optimizer_step_{when}_hooks").values()):
+                hook(optimizer, (), {})
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the engine's module, as torch's method does: ``params`` and whatever differs from
         the defaults. Raises ValueError, before anything is changed, for parameters that the module does not have, or
@@ -145,6 +176,7 @@ class ShardedOptimizer(Optimizer):
 
         Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
         """
+        self._on_save()
         position = self._positions()
         states, masters = {}, {}
         for piece in self.pieces():
@@ -260,6 +292,7 @@ class ShardedOptimizer(Optimizer):
             )
 
 
+ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper would run hooks in one loop only
 KEPT = ("params", "foreach", "fused", "capturable", "differentiable")  # of a param group when another is loaded
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
@@ -277,6 +310,4 @@ def _set_free(inner: Optimizer) -> None:
     """The engine is gone: the user's optimizer is an ordinary one again, without the states of pieces."""
     for name in _REDIRECTED:
         vars(inner).pop(name, None)
-    kept = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    for key in [key for key in inner.state if id(key) not in kept]:
-        del inner.state[key]
+    inner.state = defaultdict(dict)

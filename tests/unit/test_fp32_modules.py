@@ -1,0 +1,380 @@
+"""fp32_modules: which modules, and what the casts around them do. With engines: tests/distributed/test_precision.py."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerolite.config import ConfigError
+from zerolite.runtime.fp32_modules import Fp32Modules
+from zerolite.runtime.precision import Precision, map_tensors
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def tensors_of(value):
+    """The tensors in ``value``, as objects."""
+    found = []
+    map_tensors(lambda t: found.append(t) or t, value)
+    return found
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.router = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.up(self.router(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x)
+
+
+def kept(model, *patterns, compute=torch.bfloat16, autocast=None):
+    """``model`` with these modules in fp32, as the engine makes it."""
+    modules = Fp32Modules(model, patterns, compute, autocast, "cpu")
+    precision = Precision(compute=compute, separate_masters=True, keeps_fp32=modules.holds)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(precision.compute_dtype(parameter))
+    modules.attach()
+    return modules
+
+
+class Seen(nn.Module):
+    """Returns its arguments and notes their dtypes; has a parameter."""
+
+    def __init__(self, answer=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.answer = answer
+        self.dtypes = []
+
+    def forward(self, *args, **kwargs):
+        self.dtypes = [t.dtype for t in tensors_of((args, kwargs))]
+        if self.answer is not None:
+            return self.answer(self, *args, **kwargs)
+        return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+
+
+def wrapped(module, pattern="m", **how):
+    model = nn.ModuleDict({"m": module})
+    return model, kept(model, pattern, **how)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.norm", {"norm", "blocks.0.norm", "blocks.1.norm"}),
+        ("norm", {"norm"}),
+        ("blocks.?.router", {"blocks.0.router", "blocks.1.router"}),
+        ("blocks.[1].*", {"blocks.1.norm", "blocks.1.router", "blocks.1.up"}),
+        ("blocks", {"blocks.0", "blocks.1"}),
+        ("embed", {"embed"}),
+        ("*", {"embed", "blocks.0", "blocks.1", "norm"}),
+    ],
+)
+def test_patterns_are_of_qualified_names_and_take_what_is_inside(pattern, names):
+    model = Net()
+    kept(model, pattern)
+    for name, parameter in model.named_parameters():
+        inside = any(name.startswith(f"{n}.") for n in names)
+        assert parameter.dtype is (torch.float32 if inside else torch.bfloat16), name
+    assert model(torch.arange(5)).dtype is torch.bfloat16
+
+
+def test_the_model_itself_has_no_name():
+    model = Net()
+    model.gain = nn.Parameter(torch.ones(1))
+    modules = kept(model, "*")
+    assert model.gain.dtype is torch.bfloat16 and "forward" not in vars(model) and not modules.holds(model.gain)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_in_every_precision():
+    for compute in (torch.bfloat16, None):
+        with pytest.raises(ConfigError) as caught:
+            Fp32Modules(Net(), ["*.norm", "*.ruoter", "Norm"], compute, None, "cpu")
+        assert [path for path, _ in caught.value.errors] == ["fp32_modules"] * 2
+        first, second = (sentence for _, sentence in caught.value.errors)
+        assert '"*.ruoter"' in first and '"blocks.0.router"' in first
+        assert '"Norm"' in second and '"norm"' in second
+    with pytest.raises(ConfigError, match="no modules in it"):
+        Fp32Modules(nn.Linear(2, 2), ["x"], torch.bfloat16, None, "cpu")
+
+
+def test_a_parameter_on_both_sides_is_an_error_where_dtypes_differ():
+    model = Net()
+    model.head = nn.Linear(4, 5)
+    model.head.weight = model.embed.weight
+    for pattern, names in (("embed", ("'embed.weight'", "'head.weight'")), ("head", ("'head.weight'", "'embed."))):
+        with pytest.raises(ConfigError, match=f"fp32_modules.*{names[0]}.*also {names[1]}.*bfloat16.*name both"):
+            Fp32Modules(model, [pattern], torch.bfloat16, None, "cpu")
+        Fp32Modules(model, [pattern], None, torch.bfloat16, "cpu")
+        Fp32Modules(model, [pattern], None, None, "cpu")
+    kept(model, "embed", "head")
+    assert model.head.weight.dtype is torch.float32
+    for pattern in ("norm", "other"):
+        shared = Net()
+        shared.other = shared.norm  # one module with two names is not two modules
+        kept(shared, pattern)
+        assert shared.norm.weight.dtype is torch.float32 and shared.embed.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_outputs_come_back_as_inputs_came(half):
+    seen = Seen(lambda self, *args, **kwargs: {"y": [torch.ones(2)], "n": torch.arange(2), "d": torch.ones(1).double()})
+    model, _ = wrapped(seen, compute=half)
+    x, f, i = torch.ones(2, dtype=half), torch.ones(2), torch.arange(2)
+    for args, kwargs, came, back in (
+        ((x,), {}, [torch.float32], half),
+        (({"a": [x, i]},), {"mask": (f,)}, [torch.float32, torch.int64, torch.float32], half),
+        ((f,), {}, [torch.float32], torch.float32),
+        ((f.double(),), {}, [torch.float64], torch.float32),
+        ((i,), {}, [torch.int64], half),
+        ((), {}, [], half),
+    ):
+        out = model["m"](*args, **kwargs)
+        assert seen.dtypes == came
+        assert [t.dtype for t in tensors_of(out)] == [back, torch.int64, torch.float64]
+
+
+def test_the_arithmetic_is_that_of_casts_by_hand():
+    torch.manual_seed(0)
+    model = Net()
+    by_hand = copy.deepcopy(model)
+    kept(model, "*.norm", "*.router")
+    by_hand.embed.bfloat16()
+    for block in by_hand.blocks:
+        block.up.bfloat16()
+
+    def plain(ids):
+        x = by_hand.embed(ids)
+        for block in by_hand.blocks:
+            h = block.norm(x.float()).bfloat16()
+            x = x + block.up(block.router(h.float()).bfloat16())
+        return by_hand.norm(x.float()).bfloat16()
+
+    ids = torch.arange(5)
+    out, wanted = model(ids), plain(ids)
+    assert torch.equal(out, wanted)
+    out.float().square().sum().backward()
+    wanted.float().square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), by_hand.parameters(), strict=True):
+        assert p.grad.dtype is p.dtype and torch.equal(p.grad, q.grad), name
+
+
+def test_nested_matches_and_containers():
+    model = Net()
+    modules = kept(model, "*.router", "*.router.*", "blocks.0", "embed")
+    seen = []
+    for module in (model.blocks[0].norm, model.blocks[0].router[1], model.blocks[0].up):
+        module.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
+    assert model(torch.arange(5)).dtype is torch.bfloat16
+    assert seen == [(torch.float32, torch.float32)] * 3, "inside an fp32 module everything is fp32"
+    assert model.embed(torch.arange(5)).dtype is torch.bfloat16
+    assert len(modules.handles) == len({id(f._module) for f in modules.handles}) == 1 + 6 + 3
+    several = nn.ModuleDict({"list": nn.ModuleList(nn.Embedding(5, 4) for _ in range(2))})
+    kept(several, "list")
+    assert several["list"][1](torch.arange(5)).dtype is torch.bfloat16, "a list is not what calls the modules in it"
+    nested = nn.ModuleDict({"outer": nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))})
+    kept(nested, "outer", "outer.0")
+    assert nested["outer"](torch.arange(5)).dtype is torch.bfloat16
+    assert nested["outer"][0](torch.arange(5)).dtype is torch.float32
+
+
+def test_a_module_inside_may_be_called_by_itself():
+    model = nn.ModuleDict({"expert": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})
+    kept(model, "expert")
+    assert model["expert"][1](torch.ones(2, 4).bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_autocast_is_off_inside(half):
+    inner = Seen(lambda self, x: (x @ torch.ones(2, 2), torch.is_autocast_enabled("cpu")))
+    model, _ = wrapped(inner, compute=None, autocast=half)
+    with torch.autocast("cpu", dtype=half):
+        out, on = model["m"](torch.ones(2, 2))
+        assert out.dtype is torch.float32 and not on and torch.is_autocast_enabled("cpu")
+        out, on = model["m"](torch.ones(2, 2, dtype=half))
+        assert inner.dtypes == [torch.float32] and out.dtype is torch.float32 and not on
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is half
+
+        inner.answer = lambda self, x: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            model["m"](torch.ones(1))
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_in_fp32_nothing_changes():
+    model = Net()
+    modules = kept(model, "*.norm", compute=None)
+    assert not modules.handles and not any("forward" in vars(module) for module in model.modules())
+    assert not modules.holds(model.norm.weight)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_inside_and_around(reentrant):
+    """Recomputation calls what is inside without what is around it."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, ids):
+            hidden = self.embed(ids)
+            return checkpoint(self.inner, hidden, use_reentrant=reentrant)
+
+    model = nn.ModuleDict({"around": nn.LayerNorm(4), "m": Checkpointed()})
+    kept(model, "*")
+    plain = copy.deepcopy(model).float()
+    ids = torch.arange(5)
+    out = checkpoint(model["around"], model["m"](ids), use_reentrant=reentrant)
+    assert out.dtype is torch.bfloat16
+    out.float().sum().backward()
+    wanted = plain["around"](plain["m"](ids).bfloat16().float()).bfloat16()
+    wanted.float().sum().backward()
+    assert torch.equal(out, wanted)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_copies_cast_for_themselves_and_are_free_to_change():
+    model = Net()
+    modules = kept(model, "*.norm", "embed")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            copied.norm.weight.zero_()
+        x = torch.ones(2, 4).bfloat16()
+        assert not copied.norm(x).any() and model.norm(torch.randn(2, 4).bfloat16()).any()
+        assert copied.norm(x).dtype is torch.bfloat16
+        assert copied.float()(torch.arange(5)).dtype is torch.float32, "nothing is rounded in a copy made fp32"
+        again = kept(copied, "*.router", compute=torch.float16)
+        assert "forward" not in vars(copied.norm), "the casts of another engine are gone"
+        assert again.handles and copied(torch.arange(5)).dtype is torch.float16
+    for handle in modules.handles:
+        handle.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_forward_of_the_users_own_is_kept():
+    model = Net()
+    model.norm.forward = lambda x, scale=2.0: nn.functional.layer_norm(x, (4,)) * scale
+    users = model.norm.forward
+    modules = kept(model, "*.norm")
+    assert list(inspect.signature(model.norm.forward).parameters) == ["x", "scale"]
+    assert list(inspect.signature(model.blocks[0].norm.forward).parameters) == ["input"]
+    x = torch.randn(2, 4).bfloat16()
+    wanted = (nn.functional.layer_norm(x.float(), (4,)) * 3.0).bfloat16()
+    assert torch.equal(model.norm(x, scale=3.0), wanted)
+    for handle in modules.handles:
+        handle.remove()
+    assert model.norm.forward is users
+
+
+def test_recurrent_modules_and_packed_sequences():
+    model = nn.ModuleDict({"rnn": nn.LSTM(3, 4, batch_first=True)})
+    kept(model, "rnn")
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 3).bfloat16(), torch.randn(1, 3).bfloat16()])
+    out, (h, c) = model["rnn"](packed)
+    assert isinstance(out, nn.utils.rnn.PackedSequence)
+    assert {out.data.dtype, h.dtype, c.dtype} == {torch.bfloat16} and packed.data.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("pattern", "inside"), [("*.norm?", "norm2"), ("*.linear1", "linear1"), ("*.self_attn", None)])
+def test_torchs_transformer_layer_calls_its_modules(pattern, inside):
+    """Its evaluation in one operation would not."""
+    model = nn.ModuleDict({"layer": nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)})
+    calls = []
+    if inside:
+        module = getattr(model["layer"], inside)
+        module.forward = lambda x: calls.append(x.dtype) or type(module).forward(module, x)
+    modules = kept(model, pattern)
+    x = torch.randn(2, 3, 8).bfloat16()
+    with torch.no_grad():
+        wanted = model["layer"](x)
+        torch.testing.assert_close(model.eval()["layer"](x), wanted, rtol=2**-6, atol=2**-6)
+    assert not inside or calls == [torch.float32] * 2
+    count = len(modules.handles)
+    modules.attach()
+    assert len(modules.handles) == count
+    for handle in modules.handles:
+        handle.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_is_refused():
+    model = nn.ModuleDict({"fine": nn.Linear(2, 2), "script": torch.jit.script(nn.Linear(2, 2))})
+    kept(model, "fine")
+    with pytest.raises(ConfigError, match="fp32_modules: .*'script', which is TorchScript"):
+        kept(model, "script")
+
+
+def test_modules_that_come_later():
+    model = Net()
+    modules = kept(model, "*.norm")
+    count = len(modules.handles)
+    model.extra = nn.ModuleDict({"norm": nn.LayerNorm(4), "other": nn.Linear(4, 4)})
+    modules.attach()
+    assert len(modules.handles) == count + 1
+    assert modules.holds(model.extra["norm"].weight) and not modules.holds(model.extra["other"].weight)
+
+
+def test_names_are_those_from_before_compiling():
+    model = Net()
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    modules = kept(model, "blocks.0.norm", "blocks.0.router.?")
+    assert len(modules.handles) == 3 and model.blocks[0].norm.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["module", "wrapper", "inside"])
+def test_compiled_modules(how, when):
+    """Eager as the backend: what dynamo makes of the casts is what matters here."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    kept(plain, "*.norm", "*.router")
+
+    def compile_model():
+        if how == "module":
+            model.compile(backend="eager")
+        elif how == "wrapper":
+            model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+        else:
+            model.norm.compile(backend="eager")
+
+    ids = torch.arange(5)
+    if when == "before":
+        compile_model()
+        model(ids)  # what was traced before must not be used
+    kept(model, "*.norm", "*.router")
+    if when == "after":
+        compile_model()
+    out, wanted = model(ids), plain(ids)
+    assert out.dtype is torch.bfloat16 and torch.equal(out, wanted)
+    out.float().square().sum().backward()
+    wanted.float().square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

@@ -1,0 +1,113 @@
+"""What a partitioned parameter is while its whole values are not here: it refuses to be read or written."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class ReleasedParameter(torch.nn.Parameter):
+    """The class of a released parameter (the object stays the same): its shape is [0], so torch would read nothing and
+    lose what is written, without a word. ``numel()`` is that of the whole parameter."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return vars(self)["_zero_handle"].__reduce__()  # says what to do instead
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _COUNTS:
+                return args[0].ds_numel
+            if function is Tensor.__repr__:
+                return f"Parameter '{_name(args[0])}' of shape {tuple(args[0].ds_shape)}, partitioned"
+            if function in _HARMLESS:
+                return function(*args, **(kwargs or {}))
+            if function in _CASTS:
+                result = function(*args, **(kwargs or {}))
+                if result is args[0]:
+                    return result
+            if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
+                return None
+        released = _find((args, kwargs))
+        raise RuntimeError(
+            f"parameter '{_name(released)}' is partitioned over ranks and its values are not here; read it inside "
+            "zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters(parameters, "
+            "modifier_rank=0), both on all ranks. Casts and moves of a module are for before zerolite.initialize"
+        )
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
+_COUNTS = frozenset([Tensor.numel, Tensor.nelement])
+# What tells nothing of the values, and what autograd and optimizers ask of any parameter.
+_HARMLESS = frozenset(
+    [
+        *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
+        *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "ndim", "_version", "is_mkldnn"),
+        *_getters("output_nr", "is_xpu", "is_mps", *_HOOKS),
+        *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", *_HOOKS)),
+        getattr(Tensor, "grad").__delete__,  # noqa: B009
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.stride,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_contiguous,
+        Tensor.requires_grad_,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+        Tensor.get_device,
+        Tensor.__hash__,
+        torch._has_compatible_shallow_copy_type,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.autograd.grad,
+        torch.autograd.backward,
+    ]
+)
+_CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half double bfloat16 type contiguous".split())
+
+
+def _find(value: Any) -> Any:
+    if isinstance(value, ReleasedParameter):
+        return value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = _find(item)
+            if found is not None:
+                return found
+    return None
+
+
+def _name(parameter: Any) -> str:
+    handle = getattr(parameter, "_zero_handle", None)
+    return "?" if handle is None else handle.name
+
+
+def close(parameter: Any) -> None:
+    """From here on ``parameter`` refuses. A parameter of another class than torch's stays what it is."""
+    if type(parameter) is torch.nn.Parameter:
+        parameter.__class__ = ReleasedParameter
+
+
+def open_again(parameter: Any) -> None:
+    """Undo :func:`close`."""
+    if type(parameter) is ReleasedParameter:
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+
+
+def opened() -> contextlib.AbstractContextManager[Any]:
+    """Inside, released parameters are what they look like: tensors without elements. For the engine's own work."""
+    return torch._C.DisableTorchFunctionSubclass()
