@@ -1,6 +1,6 @@
 # make train      the main job: a small language model, two processes
 # make test       lint, types and the tests that are not marked slow
-# make test-all   lint, types and every test
+# make test-all   lint, types and every test, with the packages that only some tests need
 # make lint | types | docs | bench | clean
 #
 # All of them run in .venv, which is made and filled on the first call and again only when setup.py, constraints.txt
@@ -18,6 +18,7 @@ BENCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+ALL_INSTALLED := $(VENV)/.installed-all
 BENCH_INSTALLED := $(VENV)/.installed-bench
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := setup.py constraints.txt zerolite/version.py
@@ -37,7 +38,11 @@ $(BIN)/python:
 # torch comes first and by its exact version, so that pip takes the build that its index prefers.
 $(INSTALLED): $(INPUTS) | $(BIN)/python
 	$(PIP) install $(PIP_ARGS) $$(sed -n '/^torch==/p' constraints.txt)
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[test,plot]'
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[test,plot,digits]'
+	@touch $@
+
+$(ALL_INSTALLED): $(INSTALLED)
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[transformers,lora,tensorboard]'
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)
@@ -64,7 +69,7 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: $(INSTALLED)
+test-all: $(ALL_INSTALLED)
 	$(LINT)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -76,5 +81,5 @@ bench: $(BENCH_INSTALLED)
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs examples/gpt/runs
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs examples/*/runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

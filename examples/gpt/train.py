@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import zerolite
 from data import Corpus, DataError, check_length, crops_at, evenly_spaced, load_corpus, random_crops
 from model import GPT, GPTConfig
 from report import Report, mean_over_ranks
-
-import zerolite
 
 STARTED = time.perf_counter()
 HERE = Path(__file__).resolve().parent

@@ -11,6 +11,7 @@ from tests.cli.helpers import ROOT, run_command
 from zerolite.config import load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / "examples" / "README.md", ROOT / "examples" / "gpt" / "README.md"]
 
 
 def code_blocks(page: Path, language: str) -> list[str]:

@@ -188,6 +188,8 @@ SLOW_PRECISIONS = [
 def test_16_bits(pools: Pools, name: str, precision: str) -> None:
     steps = 12
     more = {"steps": steps, **PRECISIONS[precision]}
+    if name.startswith("convnet"):  # torch's batch norm on the CPU takes no 16-bit weights beside fp32 statistics
+        more["fp32_modules"] = ["*_norm"]
     for accumulation in (1, 2):
         by_stage = {"2": run(name, 2, accumulation=accumulation, **more)}
         by_stage |= {s: run(name, 3, s, accumulation=accumulation, **more) for s in ("moving", "tight")}

@@ -1,0 +1,281 @@
+"""What the tests of the examples run in the workers, and the plain PyTorch that it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.cli.helpers import ROOT
+
+EXAMPLES = ROOT / "examples"
+State = dict[str, Tensor]
+Sections = dict[str, dict[str, Any]]  # zero_optimization, by name of the run
+
+
+def load(example: str, name: str = "train") -> ModuleType:
+    """A module of an example, which finds the modules beside it."""
+    directory = EXAMPLES / example
+    spec = importlib.util.spec_from_file_location(f"examples_{example}_{name}", directory / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(directory))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(directory))
+    return module
+
+
+def read_config(example: str, name: str, **params: Any) -> dict[str, Any]:
+    """A config of an example, with further parameters of its optimizer."""
+    config: dict[str, Any] = json.loads((EXAMPLES / example / f"{name}.json").read_text())
+    config["optimizer"]["params"].update(params)
+    return config
+
+
+def plain_optimizer(config: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
+    """The torch optimizer that a config means."""
+    section = config["optimizer"]
+    return getattr(torch.optim, section["type"])(parameters, **section["params"])
+
+
+# ------------------------------------------------------------------------------------------------ plain loops
+
+
+def run_script(path: str, arguments: list[str], port: int) -> str:
+    """Run a script as a launcher would, in this process, and return what it printed."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    directory = str(Path(path).parent)
+    modules = set(sys.modules)
+    argv, sys.argv = sys.argv, [path, *arguments]
+    sys.path.insert(0, directory)
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = argv
+        sys.path.remove(directory)
+        for name in set(sys.modules) - modules:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(directory):
+                del sys.modules[name]
+    return output.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ GAN
+
+
+def train_gan(configs: list[dict[str, Any]], sections: Sections, steps: int) -> dict[str, Any]:
+    """Short runs of the example, by name: losses of this rank, final weights, the judge's verdict."""
+    gan = load("gan")
+    results = {}
+    for name, section in sections.items():
+        engines = gan.make_engines([{**config, "zero_optimization": section} for config in configs])
+        losses = [[loss.item() for loss in gan.train_step(*engines, step)] for step in range(1, steps + 1)]
+        weights = [engine.full_state_dict() for engine in engines]
+        results[name] = {"losses": losses, "weights": weights, "judge": gan.judge(engines[0])}
+        del engines
+    return results
+
+
+class Alone:
+    """The part of an engine's interface that the example's functions use, for a plain module on one process."""
+
+    rank, world_size, device = 0, 1, torch.device("cpu")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+def train_plain_gan(configs: list[dict[str, Any]], steps: int, parts: int) -> dict[str, Any]:
+    """The two-optimizer loop of plain PyTorch on the joint batch; gradients are the mean of those of ``parts`` equal
+    parts of it. Losses are by step, part and network."""
+    torch.set_num_threads(1)  # as in the workers
+    gan = load("gan")
+    generator, discriminator = networks = gan.networks()
+    optimizers = [
+        plain_optimizer(config, network.parameters()) for config, network in zip(configs, networks, strict=True)
+    ]
+    count = configs[0]["train_batch_size"]
+    size = count // parts
+    losses: list[list[list[float]]] = []
+    for step in range(1, steps + 1):
+        rows = [gan.draw(step, count, part * size, size) for part in range(parts)]
+        losses.append([[] for _ in rows])
+        optimizers[1].zero_grad()
+        for part, (real, noise, _) in enumerate(rows):
+            loss = gan.discriminator_loss(discriminator, real, generator(noise).detach())
+            (loss / parts).backward()
+            losses[-1][part].append(loss.item())
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        for part, (_, _, noise) in enumerate(rows):
+            loss = gan.generator_loss(generator, discriminator, noise)
+            (loss / parts).backward()
+            losses[-1][part].append(loss.item())
+        optimizers[0].step()
+    weights = [dict(network.state_dict()) for network in networks]
+    return {"losses": losses, "weights": weights, "judge": gan.judge(Alone(generator))}
+
+
+# ------------------------------------------------------------------------------------------------ digits
+
+
+def train_digits(config: dict[str, Any], sections: Sections, steps: int) -> dict[str, Any]:
+    """Short runs of the example, by name: losses of this rank, final state (buffers too), accuracy on the test set."""
+    digits = load("digits")
+    train_set, test_set = digits.load_data()
+    results = {}
+    for name, section in sections.items():
+        engine = digits.make_engine({**config, "zero_optimization": section}, train_set)
+        batches = zip(range(steps), engine.dataloader, strict=False)
+        losses = [digits.train_step(engine, *batch).item() for _, batch in batches]
+        accuracy = digits.accuracy(engine, engine.deepspeed_io(test_set, batch_size=64, route="eval"))
+        results[name] = {"losses": losses, "state": engine.full_state_dict(), "accuracy": accuracy}
+        del engine, batches
+    return results
+
+
+def train_plain_digits(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """One process, torch's BatchNorm2d, the joint batches: DistributedSampler's order for one rank."""
+    torch.set_num_threads(1)  # as in the workers
+    digits = load("digits")
+    train_set, test_set = digits.load_data()
+    torch.manual_seed(0)
+    model = digits.Classifier(nn.BatchNorm2d)
+    optimizer = plain_optimizer(config, model.parameters())
+    sampler = torch.utils.data.DistributedSampler(train_set, num_replicas=1, rank=0)
+    loader = torch.utils.data.DataLoader(train_set, batch_size=config["train_batch_size"], sampler=sampler)
+    losses = []
+    for _, (images, labels) in zip(range(steps), loader, strict=False):
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    images, labels = test_set.tensors
+    with torch.no_grad():
+        accuracy = (model.eval()(images).argmax(dim=1) == labels).float().mean().item()
+    return {"losses": losses, "state": dict(model.state_dict()), "accuracy": accuracy}
+
+
+def uneven_rows(rank: int) -> slice:
+    """Rank 0 has one sample, rank 1 two, rank 2 three."""
+    first = rank * (rank + 1) // 2
+    return slice(first, first + rank + 1)
+
+
+def joint_batch(world: int) -> tuple[Tensor, Tensor]:
+    """Inputs and weights of the loss, [samples, 3, 2, 4], far from zero mean."""
+    random = torch.Generator().manual_seed(3)
+    shape = (uneven_rows(world - 1).stop, 3, 2, 4)
+    return torch.randn(shape, generator=random) + 5, torch.randn(shape, generator=random)
+
+
+def norm_of(kind: type[nn.BatchNorm2d]) -> nn.BatchNorm2d:
+    norm = kind(3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+        norm.bias.copy_(torch.tensor([0.1, 0.0, -0.3]))
+    return norm
+
+
+def joint_batch_norm() -> dict[str, Any]:
+    """Two passes over uneven parts of a batch: this rank's outputs and gradients, and what all ranks share."""
+    norm = norm_of(load("digits", "batch_norm").JointBatchNorm2d)
+    x, weights = (tensor[uneven_rows(dist.get_rank())] for tensor in joint_batch(dist.get_world_size()))
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        norm.zero_grad()
+        y = norm(x)
+        (y * weights).sum().backward()
+    gradients = [norm.weight.grad, norm.bias.grad]
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    buffers = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    half = norm(x.detach().bfloat16()).detach()
+    norm.load_state_dict(buffers, strict=False)
+    evaluated = norm.eval()(x).detach()
+    own = {"y": y.detach(), "gradient": x.grad, "half": half, "evaluated": evaluated}
+    return {**own, "gradients": gradients, "buffers": buffers}
+
+
+def plain_batch_norm(world: int) -> dict[str, Any]:
+    """The same with torch's BatchNorm2d of the joint batch."""
+    norm = norm_of(nn.BatchNorm2d)
+    x, weights = joint_batch(world)
+    x.requires_grad_()
+    for _ in range(2):
+        x.grad = None
+        norm.zero_grad()
+        y = norm(x)
+        (y * weights).sum().backward()
+    gradients, buffers = [norm.weight.grad, norm.bias.grad], {name: b.clone() for name, b in norm.named_buffers()}
+    return {
+        "y": y.detach(),
+        "gradient": x.grad,
+        "evaluated": norm.eval()(x).detach(),
+        "gradients": gradients,
+        "buffers": buffers,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ LoRA
+
+
+def train_lora(config: dict[str, Any], sections: Sections, steps: int, out: str) -> dict[str, Any]:
+    """Short runs of the example, by name: losses, final weights; the adapter is saved to ``out``/name."""
+    lora = load("lora")
+    crops = lora.load_tokens([lora.DEFAULT_DATA], None, 32)
+    results = {}
+    for name, section in sections.items():
+        model = lora.add_adapters(lora.load_base(None), rank=4)
+        engine = lora.zerolite.initialize(model, {**config, "zero_optimization": section}, training_data=crops)
+        with contextlib.redirect_stdout(io.StringIO()):
+            losses = lora.train(engine, steps, log_every=1)
+        lora.save_adapter(engine, Path(out, name))
+        results[name] = {"losses": losses, "state": engine.full_state_dict()}
+        del engine, model
+    return results
+
+
+def train_plain_lora(config: dict[str, Any], steps: int, parts: int) -> dict[str, Any]:
+    """The same in plain PyTorch on one process: the gradient is the mean over the ranks' batches."""
+    torch.set_num_threads(1)  # as in the workers
+    lora = load("lora")
+    crops = lora.load_tokens([lora.DEFAULT_DATA], None, 32)
+    model = lora.add_adapters(lora.load_base(None), rank=4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = plain_optimizer(config, trained)
+    samplers = [torch.utils.data.DistributedSampler(crops, num_replicas=parts, rank=rank) for rank in range(parts)]
+    size = config["train_micro_batch_size_per_gpu"]
+    loaders = [torch.utils.data.DataLoader(crops, batch_size=size, sampler=sampler) for sampler in samplers]
+    losses = []
+    for _, batches in zip(range(steps), zip(*loaders, strict=True), strict=False):
+        optimizer.zero_grad()
+        of_parts = [model(input_ids=tokens, labels=tokens).loss for tokens in batches]
+        mean = torch.stack(of_parts).mean()
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config["gradient_clipping"])
+        optimizer.step()
+        losses.append(mean.item())
+    return {"losses": losses, "state": dict(model.state_dict())}

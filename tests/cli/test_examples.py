@@ -1,0 +1,377 @@
+"""The examples beside the main job: the numbers of plain PyTorch at every stage, and each of them started for real."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cli import example_cases
+from tests.cli.helpers import COMMAND, ROOT, TIMEOUT_S, job_environment
+from tests.cli.test_documentation import code_blocks
+from tests.distributed.configs import PARTITIONED
+from tests.pool import Pool, Pools
+
+CASES = "tests.cli.example_cases"
+EXAMPLES = ROOT / "examples"
+GPT = EXAMPLES / "gpt"
+
+# At its defaults stage 3 keeps parameters as small as these whole.
+SECTIONS: example_cases.Sections = {
+    **{str(stage): {"stage": stage} for stage in range(4)},
+    "3-moving": {"stage": 3, **PARTITIONED["moving"]},
+}
+
+
+def needs(module: str, extra: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(module) is None
+    return pytest.mark.skipif(missing, reason=f"needs {module} (pip install -e '.[{extra}]')")
+
+
+NEEDS_SKLEARN = needs("sklearn", "digits")
+NEEDS_PEFT = needs("peft", "lora")
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
+    assert list(one) == list(other)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == [], what
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float, what: str) -> None:
+    assert list(one) == list(other)
+    for name, value in one.items():
+        torch.testing.assert_close(
+            value, other[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{what}, {n}: {m}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ plain loops
+
+PLAIN = ["plain_ddp.py", "plain_zerolite.py"]
+
+
+def changed_lines() -> list[str]:
+    """The lines that differ between the two plain loops, as in a diff."""
+    before, after = ((GPT / name).read_text().splitlines() for name in PLAIN)
+    return [line for line in difflib.ndiff(before, after) if line.startswith(("- ", "+ "))]
+
+
+def test_three_lines_differ() -> None:
+    lines = changed_lines()
+    assert [line[0] for line in lines].count("-") == 3
+    assert [line[0] for line in lines].count("+") == 3
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", GPT / "README.md"], ids=["README", "gpt"])
+def test_the_diff_that_is_shown(page: Path) -> None:
+    """In the very words of the files: what changes, and nothing beside it that is not in both."""
+    (block,) = code_blocks(page, "diff")
+    shown = block.splitlines()
+    expected = {line[0] + line[2:] for line in changed_lines()}
+    assert {line for line in shown if line.startswith(("-", "+"))} == expected
+    assert len([line for line in shown if line.startswith(("-", "+"))]) == 6
+    both = set((GPT / PLAIN[0]).read_text().splitlines()) & set((GPT / PLAIN[1]).read_text().splitlines())
+    assert [line for line in shown if not line.startswith(("-", "+")) and line and line[1:] not in both] == []
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def losses_of(output: str) -> list[str]:
+    return re.findall(r"^step \d+: loss (\d+\.\d{6}), [\d,]+ bytes/s$", output, re.MULTILINE)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A small corpus."""
+    directory = tmp_path / "text"
+    directory.mkdir()
+    for number in range(40):
+        (directory / f"{number}.txt").write_text(f"Chapter {number}: the cat sat on the mat, and the rat ran.\n" * 20)
+    return directory
+
+
+@pytest.mark.parametrize("stages", [[2], pytest.param([0, 1, 3], marks=pytest.mark.slow)])
+def test_the_plain_loops_agree(text: Path, tmp_path: Path, stages: list[int]) -> None:
+    """DDP and the example's config, at these stages, on two ranks: to all digits that are printed, which are those of
+    fp32. With the same update, that is: here torch's (foreach). zerolite's own AdamW rounds less often."""
+    copy = tmp_path / "gpt"
+    copy.mkdir()
+    for file in GPT.glob("*.py"):
+        (copy / file.name).write_text(file.read_text())
+    config = example_cases.read_config("gpt", "plain", foreach=True)
+    assert config["zero_optimization"] == {"stage": 2}
+    arguments = ["--steps", "3", "--log-every", "1", "--batch-size", "1", "--data", str(text)]
+    with Pool(2, init_group=False) as pool:
+
+        def losses(script: str) -> list[str]:
+            kwargs = {"path": str(copy / script), "arguments": arguments, "port": free_port()}
+            printed, silent = pool.run(f"{CASES}:run_script", kwargs)
+            assert silent == ""
+            return losses_of(printed)
+
+        wanted = losses(PLAIN[0])
+        assert len(wanted) == 3
+        for stage in stages:
+            (copy / "plain.json").write_text(json.dumps({**config, "zero_optimization": {"stage": stage}}))
+            assert losses(PLAIN[1]) == wanted, f"stage {stage}"
+
+
+# ------------------------------------------------------------------------------------------------ GAN
+
+
+def gan_configs(**params: Any) -> list[dict[str, Any]]:
+    return [example_cases.read_config("gan", name, **params) for name in ("generator", "discriminator")]
+
+
+def test_gan_equals_the_plain_loop(pools: Pools) -> None:
+    """Two ranks, each stage: the bits of plain PyTorch with two optimizers."""
+    configs = gan_configs(foreach=True)
+    steps = 6
+    ranks = pools(2).run(f"{CASES}:train_gan", {"configs": configs, "sections": SECTIONS, "steps": steps})
+    wanted = example_cases.train_plain_gan(configs, steps, parts=2)
+    for rank, results in enumerate(ranks):
+        for name, result in results.items():
+            assert result["losses"] == [of_step[rank] for of_step in wanted["losses"]], f"stage {name}, rank {rank}"
+            for network, (state, plain) in enumerate(zip(result["weights"], wanted["weights"], strict=True)):
+                assert_same_bits(state, plain, f"stage {name}, rank {rank}, network {network}")
+            assert result["judge"] == wanted["judge"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gan_with_the_kernels(pools: Pools, world: int) -> None:
+    """The configs as they are; gradients are summed in the order of the joint batch on one rank, by rank on others."""
+    configs, steps = gan_configs(), 6
+    ranks = pools(world).run(f"{CASES}:train_gan", {"configs": configs, "sections": SECTIONS, "steps": steps})
+    wanted = example_cases.train_plain_gan(configs, steps, parts=1)
+    for results in ranks:
+        for name, result in results.items():
+            for state, plain in zip(result["weights"], wanted["weights"], strict=True):
+                assert_close(state, plain, 2e-4, f"stage {name}")
+
+
+# ------------------------------------------------------------------------------------------------ digits
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_batch_norm_of_uneven_batches(pools: Pools, world: int) -> None:
+    """Rank r has r + 1 samples: the numbers of torch's BatchNorm2d of all of them."""
+    wanted = example_cases.plain_batch_norm(world)
+    for rank, result in enumerate(pools(world).run(f"{CASES}:joint_batch_norm")):
+        rows = example_cases.uneven_rows(rank)
+        for key in ("y", "gradient", "evaluated"):
+            torch.testing.assert_close(result[key], wanted[key][rows], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result["gradients"], wanted["gradients"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result["buffers"], wanted["buffers"], rtol=1e-6, atol=1e-6)
+        assert result["half"].dtype == torch.bfloat16
+        torch.testing.assert_close(result["half"].float(), wanted["y"][rows], rtol=0.02, atol=0.1)
+
+
+@NEEDS_SKLEARN
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3))])
+def test_digits_equal_one_process(pools: Pools, world: int) -> None:
+    """Every stage has the same bits; one process on the joint batch differs by the order of its sums, which Adam, whose
+    first steps hardly depend on the size of a gradient, makes larger where a gradient is next to nothing."""
+    config, steps = example_cases.read_config("digits", "digits"), 6
+    kwargs = {"config": config, "sections": SECTIONS, "steps": steps}
+    ranks = pools(world).run(f"{CASES}:train_digits", kwargs, timeout=120)
+    wanted = example_cases.train_plain_digits(config, steps)
+    for name in SECTIONS:
+        results = [rank[name] for rank in ranks]
+        for result in results:
+            assert_same_bits(result["state"], ranks[0]["0"]["state"], f"stage {name} beside stage 0")
+            assert result["accuracy"] == wanted["accuracy"]
+        means = [sum(losses) / world for losses in zip(*(result["losses"] for result in results), strict=True)]
+        assert means == pytest.approx(wanted["losses"], rel=1e-5)
+    assert_close(ranks[0]["0"]["state"], wanted["state"], 1e-4, "one process")
+
+
+# ------------------------------------------------------------------------------------------------ LoRA
+
+
+@NEEDS_PEFT
+def test_lora_equals_the_plain_loop(pools: Pools, tmp_path: Path) -> None:
+    """Two ranks, each stage: losses and adapters of plain PyTorch, the base untouched, an adapter that peft loads."""
+    from peft import PeftModel
+
+    config, steps = example_cases.read_config("lora", "lora"), 4
+    kwargs = {"config": config, "sections": SECTIONS, "steps": steps, "out": str(tmp_path)}
+    ranks = pools(2).run(f"{CASES}:train_lora", kwargs, timeout=180)
+    wanted = example_cases.train_plain_lora(config, steps, parts=2)
+    lora = example_cases.load("lora")
+    base = lora.load_base(None).state_dict()
+    for name in SECTIONS:
+        state = ranks[0][name]["state"]
+        assert_same_bits(ranks[1][name]["state"], state, f"ranks at stage {name}")
+        assert ranks[0][name]["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert_close(state, wanted["state"], 1e-4, f"stage {name}")
+        frozen = {key: value for key, value in state.items() if "lora_" not in key}
+        names = [key.removeprefix("base_model.model.").replace("base_layer.", "") for key in frozen]
+        assert_same_bits(dict(zip(names, frozen.values(), strict=True)), base, f"base at stage {name}")
+        loaded = PeftModel.from_pretrained(lora.load_base(None), tmp_path / name)
+        assert_same_bits(loaded.state_dict(), state, f"what peft loads at stage {name}")
+
+
+def write_model(directory: Path) -> None:
+    """A model and a tokenizer of words, as `from_pretrained` wants them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "sat": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(directory)
+    config = GPT2Config(vocab_size=4, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+# ------------------------------------------------------------------------------------------------ started for real
+
+SCRIPTS = [
+    pytest.param("gpt/plain_ddp.py", id="plain_ddp"),
+    pytest.param("gpt/plain_zerolite.py", id="plain_zerolite"),
+    pytest.param("gan/train.py", id="gan"),
+    pytest.param("digits/train.py", id="digits", marks=NEEDS_SKLEARN),
+    pytest.param("lora/train.py", id="lora", marks=NEEDS_PEFT),
+]
+SHORT = {
+    "gpt/plain_ddp.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
+    "gpt/plain_zerolite.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
+    "gan/train.py": ["--steps", "2", "--log-every", "1"],
+    "digits/train.py": ["--epochs", "1"],
+    "lora/train.py": ["--steps", "2", "--log-every", "1", "--length", "16", "--out", "adapter"],
+}
+LAUNCHERS = {
+    "zerolite": [*COMMAND, "--nproc", "2"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+def run(*command: str, cwd: Path) -> str:
+    """Run to the end without a way to the outside; returns what was printed."""
+    environ = job_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
+    result = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Output of a short run; each runs once."""
+    done: dict[tuple[str, ...], str] = {}
+
+    def output(launcher: str, script: str, *more: str) -> str:
+        key = (launcher, script, *more)
+        if key not in done:
+            command = [*LAUNCHERS[launcher], str(EXAMPLES / script), *SHORT[script], *more]
+            done[key] = run(*command, cwd=tmp_path_factory.mktemp("run"))
+        return done[key]
+
+    return output
+
+
+def without_speed(output: str) -> str:
+    return re.sub(r"[\d,]+ (\w+/s)", r"\1", output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_launchers_agree(script: str, printed: Callable[..., str]) -> None:
+    """`zerolite` and `torchrun`, from a directory of their own: the same lines, each from one rank, with losses."""
+    by_zerolite, by_torchrun = printed("zerolite", script), printed("torchrun", script)
+    assert without_speed(by_zerolite) == without_speed(by_torchrun)
+    lines = by_zerolite.splitlines()
+    assert len(lines) == len(set(lines))
+    assert [line for line in lines if re.search(r"loss.* \d+\.\d{4}", line)], by_zerolite
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_explains(script: str, tmp_path: Path) -> None:
+    options = re.findall(r'add(?:_argument)?\("(--[\w-]+)"', (EXAMPLES / script).read_text())
+    assert options
+    text = run(sys.executable, str(EXAMPLES / script), "--help", cwd=tmp_path)
+    for option in options:
+        assert re.search(rf"^  {option}\b.*(\n {{10,}}\S.*)?\(?\w+", text, re.MULTILINE), f"{option} is not explained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [param for param in SCRIPTS if param.id in ("gan", "digits", "lora")])
+def test_config_and_stage(script: str, printed: Callable[..., str]) -> None:
+    """--config takes the file that is the default, --stage another one than it says: the same numbers."""
+    directory = (EXAMPLES / script).parent
+    files = ["generator.json", "discriminator.json"] if directory.name == "gan" else [f"{directory.name}.json"]
+    arguments = ["--config", *(str(directory / file) for file in files), "--stage", "3"]
+    assert without_speed(printed("zerolite", script, *arguments)) == without_speed(printed("zerolite", script))
+
+
+@pytest.mark.slow
+def test_the_plain_loops_as_they_are(printed: Callable[..., str]) -> None:
+    """With the kernels' AdamW, whose rounding is another one."""
+    losses = [[float(loss) for loss in losses_of(printed("zerolite", f"gpt/{name}"))] for name in PLAIN]
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_gan_finds_the_gaussians(tmp_path: Path) -> None:
+    lines = run(*LAUNCHERS["zerolite"], str(EXAMPLES / "gan" / "train.py"), cwd=tmp_path).splitlines()
+    share, found = re.search(r"(\d+)% of the points are good, (\d) of 8 Gaussians found", lines[-1]).groups()
+    assert int(share) > 60 and found == "8"
+
+
+@pytest.mark.slow
+@NEEDS_SKLEARN
+def test_digits_accuracy(tmp_path: Path) -> None:
+    lines = run(*LAUNCHERS["zerolite"], str(EXAMPLES / "digits" / "train.py"), cwd=tmp_path).splitlines()
+    assert float(re.search(r"([\d.]+)% of the test images right", lines[-1])[1]) > 95
+
+
+@pytest.mark.slow
+@NEEDS_PEFT
+def test_lora_of_a_model_on_disk(tmp_path: Path) -> None:
+    """At stage 3, with the tokenizer beside it; the adapter remembers where its base is."""
+    from peft import AutoPeftModelForCausalLM
+
+    write_model(tmp_path / "model")
+    (tmp_path / "notes.txt").write_text("the cat sat the sat cat the dog sat " * 20)
+    arguments = [
+        "--model",
+        str(tmp_path / "model"),
+        "--data",
+        "notes.txt",
+        "--length",
+        "8",
+        "--steps",
+        "30",
+        "--stage",
+        "3",
+    ]
+    command = [*LAUNCHERS["zerolite"], str(EXAMPLES / "lora" / "train.py"), *arguments]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+),", run(*command, cwd=tmp_path))]
+    assert losses[-1] < losses[0]
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "runs" / "lora", local_files_only=True)
+    adapters = {name: value for name, value in model.state_dict().items() if "lora_B" in name}
+    assert adapters and all(value.any() for value in adapters.values())

@@ -1,0 +1,239 @@
+"""Cases of docs/drop-in.md: models whose graphs are not a plain chain."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils.prune import l1_unstructured
+
+from tests import models
+from tests.distributed.cases.drop_in import STEPS, Run, case
+
+UNUSED = {"find_unused_parameters": True}
+
+
+class Choice(nn.Module):
+    """Each rank chooses, step by step, which of a module's own parameters it uses; all ranks call the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 3)
+        self.ways = nn.ParameterList(torch.randn(3, 3) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.first(x) @ list(self.ways)[(self.calls + dist.get_rank()) % 2]  # the third one: no rank ever
+
+
+class Experts(nn.Module):
+    """Each rank calls one of two modules, another one in the next step; a third one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(13, 3) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.experts[(self.calls + dist.get_rank()) % 2](x)
+
+
+def with_experts() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), Experts())
+
+
+@case("parameters that some ranks do not use, or none: DDP(find_unused_parameters=True)")
+def unused_parameters(run: Run) -> None:
+    run.start(Choice, ddp=UNUSED)
+    run.train(4)
+
+
+@case(
+    "modules that some ranks do not call",
+    words=["2.experts.", "zero_optimization.leaf_modules"],
+    settings=["moving"],
+    several=True,
+)
+def unused_modules(run: Run) -> None:
+    run.start(with_experts, ddp=UNUSED)
+    run.train(4)
+
+
+@case("modules that some ranks do not call, with `zero_optimization.leaf_modules`")
+def unused_modules_in_a_leaf(run: Run) -> None:
+    run.start(with_experts, ddp=UNUSED, zero={"leaf_modules": ["Experts"]} if run.stage == 3 else {})
+    run.train(4)
+
+
+class HalfUsed(models.TwoBranches):
+    def forward(self, x: Tensor, branch: str = "left") -> Tensor:
+        return super().forward(x, branch)
+
+
+@case("parameters that no rank uses: they keep their values, as without a gradient")
+def unused_by_all(run: Run) -> None:
+    run.start(HalfUsed, optimizer=("SGD", {"lr": 0.0625, "weight_decay": 0.5}), ddp=UNUSED)
+    run.train()
+
+
+def checkpointed(reentrant: bool) -> Any:
+    return lambda: models.SharedCheckpointed(reentrant)
+
+
+@case("`torch.utils.checkpoint`, reentrant or not", [True, False], reordered=True)
+def checkpoints(run: Run, reentrant: bool) -> None:
+    run.start(checkpointed(reentrant))
+    run.train()
+
+
+class Tied(nn.Module):
+    """A weight in two modules, and used as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.back = nn.Linear(7, 13)
+        self.back.weight = self.first.weight
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) + self.back(x)
+        return self.last(F.linear(hidden, self.first.weight.t()))
+
+
+@case("tied weights")
+def tied(run: Run) -> None:
+    run.start(Tied)
+    run.train()
+
+
+@case(
+    "`nn.utils.parametrizations` (weight_norm, spectral_norm, orthogonal) before `zerolite.initialize`",
+    ["weight_norm", "spectral_norm", "orthogonal", "old"],
+)
+def parametrized(run: Run, kind: str) -> None:
+    def build() -> nn.Module:
+        model = models.Mlp()
+        if kind == "old":
+            nn.utils.weight_norm(model.first)
+        else:
+            getattr(nn.utils.parametrizations, kind)(model.first)
+        return model
+
+    run.start(build)
+    run.train()
+
+
+def parametrize_late(run: Run, kind: str) -> None:
+    run.start()
+    run.train(1)
+    getattr(nn.utils.parametrizations, kind)(run.module.first)
+    run.train(2, start=1)
+
+
+LATE = ["'first.weight'", "before zerolite.initialize"]
+
+
+@case("`nn.utils.parametrizations` with new parameters (weight_norm) after `zerolite.initialize`", words=LATE)
+def parametrized_anew(run: Run) -> None:
+    parametrize_late(run, "weight_norm")
+
+
+@case(
+    "`nn.utils.parametrizations` over the same parameter (spectral_norm) after `zerolite.initialize`",
+    words=LATE,
+    settings=["moving"],
+)
+def parametrized_late(run: Run) -> None:
+    parametrize_late(run, "spectral_norm")
+
+
+def prune(module: nn.Module) -> None:
+    l1_unstructured(module, "weight", 0.5)
+
+
+@case("`torch.nn.utils.prune` before `zerolite.initialize`")
+def pruned(run: Run) -> None:
+    def build() -> nn.Module:
+        model = models.Mlp()
+        prune(model.first)
+        return model
+
+    run.start(build)
+    run.train()
+
+
+@case(
+    "`torch.nn.utils.prune` after `zerolite.initialize`",
+    words=["first.weight", "GatheredParameters"],
+    settings=["moving"],
+)
+def pruned_late(run: Run) -> None:
+    run.start()
+    run.train(1)
+    prune(run.module.first)
+    run.train(2, start=1)
+
+
+@case("`torch.func.functional_call(engine.module, …)` with the module's own parameters")
+def called_functionally(run: Run) -> None:
+    run.start()
+    for step in range(STEPS):
+        x, y = run.batch(step)
+        F.mse_loss(functional_call(run.module, dict(run.module.named_parameters()), (x,)), y).backward()
+        run.torch_step()
+
+
+@case("fast weights: `functional_call` with `p - lr * g` (MAML)", settings=["moving", "defaults", "kept", "tight"])
+def fast_weights(run: Run) -> None:
+    run.start()
+    for step in range(STEPS):
+        maml(run, step)
+        run.torch_step()
+
+
+def maml(run: Run, step: int) -> None:
+    named = dict(run.module.named_parameters())
+    x, y = run.batch(step, 0)
+    inner = F.mse_loss(functional_call(run.module, named, (x,)), y)
+    gradients = torch.autograd.grad(inner, list(named.values()), create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
+    x, y = run.batch(step, 1)
+    F.mse_loss(functional_call(run.module, fast, (x,)), y).backward()
+
+
+PER_SAMPLE = "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`: gradients of single samples"
+
+
+@case(PER_SAMPLE, words=["torch.func", "copy.deepcopy(engine.module)"])
+def per_sample(run: Run) -> None:
+    run.start()
+    run.train(1)
+    with run.gathered():
+        per_sample_gradients(run, run.module)
+    run.train(2, start=1)
+
+
+@case("`torch.func.grad` and `vmap` over a `copy.deepcopy(engine.module)`")
+def per_sample_of_a_copy(run: Run) -> None:
+    run.start()
+    run.train(1)
+    per_sample_gradients(run, copy.deepcopy(run.module))
+    run.train(2, start=1)
+
+
+def per_sample_gradients(run: Run, module: nn.Module) -> None:
+    x, y = run.batch(5)
+    values = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(values: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(functional_call(module, values, (x,)), y)
+
+    run.see(vmap(grad(loss), (None, 0, 0))(values, x, y))

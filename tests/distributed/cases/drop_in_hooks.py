@@ -1,0 +1,180 @@
+"""Cases of docs/drop-in.md: hooks, ``autograd.grad`` and double backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import models
+from tests.distributed.cases.drop_in import ROUNDED, STEPS, Run, case
+
+# ---------------------------------------------------------------- hooks
+
+
+def hook_gradients(run: Run, module: nn.Module, seen: list[Any]) -> None:
+    def clamp(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient.clamp(-0.05, 0.05)
+
+    module.first.weight.register_hook(clamp)  # type: ignore[union-attr, operator]
+    module.second.bias.register_hook(lambda gradient: seen.append(gradient.clone()))  # type: ignore[union-attr, operator]
+
+
+@case("`p.register_hook`, of a hook that reads or changes the gradient", ["before", "after"])
+def parameter_hooks(run: Run, when: str) -> None:
+    seen: list[Any] = []
+
+    def build() -> nn.Module:
+        model = models.Mlp()
+        if when == "before":
+            hook_gradients(run, model, seen)
+        return model
+
+    run.start(build)
+    if when == "after":
+        hook_gradients(run, run.module, seen)
+    run.train()
+    run.see(seen)
+
+
+@case("forward and backward hooks on modules", ["before", "after"])
+def module_hooks(run: Run, when: str) -> None:
+    seen: list[Any] = []
+
+    def install(model: Any) -> None:
+        model.first.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        model.first.register_forward_hook(lambda module, args, output: output + 0.25)
+        model.second.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.5,))
+        model.second.register_full_backward_hook(lambda module, of_inputs, of_outputs: (of_inputs[0] * 2.0,))
+        model.register_full_backward_hook(lambda module, of_inputs, of_outputs: seen.append(of_outputs[0].clone()))
+
+    def build() -> nn.Module:
+        model = models.Mlp()
+        if when == "before":
+            install(model)
+        return model
+
+    run.start(build)
+    if when == "after":
+        install(run.module)
+    run.train()
+    run.see(seen)
+
+
+def halve(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+@case("`register_post_accumulate_grad_hook` before `zerolite.initialize`, one backward a step")
+def early_accumulate_hook(run: Run) -> None:
+    def build() -> nn.Module:
+        model = models.Mlp()
+        model.first.weight.register_post_accumulate_grad_hook(halve)
+        return model
+
+    run.start(build)
+    run.train()
+
+
+@case(
+    "`register_post_accumulate_grad_hook` before `zerolite.initialize`, several backwards a step",
+    words=["'first.weight'", "register_hook"],
+)
+def early_accumulate_hook_in_a_window(run: Run) -> None:
+    def clamp(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.05, 0.05)
+
+    def build() -> nn.Module:
+        model = models.Mlp()
+        model.first.weight.register_post_accumulate_grad_hook(clamp)
+        return model
+
+    run.start(build)
+    for step in range(STEPS):
+        run.backward(run.loss(step, 0))
+        run.backward(run.loss(step, 1))
+        run.step()
+
+
+@case(
+    "`register_post_accumulate_grad_hook` after `zerolite.initialize`, of a hook that reads or changes `p.grad`",
+    ["asks first", "does not ask"],
+    words=["'first.weight'", "register_hook"],
+)
+def late_accumulate_hook(run: Run, how: str) -> None:
+    def change(parameter: Any) -> None:
+        if how == "does not ask" or parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+    run.start()
+    run.module.first.weight.register_post_accumulate_grad_hook(change)
+    run.train()
+
+
+# ---------------------------------------------------------------- autograd.grad, double backward
+
+
+@case("`torch.autograd.grad` of inputs or of parameters", ["inputs", "parameters"])
+def autograd_grad(run: Run, of: str) -> None:
+    run.start()
+    for step in range(STEPS):
+        x, y = run.batch(step)
+        x.requires_grad_()
+        loss = F.mse_loss(run(x), y)
+        targets = [x] if of == "inputs" else list(run.module.parameters())
+        run.see(torch.autograd.grad(loss, targets, retain_graph=True))
+        run.see([p.grad is None for p in run.module.parameters()])
+        run.backward(loss)
+        run.step()
+
+
+def gradient_penalty(run: Run, step: int) -> None:
+    """WGAN-GP's: the norm of the outputs' gradient at the inputs is to be 1."""
+    x, y = run.batch(step)
+    x.requires_grad_()
+    output = run(x)
+    (of_input,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    penalty = (of_input.flatten(1).norm(dim=1) - 1.0).square().mean()
+    run.see(penalty)
+    run.backward(F.mse_loss(output, y) + 0.5 * penalty)
+    run.step()
+
+
+PENALTY = "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs)"
+
+
+@case(f"{PENALTY} in fp32 or bf16", [("fp32", 1), ("fp32", 2), ("bf16", 1)], reordered=True, bf16=ROUNDED)
+def penalty(run: Run, variant: tuple[str, int]) -> None:
+    precision, micros = variant
+    run.start(precision=precision, accumulation=micros)
+    for step in range(STEPS * micros):
+        gradient_penalty(run, step)
+
+
+@case(f"{PENALTY} in fp16", words=["fp16", "create_graph=True", "bf16 or fp32"])
+def penalty_in_fp16(run: Run) -> None:
+    run.start(precision="fp16")
+    gradient_penalty(run, 0)
+
+
+@case("a penalty on the gradient by parameters (`autograd.grad(loss, parameters, create_graph=True)`)")
+def penalty_by_parameters(run: Run) -> None:
+    run.start()
+    for step in range(STEPS):
+        loss = run.loss(step)
+        gradients = torch.autograd.grad(loss, list(run.module.parameters()), create_graph=True)
+        run.backward(loss + 0.1 * sum(g.square().sum() for g in gradients))
+        run.step()
+
+
+@case("`loss.backward(create_graph=True)`")
+def graph_created(run: Run) -> None:
+    run.start()
+    for step in range(STEPS):
+        run.loss(step).backward(create_graph=True)
+        run.torch_step()

@@ -1,0 +1,200 @@
+"""Cases of docs/drop-in.md: modules and engines as objects."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.drop_in import STEPS, Run, case
+from tests.distributed.configs import config
+
+
+def train_plainly(run: Run, model: nn.Module, steps: int = 2) -> None:
+    """A copy, in plain PyTorch: the same on all ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0625)
+    for step in range(steps):
+        optimizer.zero_grad()
+        models.square_loss(model, models.float_batch(step, 3, 0)).backward()
+        optimizer.step()
+    run.see(list(model.parameters()))
+
+
+@case("`copy.deepcopy(engine.module)`: an ordinary model, trained apart")
+def copied_module(run: Run) -> None:
+    run.start()
+    run.train(1)
+    twin = copy.deepcopy(run.module)
+    train_plainly(run, twin)
+    run.train(2, start=1)
+
+
+@case(
+    "`torch.save(engine.module)`, `pickle`",
+    ["pickle", "torch.save"],
+    words=["'first.weight'", "engine.full_state_dict()"],
+    settings=["moving"],
+)
+def pickled_module(run: Run, how: str) -> None:
+    run.start()
+    run.train(1)
+    if how == "pickle":
+        twin = pickle.loads(pickle.dumps(run.module))
+    else:
+        file = io.BytesIO()
+        torch.save(run.module, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    train_plainly(run, twin)
+    run.train(2, start=1)
+
+
+@case("`torch.save(copy.deepcopy(engine.module))`")
+def pickled_copy(run: Run) -> None:
+    run.start()
+    run.train(1)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(run.module)))
+    train_plainly(run, twin)
+    run.train(2, start=1)
+
+
+@case(
+    "`copy.deepcopy` or `pickle` of the engine or of `engine.optimizer`",
+    words=["full_state_dict"],
+    error=(RuntimeError, TypeError),
+)
+def copied_engine(run: Run) -> None:
+    run.start()
+    run.train()
+    if run.plain:
+        return
+    ways = {
+        "deepcopy": lambda: copy.deepcopy(run.engine),
+        "pickle": lambda: pickle.dumps(run.engine),
+        "deepcopy of the optimizer": lambda: copy.deepcopy(run.optimizer),
+        "pickle of the optimizer": lambda: pickle.dumps(run.optimizer),
+    }
+    run.refuses(ways, Exception, "full_state_dict")
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x))
+
+
+def noise(step: int, micro: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+
+
+@case("two engines: a GAN whose losses go through both", ["detached", "frozen"])
+def gan(run: Run, how: str) -> None:
+    other = Run(run.stage, run.setting)
+    run.start()
+    other.start(Generator)
+    for step in range(STEPS):
+        fake = other(noise(step, 0, run.rank))
+        run.backward(run.loss(step) + run(fake.detach()).square().mean())
+        run.step()
+        if how == "frozen":
+            run.module.requires_grad_(False)
+        loss = run(other(noise(step, 1, run.rank))).square().mean()
+        other.backward(loss)
+        if how == "frozen":
+            run.module.requires_grad_(True)
+        else:
+            run.optimizer.zero_grad()
+        other.step()
+    run.see(other.parameters())
+
+
+@case("a second engine over another model, in turns")
+def second_engine(run: Run) -> None:
+    other = Run(run.stage, run.setting)
+    run.start()
+    other.start(Generator, loss=lambda model, x: model(x).square().mean(), batch=noise)
+    for step in range(STEPS):
+        run.train(1, start=step)
+        other.train(1, start=step)
+    run.see(other.parameters())
+
+
+@case("a second engine over the same model", words=["'first.weight'", "another engine", "del engine"], error=ValueError)
+def same_model_twice(run: Run) -> None:
+    run.start()
+    run.train()
+    if not run.plain:
+        zerolite.initialize(run.module, config(run.stage or 0, zero=run.zero()))
+
+
+@case(
+    "a model wrapped in DistributedDataParallel given to `zerolite.initialize`",
+    words=["DistributedDataParallel", ".module"],
+    error=(ValueError, RuntimeError),
+)
+def wrapped(run: Run) -> None:
+    if run.plain or run.world == 1 and not dist.is_initialized():
+        run.start()
+        run.train()
+    else:
+        run.start(lambda: nn.parallel.DistributedDataParallel(models.Mlp()))
+        run.train()
+
+
+@case(
+    "a model that already has gradients given to `zerolite.initialize`",
+    words=["'first.weight'", "zero_grad()"],
+    error=ValueError,
+)
+def with_gradients(run: Run) -> None:
+    def build() -> nn.Module:
+        model = models.Mlp()
+        model(torch.ones(2, 7)).sum().backward()
+        return model
+
+    run.start(models.Mlp if run.plain else build)
+    run.train()
+
+
+@case(
+    "buffers changed in forward (BatchNorm): each rank's own, or rank 0's with `broadcast_buffers=True`, as DDP's",
+    [False, True],
+)
+def batch_norm(run: Run, broadcast: bool) -> None:
+    more: dict[str, Any] = {} if run.plain else {"broadcast_buffers": broadcast}
+    run.start(models.ConvNet, batch=models.image_batch, ddp={"broadcast_buffers": broadcast}, **more)
+    run.train()
+    run.see(dict(run.module.named_buffers()))
+
+
+@case("a model in fp64")
+def double(run: Run) -> None:
+    run.start(
+        lambda: models.Mlp().double(), loss=lambda model, batch: F.mse_loss(model(batch[0].double()), batch[1].double())
+    )
+    run.train()
+
+
+@case("parameters of several dtypes")
+def mixed_dtypes(run: Run) -> None:
+    class Mixed(models.Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)).double())
+
+    run.start(Mixed)
+    run.train()

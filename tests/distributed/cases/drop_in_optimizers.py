@@ -1,0 +1,295 @@
+"""Cases of docs/drop-in.md: optimizers, param groups, learning rates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases import growth
+from tests.distributed.cases.drop_in import Run, case
+from tests.distributed.configs import config
+
+# The arithmetic of torch's loops over tensors and of a kernel over a flat buffer: the same operations on an element,
+# with a multiplication and an addition fused here and there. Learning rates are 0.02 at most.
+KERNELS = 5e-7
+
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "betas": (0.8, 0.95)},
+    "Adagrad": {"lr": 0.02, "lr_decay": 0.01},
+    "RMSprop": {"lr": 0.01, "momentum": 0.5, "centered": True},
+    "Adadelta": {"lr": 0.5},
+    "Adamax": {"lr": 0.01, "weight_decay": 0.01},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "Rprop": {"lr": 0.01},
+    "ASGD": {"lr": 0.02, "t0": 1},
+}
+FORMS = ("instance", "class", "factory", "config")
+ALL_FORMS = [(name, form) for name in ELEMENTWISE for form in FORMS]
+
+
+def train_with(run: Run, name: str, form: str, arguments: dict[str, Any]) -> None:
+    """form: how the engine gets the optimizer; a class is made with its defaults."""
+    kind = getattr(torch.optim, name)
+    if form == "class":
+        arguments = {"lr": 1e-2} if name == "SGD" else {}
+    make: Any = functools.partial(kind, **arguments)
+    if form == "config" and not run.plain:
+        run.start(optimizer=(name, {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}))
+    elif form == "instance" or run.plain:
+        run.start(own=lambda model: make(model.parameters()))
+    else:
+        run.start(optimizer=kind if form == "class" and name != "SGD" else make)
+    run.train()
+
+
+# In the fast tests each optimizer comes in one form, each form with several optimizers.
+@case(
+    "an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD), "
+    "in the config or your own: instance, class or factory",
+    ALL_FORMS,
+    close=KERNELS,
+)
+def elementwise(run: Run, variant: tuple[str, str]) -> None:
+    name, form = variant
+    train_with(run, name, form, ELEMENTWISE[name])
+
+
+WHOLE: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.01}, "Muon": {"lr": 0.01}}
+
+
+@case(
+    "one that is not elementwise (Adafactor, Muon)",
+    [(name, form) for name in WHOLE for form in FORMS if hasattr(torch.optim, name)],
+    words=["zero_optimization.stage", "a part of every parameter", "Use stage 0"],
+    error=ValueError,
+    close=KERNELS,
+)
+def whole_parameters(run: Run, variant: tuple[str, str]) -> None:
+    name, form = variant
+
+    def build() -> nn.Module:  # Muon takes matrices only
+        return nn.Sequential(nn.Linear(7, 13, bias=False), nn.Tanh(), nn.Linear(13, 3, bias=False))
+
+    kind, arguments = getattr(torch.optim, name), WHOLE[name] if form != "class" else {}
+    if form == "config" and not run.plain:
+        run.start(build, optimizer=(name, arguments))
+    elif form == "instance" or run.plain:
+        run.start(build, own=lambda model: kind(model.parameters(), **arguments))
+    else:
+        run.start(build, optimizer=kind if form == "class" else lambda params: kind(params, **arguments))
+    run.train()
+
+
+@case("LBFGS", FORMS, words=["LBFGS", "loss", "several times a step"], error=ValueError)
+def lbfgs(run: Run, form: str) -> None:
+    if run.plain:
+        run.start()
+        run.train()
+    elif form == "config":
+        run.start(optimizer=("LBFGS", {}))
+    elif form == "instance":
+        run.start(own=lambda model: torch.optim.LBFGS(model.parameters()))
+    else:
+        run.start(optimizer=torch.optim.LBFGS if form == "class" else lambda params: torch.optim.LBFGS(params))
+
+
+@case(
+    "SparseAdam; gradients of `nn.Embedding(sparse=True)`",
+    [*FORMS, "gradient"],
+    words=["sparse", "dense"],
+    error=(ValueError, RuntimeError),
+)
+def sparse(run: Run, form: str) -> None:
+    if run.plain:
+        run.start()
+        run.train()
+    elif form == "config":
+        run.start(optimizer=("SparseAdam", {}))
+    elif form == "instance":
+        run.start(own=lambda model: torch.optim.SparseAdam(model.parameters()))
+    elif form == "gradient":
+        run.start(lambda: nn.Embedding(11, 3, sparse=True))
+        run.backward(run(torch.tensor([[1, 2]])).sum())
+    else:
+        run.start(
+            optimizer=torch.optim.SparseAdam if form == "class" else lambda params: torch.optim.SparseAdam(params)
+        )
+
+
+# ---------------------------------------------------------------- param groups
+
+
+def two_groups(model: Any) -> list[dict[str, Any]]:
+    return [
+        {"params": [model.first.weight, model.second.weight], "weight_decay": 0.1},
+        {"params": [model.first.bias, model.second.bias], "lr": 0.125},
+    ]
+
+
+def two_group_sgd(model: Any) -> Any:
+    return torch.optim.SGD(two_groups(model), lr=0.0625, momentum=0.5)
+
+
+@case(
+    "param groups with values of their own, in an instance or as `model_parameters`",
+    ["instance", "model_parameters"],
+    close=KERNELS,
+)
+def param_groups(run: Run, how: str) -> None:
+    if how == "instance" or run.plain:
+        run.start(own=two_group_sgd)
+    else:
+        model: list[Any] = []
+
+        def build() -> nn.Module:
+            model.append(models.Mlp())
+            return model[0]
+
+        given: Any = _Later(lambda: two_groups(model[0]))
+        run.start(
+            build, optimizer=lambda params: torch.optim.SGD(params, lr=0.0625, momentum=0.5), model_parameters=given
+        )
+    run.train()
+
+
+class _Later:
+    """Iterates over what exists only when it is asked."""
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Any:
+        return iter(self._make())
+
+
+@case(
+    "learning rates and other values changed in `param_groups`, of either optimizer object",
+    ["own", "engine's"],
+    close=KERNELS,
+)
+def changed_by_hand(run: Run, whose: str) -> None:
+    run.start(own=two_group_sgd)
+    optimizer = run.own if whose == "own" else run.optimizer
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 0.05 / (step + 1)
+        optimizer.param_groups[1]["momentum"] = 0.25 * step
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.1 * step
+        run.train(1, start=step)
+        run.see([group["lr"] for group in run.optimizer.param_groups])
+
+
+@case("`engine.optimizer.add_param_group` for parameters that were frozen", ["config", "own"], close=KERNELS)
+def group_added(run: Run, how: str) -> None:
+    def build() -> nn.Module:
+        model = models.Mlp()
+        model.second.requires_grad_(False)
+        return model
+
+    make = lambda model: torch.optim.AdamW(model.first.parameters(), lr=0.01)  # noqa: E731
+    if how == "own":
+        run.start(build, own=make)
+    else:
+        run.start(build, optimizer=("AdamW", {"lr": 0.01}))
+    run.train(1)
+    run.module.second.requires_grad_(True)
+    run.optimizer.add_param_group({"params": list(run.module.second.parameters()), "lr": 0.02})
+    run.train(2, start=1)
+
+
+@case(
+    "a module added after `zerolite.initialize`, with `engine.optimizer.add_param_group`",
+    words=["'second.1.weight'", "before zerolite.initialize"],
+    error=ValueError,
+)
+def module_added(run: Run) -> None:
+    run.start()
+    run.train(1)
+    torch.manual_seed(5)
+    run.module.second = nn.Sequential(run.module.second, nn.Linear(3, 3))
+    run.optimizer.add_param_group({"params": list(run.module.second[1].parameters()), "lr": 0.125})
+    run.train(2, start=1)
+
+
+@case("`add_param_group` on the optimizer object that you passed", close=KERNELS)
+def group_added_to_own(run: Run) -> None:
+    def build() -> nn.Module:
+        model = models.Mlp()
+        model.second.requires_grad_(False)
+        return model
+
+    run.start(build, own=lambda model: torch.optim.SGD(model.first.parameters(), lr=0.0625))
+    run.train(1)
+    run.module.second.requires_grad_(True)
+    run.own.add_param_group({"params": list(run.module.second.parameters()), "lr": 0.125})
+    run.train(2, start=1)
+
+
+# ---------------------------------------------------------------- freezing
+
+
+@case("freezing a parameter midway; freezing and unfreezing in every step", ["midway", "every step"], close=KERNELS)
+def freezing(run: Run, when: str) -> None:
+    run.start(optimizer=("AdamW", {"lr": 0.01}))
+    for step in range(4):
+        frozen = step % 2 == 1 if when == "every step" else step >= 2
+        run.module.first.requires_grad_(not frozen)
+        run.train(1, start=step)
+
+
+@case(
+    "unfreezing a parameter, with the config's optimizer or one that has it in a group",
+    ["config", "instance"],
+    close=KERNELS,
+)
+def unfreezing(run: Run, how: str) -> None:
+    every = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)  # noqa: E731
+    trained = lambda model: torch.optim.AdamW(list(model.parameters()), lr=0.01)  # noqa: E731
+    if how == "instance":
+        run.start(growth.Frozen, own=every)
+    elif run.plain:
+        run.start(growth.Frozen, own=trained)
+    else:
+        run.start(growth.Frozen, optimizer=("AdamW", {"lr": 0.01}))
+    for step in range(4):
+        for parameter in run.module.sleepers():
+            parameter.requires_grad_(step >= 2)
+        run.train(1, start=step)
+
+
+@case(
+    "unfreezing a parameter that is in no group of your optimizer",
+    words=["'first.weight'", "engine.optimizer.add_param_group"],
+)
+def unfreezing_the_homeless(run: Run) -> None:
+    def build() -> nn.Module:
+        model = models.Mlp()
+        model.first.requires_grad_(False)
+        return model
+
+    run.start(build, own=lambda model: torch.optim.SGD(model.second.parameters(), lr=0.0625))
+    run.train(1)
+    run.module.first.requires_grad_(True)
+    run.train(1, start=1)
+
+
+@case(
+    "an optimizer in the config and one of your own",
+    words=["optimizer", "leave one out"],
+    error=ValueError,
+)
+def two_optimizers(run: Run) -> None:
+    run.start()
+    run.train()
+    if not run.plain:
+        settings = config(run.stage or 0, zero=run.zero())
+        zerolite.initialize(models.build(models.Mlp), settings, optimizer=torch.optim.SGD)

@@ -1,0 +1,172 @@
+"""Cases of docs/drop-in.md: schedulers, an optimizer's states and hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler as schedulers
+
+import zerolite
+from tests import models
+from tests.distributed.cases.drop_in import STEPS, Run, case
+from tests.distributed.cases.drop_in_optimizers import KERNELS, two_group_sgd
+
+# ---------------------------------------------------------------- schedulers
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
+    "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.25, total_steps=6),
+    "ReduceLROnPlateau": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, T_0=2),
+    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
+        optimizer, [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+}
+WHERE = ("own, before", "own", "engine's")
+
+
+@case(
+    "torch's schedulers, stepped by you, on your optimizer or on `engine.optimizer`",
+    [(name, where) for name in SCHEDULERS for where in WHERE],
+    close=KERNELS,
+)
+def torch_schedulers(run: Run, variant: tuple[str, str]) -> None:
+    name, where = variant
+    made: list[Any] = []
+
+    def before(own: Any) -> None:
+        if where == "own, before":
+            made.append(SCHEDULERS[name](own))
+
+    run.start(own=two_group_sgd, before=before)
+    scheduler = made[0] if made else SCHEDULERS[name](run.own if where == "own" else run.optimizer)
+    for step in range(5):
+        run.train(1, start=step)
+        if name == "ReduceLROnPlateau":
+            scheduler.step(1.0)
+        else:
+            scheduler.step()
+        run.see([(group["lr"], group["momentum"]) for group in run.optimizer.param_groups])
+
+
+@case("a scheduler given as `lr_scheduler`, stepped by the engine", ["instance", "function"], close=KERNELS)
+def given_scheduler(run: Run, form: str) -> None:
+    make = lambda optimizer: schedulers.StepLR(optimizer, 1, 0.5)  # noqa: E731
+    if run.plain:
+        run.start(own=two_group_sgd)
+        scheduler = make(run.own)
+    elif form == "function":
+        run.start(own=two_group_sgd, lr_scheduler=make)
+    else:
+        given: list[Any] = []
+        model = models.build(models.Mlp)
+        given.append(two_group_sgd(model))
+        run.start(lambda: model, own=lambda model: given[0], lr_scheduler=make(given[0]))
+    for step in range(4):
+        run.train(1, start=step)
+        if run.plain:
+            scheduler.step()
+        run.see([group["lr"] for group in run.optimizer.param_groups])
+
+
+@case(
+    "`lr_scheduler=ReduceLROnPlateau(…)` given to `zerolite.initialize`",
+    words=["lr_scheduler", "step(metric)"],
+    error=ValueError,
+)
+def given_plateau(run: Run) -> None:
+    if run.plain:
+        run.start()
+        run.train()
+    else:
+        run.start(lr_scheduler=lambda optimizer: schedulers.ReduceLROnPlateau(optimizer))
+
+
+# ---------------------------------------------------------------- states
+
+
+@case(
+    "`optimizer.state_dict()` and `load_state_dict()` under the same stage and world size",
+    ["engine's", "own"],
+    close=KERNELS,
+)
+def optimizer_state_dict(run: Run, whose: str) -> None:
+    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    optimizer = run.own if whose == "own" else run.optimizer
+    run.train(2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    run.train(2, start=2)
+    optimizer.load_state_dict(saved)
+    run.train(2, start=2)
+
+
+@case("`zerolite.get_full_optimizer_state`, `zerolite.set_full_optimizer_state`", close=KERNELS)
+def full_states(run: Run) -> None:
+    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    for step in range(STEPS):
+        run.train(1, start=step)
+        weight = run.module.second.weight
+        if run.plain:
+            run.see([run.optimizer.state[p]["exp_avg"] for p in run.module.parameters()])
+            run.optimizer.state[weight]["exp_avg"].mul_(0.5)
+        else:
+            averages = zerolite.get_full_optimizer_state(run.module.parameters(), "exp_avg")
+            run.see(averages)
+            zerolite.set_full_optimizer_state(weight, "exp_avg", averages[2] * 0.5)
+
+
+@case(
+    "reading or changing `optimizer.state`",
+    ["engine's", "own"],
+    words=["zerolite.get_full_optimizer_state"],
+    error=(RuntimeError, KeyError),
+)
+def states_read(run: Run, whose: str) -> None:
+    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    run.train()
+    optimizer = run.own if whose == "own" else run.optimizer
+    parameter = next(run.module.parameters())
+
+    def each() -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+
+    ways = {
+        "read": lambda: optimizer.state[parameter]["exp_avg"].norm(),
+        "get": lambda: optimizer.state.get(parameter),
+        "in": lambda: parameter in optimizer.state,
+        "len": lambda: len(optimizer.state),
+        "each": each,
+        "clear": lambda: optimizer.state.clear(),
+    }
+    run.refuses(ways, Exception, "zerolite.get_full_optimizer_state")
+
+
+@case(
+    "`register_step_pre_hook`, `register_step_post_hook` on either optimizer object",
+    [(w, loop) for w in ("own", "engine's") for loop in ("engine", "torch")],
+)
+def step_hooks(run: Run, variant: tuple[str, str]) -> None:
+    whose, loop = variant
+    run.start(own=lambda model: torch.optim.SGD(model.parameters(), lr=0.0625))
+    optimizer = run.own if whose == "own" else run.optimizer
+    calls: list[str] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        calls.append("before")
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: calls.append("after"))
+    for step in range(STEPS):
+        run.backward(run.loss(step))
+        if loop == "engine":
+            run.step()
+        else:
+            run.average()
+            optimizer.step()
+            optimizer.zero_grad()
+    run.see(calls)

@@ -1,0 +1,367 @@
+"""Cases of docs/drop-in.md: what a loop does with the parameters' values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.drop_in import ROUNDED, ROUNDING, Run, case
+
+GATHER = ("'first.weight'", "zerolite.zero.GatheredParameters")
+WRITE = ("'first.weight'", "zerolite.zero.GatheredParameters", "modifier_rank=0")
+TWICE = ["fp32", "bf16"]
+
+
+# ---------------------------------------------------------------- averages
+
+
+def ema_update(average: nn.Module, module: nn.Module) -> None:
+    for mine, other in zip(average.parameters(), module.parameters(), strict=True):
+        mine.mul_(0.75).add_(other.detach(), alpha=0.25)
+
+
+def ema(run: Run, gathered: bool) -> None:
+    run.start()
+    average = copy.deepcopy(run.module)
+    for step in range(3):
+        run.train(1, start=step)
+        if gathered:
+            with torch.no_grad(), run.gathered():
+                ema_update(average, run.module)
+        else:
+            with torch.no_grad():
+                ema_update(average, run.module)
+    run.see(list(average.parameters()))
+
+
+@case(
+    "an EMA: `copy.deepcopy(engine.module)`, updated from `module.parameters()` in every step",
+    words=GATHER,
+    settings=["moving"],
+)
+def ema_of_parameters(run: Run) -> None:
+    ema(run, gathered=False)
+
+
+@case("an EMA updated inside `zerolite.zero.GatheredParameters(engine.module)`")
+def ema_gathered(run: Run) -> None:
+    ema(run, gathered=True)
+
+
+def averaged(run: Run, kind: str, update: Callable[[Any], None]) -> Any:
+    run.start()
+    more = {"multi_avg_fn": get_ema_multi_avg_fn(0.75)} if kind == "ema" else {}
+    average = AveragedModel(run.module, **more)
+    for step in range(3):
+        run.train(1, start=step)
+        update(average)
+    run.see([p for name, p in average.module.named_parameters()])
+    return average
+
+
+@case(
+    "`torch.optim.swa_utils.AveragedModel`: `update_parameters(engine.module)`",
+    ["mean", "ema"],
+    words=GATHER,
+    settings=["moving"],
+)
+def averaged_model(run: Run, kind: str) -> None:
+    averaged(run, kind, lambda average: average.update_parameters(run.module))
+
+
+@case("`AveragedModel.update_parameters` inside `GatheredParameters`; then `update_bn`", ["mean", "ema"])
+def averaged_model_gathered(run: Run, kind: str) -> None:
+    def update(average: Any) -> None:
+        with run.gathered():
+            average.update_parameters(run.module)
+
+    average = averaged(run, kind, update)
+    update_bn([run.batch(step)[0] for step in range(2)], average)
+    with torch.no_grad():
+        run.see(average(run.batch(0)[0]))
+
+
+@case(
+    "averaged weights written back with `module.load_state_dict`",
+    TWICE,
+    words=("first.weight", "load_full_state_dict"),
+    settings=["moving"],
+)
+def written_back(run: Run, precision: str) -> None:
+    run.start(precision=precision)
+    average = AveragedModel(run.module)
+    run.train(1)
+    halved = {name: value * 0.5 for name, value in average.module.state_dict().items()}
+    run.module.load_state_dict(halved)
+    run.train(2, start=1)
+
+
+@case("averaged weights written back with `engine.load_full_state_dict`", TWICE, bf16=ROUNDED)
+def written_back_whole(run: Run, precision: str) -> None:
+    run.start(precision=precision)
+    average = AveragedModel(run.module)
+    run.train(1)
+    halved = {name: value * 0.5 for name, value in average.module.state_dict().items()}
+    (run.module.load_state_dict if run.plain else run.engine.load_full_state_dict)(halved)
+    run.train(2, start=1)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@case(
+    "reading parameters between steps: `p.norm()`, a penalty on `module.parameters()` in the loss",
+    ["norm", "penalty"],
+    words=GATHER,
+    settings=["moving"],
+)
+def read(run: Run, what: str) -> None:
+    run.start()
+    for step in range(3):
+        if what == "norm":
+            run.see([p.detach().norm() for p in run.module.parameters()])
+            run.train(1, start=step)
+        else:
+            penalty = torch.stack([p.square().sum() for p in run.module.parameters()]).sum()
+            run.backward(run.loss(step) + 0.01 * penalty)
+            run.step()
+
+
+@case(
+    "reading parameters between steps inside `GatheredParameters`, and the backward of what was read",
+    ["norm", "penalty"],
+)
+def read_gathered(run: Run, what: str) -> None:
+    run.start()
+    for step in range(3):
+        with run.gathered():
+            if what == "norm":
+                run.see([p.detach().norm() for p in run.module.parameters()])
+                run.train(1, start=step)
+            else:
+                penalty = torch.stack([p.square().sum() for p in run.module.parameters()]).sum()
+                run.backward(run.loss(step) + 0.01 * penalty)
+        if what == "penalty":
+            run.step()
+
+
+@case("counting parameters with `p.numel()`", words=("'first.weight'", "ds_numel"))
+def counted(run: Run) -> None:
+    run.start()
+    run.train(1)
+    run.see(sum(p.numel() for p in run.module.parameters()))
+
+
+@case(
+    "`module.state_dict()`, `engine.state_dict()`",
+    words=("first.weight", "engine.full_state_dict()"),
+    settings=["moving"],
+)
+def state_dict(run: Run) -> None:
+    run.start()
+    run.train(1)
+    run.see(dict(run.module.state_dict()), dict((run.module if run.plain else run.engine).state_dict()))
+
+
+@case("`engine.full_state_dict()`, `engine.load_full_state_dict(state)`", TWICE, bf16=ROUNDED)
+def full_state_dict(run: Run, precision: str) -> None:
+    run.start(precision=precision)
+    run.train(1)
+    state = copy.deepcopy(run.module.state_dict()) if run.plain else run.engine.full_state_dict()
+    run.see(dict(state))
+    run.train(2, start=1)
+    (run.module.load_state_dict if run.plain else run.engine.load_full_state_dict)(state)
+    run.train(2, start=3)
+
+
+@case("`zerolite.get_full_master`, `zerolite.set_full_master`", TWICE, bf16=ROUNDED)
+def full_masters(run: Run, precision: str) -> None:
+    run.start(precision=precision)
+    run.train(1)
+    weight = run.module.first.weight
+    if run.plain:
+        master = run._masters.get("first.weight", weight)
+        run.see(master)
+        with torch.no_grad():
+            master.mul_(0.5)
+            weight.copy_(master)
+    else:
+        master = zerolite.get_full_master(weight)
+        run.see(master)
+        zerolite.set_full_master(weight, master * 0.5)
+    run.train(2, start=1)
+
+
+# ---------------------------------------------------------------- writing
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "mul_": torch.no_grad()(lambda module: module.first.weight.mul_(0.5)),
+    "data": lambda module: module.first.weight.data.clamp_(-0.1, 0.1),
+    "copy_": torch.no_grad()(lambda module: module.first.weight.copy_(torch.linspace(-1, 1, 91).reshape(13, 7))),
+    "item": torch.no_grad()(lambda module: module.first.weight.__setitem__(0, 0.25)),
+    "init": lambda module: nn.init.constant_(module.first.weight, 0.1),
+    "foreach": torch.no_grad()(lambda module: torch._foreach_mul_(list(module.parameters()), 0.5)),
+    "apply": lambda module: module.apply(_reset),
+}
+
+
+def _reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 0.1)
+        nn.init.zeros_(module.bias)
+
+
+def _assign(module: Any, values: torch.Tensor) -> None:
+    module.first.weight.data = values.to(module.first.weight.dtype)
+
+
+def _assign_all(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def _assign_vector(module: Any) -> None:
+    nn.utils.vector_to_parameters(torch.linspace(-1, 1, 146).to(module.first.weight.dtype), module.parameters())
+
+
+ASSIGN: dict[str, Callable[[Any], Any]] = {
+    "p.data =": lambda module: _assign(module, torch.linspace(-1, 1, 91).reshape(13, 7)),
+    "p.data = of all": _assign_all,
+    "vector": _assign_vector,
+    "its own values": lambda module: _assign(module, module.first.weight.data.clone()),
+}
+
+
+def written(run: Run, way: str, precision: str, gathered: bool) -> None:
+    run.start(precision=precision)
+    run.train(1)
+    if gathered:
+        with run.gathered(modifier_rank=0):
+            {**WAYS, **ASSIGN}[way](run.module)
+    else:
+        {**WAYS, **ASSIGN}[way](run.module)
+    run.train(2, start=1)
+
+
+WRITTEN = "a parameter changed in place: `mul_` under `no_grad`, `p.data.clamp_`, `nn.init`, `foreach`"
+
+
+@case(WRITTEN, list(WAYS), words=WRITE, settings=["moving"])
+def written_in_fp32(run: Run, way: str) -> None:
+    written(run, way, "fp32", gathered=False)
+
+
+@case("a parameter changed in place, in bf16", list(WAYS), words=WRITE, bf16=ROUNDED, settings=["moving"])
+def written_in_bf16(run: Run, way: str) -> None:
+    written(run, way, "bf16", gathered=False)
+
+
+@case(
+    "a parameter changed that stays whole (at stage 3: up to `stage3_param_persistence_threshold`): in place or by "
+    "`p.data = tensor`, in fp32 or bf16",
+    [(way, precision) for way in (*WAYS, *ASSIGN) for precision in TWICE],
+    bf16=ROUNDED,
+    settings=["defaults"],
+)
+def written_whole(run: Run, variant: tuple[str, str]) -> None:
+    written(run, *variant, gathered=False)
+
+
+@case(
+    "a parameter changed in place inside `GatheredParameters(…, modifier_rank=0)`, in fp32 or bf16",
+    [(way, precision) for way in WAYS for precision in TWICE],
+    bf16=ROUNDED,
+)
+def written_gathered(run: Run, variant: tuple[str, str]) -> None:
+    written(run, *variant, gathered=True)
+
+
+@case("`p.data = tensor`; `torch.nn.utils.vector_to_parameters`", list(ASSIGN), words=WRITE, settings=["moving"])
+def assigned(run: Run, way: str) -> None:
+    run.start()
+    run.train(1)
+    ASSIGN[way](run.module)
+    run.train(2, start=1)
+
+
+@case("`torch.nn.utils.parameters_to_vector`", words=GATHER, settings=["moving"])
+def to_vector(run: Run) -> None:
+    run.start()
+    run.train(2)
+    run.see(nn.utils.parameters_to_vector(run.module.parameters()))
+
+
+CASTS: dict[str, Callable[[Any], Any]] = {
+    "half": lambda module: module.half(),
+    "to dtype": lambda module: module.to(torch.bfloat16),
+    "double": lambda module: module.double(),
+    "a part": lambda module: module.first.double(),
+}
+
+
+@case(
+    "`module.half()`, `.to(dtype)`, `.double()` after `zerolite.initialize`",
+    list(CASTS),
+    words=("parameter '", "zerolite.initialize"),
+    settings=["moving", "defaults"],
+)
+def cast(run: Run, way: str) -> None:
+    run.start()
+    run.train(1)
+    if run.plain:
+        return
+    CASTS[way](run.module)
+    run.train(2, start=1)
+
+
+@case("`module.to(device)` or `.float()` where they change nothing; `.train()`, `.eval()`, `.requires_grad_()`")
+def nothing_moved(run: Run) -> None:
+    run.start()
+    run.train(1)
+    run.module.to("cpu").float().cpu().train().requires_grad_(True)
+    run.train(2, start=1)
+
+
+@case("`module.to(memory_format=…)` after `zerolite.initialize`", words=WRITE, close=ROUNDING)
+def other_memory_format(run: Run) -> None:
+    run.start(models.ConvNet, batch=models.image_batch)
+    run.train(1)
+    run.module.to(memory_format=torch.channels_last)
+    run.train(2, start=1)
+
+
+REPLACE: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda module: setattr(module.first, "weight", nn.Parameter(torch.linspace(-1, 1, 91).reshape(13, 7))),
+    "register": lambda module: module.first.register_parameter("bias", nn.Parameter(torch.ones(13))),
+}
+
+
+@case(
+    "a `Parameter` object replaced after `zerolite.initialize`",
+    list(REPLACE),
+    words=("parameter 'first.", "replaced", "zerolite.initialize"),
+)
+def replaced(run: Run, way: str) -> None:
+    run.start()
+    run.train(1)
+    REPLACE[way](run.module)
+    run.train(2, start=1)
+
+
+@case(
+    "`module.load_state_dict(state, assign=True)` after `zerolite.initialize`",
+    words=("first.weight", "load_"),
+    settings=["moving"],
+)
+def assigned_state(run: Run) -> None:
+    run.start()
+    run.train(1)
+    run.module.load_state_dict(models.build(models.Mlp, seed=9).state_dict(), assign=True)
+    run.train(2, start=1)
