@@ -336,6 +336,7 @@ def _clean(init_group: bool) -> None:
     if engine_module is not None:
         engines = [item for item in gc.get_objects() if type(item) is engine_module.Engine]
         assert not engines, f"{len(engines)} engines are still alive; something outside the case refers to them"
+    _freeze_new_modules()
     if init_group:
         assert dist.is_initialized(), "the default process group is gone"
         groups = dist.distributed_c10d._world.pg_names
@@ -352,6 +353,18 @@ def _clean(init_group: bool) -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
+
+
+_known_modules = 0
+
+
+def _freeze_new_modules() -> None:
+    """What a case has imported stays, torch's compiler for one: hundreds of thousands of objects, at which every
+    collection from here on would look."""
+    global _known_modules
+    if len(sys.modules) != _known_modules:
+        _known_modules = len(sys.modules)
+        gc.freeze()
 
 
 def _call(function: str, kwargs: dict[str, Any]) -> Any:

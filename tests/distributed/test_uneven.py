@@ -21,6 +21,8 @@ STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
     "3-tight": (3, PARTITIONED["tight"]),
     "3-defaults": (3, PARTITIONED["defaults"]),
 }
+FAST = {"0", "2", "3-tight"}
+OVER_STAGES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STAGES]
 WORLDS = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 
 
@@ -120,7 +122,7 @@ def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", OVER_STAGES)
 def test_ranks_that_have_finished_serve_the_others(pools: Pools, stage: str, world: int) -> None:
     """Parameters and counters of all ranks are those of one process, and training goes on afterwards."""
     for counts in counts_of(world):
@@ -139,7 +141,7 @@ def test_ranks_that_have_finished_serve_the_others(pools: Pools, stage: str, wor
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", OVER_STAGES)
 def test_join_by_another_divisor_with_weights_and_in_windows(pools: Pools, stage: str, world: int) -> None:
     counts = counts_of(world)[0]
     for more in (
@@ -160,7 +162,7 @@ def test_join_by_another_divisor_with_weights_and_in_windows(pools: Pools, stage
 
 
 @pytest.mark.parametrize("loop", ["plain", "classic"])
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3", "3-tight"])
+@pytest.mark.parametrize("stage", OVER_STAGES)
 def test_join_in_torchs_own_loop(pools: Pools, stage: str, loop: str) -> None:
     for counts, micros in (([2, 5], 1), ([6, 2], 2)):
         chosen = settings(stage, accumulation=micros, optimizer=ADAMW, clip=0.5)
@@ -168,6 +170,14 @@ def test_join_in_torchs_own_loop(pools: Pools, stage: str, loop: str) -> None:
         other = pools(2).run(f"{CASES}:joined", {"config": chosen, "counts": counts})
         for result in ours:
             assert_same_bits(result["parameters"], other[0]["parameters"], f"{counts}: the two loops")
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_boundaries_said_by_hand_are_those_of_the_ranks_that_go_on(pools: Pools, stage: str) -> None:
+    chosen = settings(stage, accumulation=3)
+    first, second = pools(2).run(f"{CASES}:joined", {"config": chosen, "counts": [2, 7], "loop": "by hand"})
+    assert first["inside"]["global_steps"] == second["inside"]["global_steps"] == 4
+    assert_same_bits(first["parameters"], second["parameters"], "parameters of two ranks")
 
 
 @pytest.mark.parametrize("keep_divisor", [True, False])
@@ -182,7 +192,7 @@ def test_join_gives_ddps_numbers(pools: Pools, stage: str, keep_divisor: bool) -
 
 
 @pytest.mark.parametrize("model", ["SharedCheckpointed", "EncoderDecoder", "MixtureOfExperts", "ConvNet", "Buffered"])
-@pytest.mark.parametrize("stage", ["2", "3", "3-tight"])
+@pytest.mark.parametrize("stage", OVER_STAGES[2:])
 def test_join_with_other_models(pools: Pools, stage: str, model: str) -> None:
     if model == "MixtureOfExperts" and stage.startswith("3"):
         zero = {**(STAGES[stage][1] or {}), "leaf_modules": ["MoeBlock"]}
@@ -237,16 +247,16 @@ LEAVING = {
     ("stage", "how"),
     [("1", "early"), ("0", "late"), ("2", "places"), ("1", "metrics"), *(("3", how) for how in LEAVING)],
 )
-def test_nobody_waits_for_a_rank_that_does_something_else(pools: Pools, stage: str, how: str) -> None:
-    for world in (2, 3):
-        results = pools(world).run(f"{CASES}:leaving", {"config": settings(stage), "how": how}, timeout=30)
-        finished, *others = results
-        for rank, result in enumerate(others, 1):
-            if how in ("early", "late") and rank == 1:
-                assert result["kind"] == "KeyError"
-            else:
-                assert LEAVING[how][1] in result["message"], (rank, result)
-        assert LEAVING[how][0] in finished["message"], finished
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_nobody_waits_for_a_rank_that_does_something_else(pools: Pools, stage: str, how: str, world: int) -> None:
+    results = pools(world).run(f"{CASES}:leaving", {"config": settings(stage), "how": how}, timeout=30)
+    finished, *others = results
+    for rank, result in enumerate(others, 1):
+        if how in ("early", "late") and rank == 1:
+            assert result["kind"] == "KeyError"
+        else:
+            assert LEAVING[how][1] in result["message"], (rank, result)
+    assert LEAVING[how][0] in finished["message"], finished
 
 
 def test_join_is_not_entered_twice(pools: Pools) -> None:

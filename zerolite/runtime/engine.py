@@ -177,8 +177,13 @@ class Engine:
         """
         if flush and self._window.empty:
             return False
-        with self._pipeline.commands(Command.ENGINE_STEP, flush):
+        with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._window.forced_boundary)):
             return self._step(flush)
+
+    def follow_step(self, flush: bool, forced: int) -> None:
+        """A :meth:`step` of the ranks that go on, with their boundary. Called by :class:`Join`."""
+        self._window.forced_boundary = _FORCED[forced]
+        self.step(flush)
 
     def _step(self, flush: bool) -> bool:
         if flush:  # what the window contains, before this call counts as a micro-batch
@@ -462,6 +467,9 @@ class Engine:
         source = self._join.source if self._join is not None else 0
         for buffer in self._module.buffers():
             broadcast_into(buffer, self._comm, self.device, "buffers", source)
+
+
+_FORCED = (None, False, True)  # boundaries said by hand, by the number that travels
 
 
 def _checked_weight(weight: Any, scale_wrt_gas: bool) -> float | None:

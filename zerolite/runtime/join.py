@@ -40,7 +40,7 @@ class _Owner(Protocol):
 
     coordinator: PartitionedParameterCoordinator | None
 
-    def step(self, flush: bool = False) -> bool: ...
+    def follow_step(self, flush: bool, forced: int) -> None: ...
 
     def send_buffers(self) -> None: ...
 
@@ -276,7 +276,7 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.PASS_END: lambda join: join._reducer.end_pass(complete=False),
     Command.GATHER: Join._gather,
     Command.EXTERNAL: Join._external,
-    Command.ENGINE_STEP: lambda join, flush: join._owner.step(flush=bool(flush)),
+    Command.ENGINE_STEP: lambda join, flush, forced: join._owner.follow_step(bool(flush), forced),
     Command.STEP: lambda join: join._pipeline.step(),
     Command.UPDATE: lambda join, publish: join._pipeline.update(bool(publish)),
     Command.PUBLISH: lambda join: join._pipeline.publish(),

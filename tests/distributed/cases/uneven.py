@@ -193,6 +193,8 @@ def joined(
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
         else:
+            if loop == "by hand":  # windows of one, two, two ... micro-batches
+                engine.set_gradient_accumulation_boundary(micro % 2 == 0)
             engine.backward(loss, weight=size if weights else None)
             engine.step()
 
