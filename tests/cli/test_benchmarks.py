@@ -92,7 +92,7 @@ def test_compare_tells_of_wrong_losses_and_failures(tmp_path: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_profile_step_names_the_phases(stage: int) -> None:
     done = run("profile_step.py", *TINY, "--stage", str(stage), "--steps", "2", "--rounds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -170,6 +170,7 @@ def test_host_overhead_measures_what_it_says(tmp_path: Path) -> None:
     assert len(document["turns"]) == 2 * 6
 
 
+@pytest.mark.slow
 def test_host_overhead_profiles_one_competitor() -> None:
     arguments = "--profile zerolite-3-w64-modules --layers 2 --steps 1 --warmup 5 --top 3".split()
     done = run("host_overhead.py", *arguments)

@@ -42,7 +42,7 @@ def test_ranks_that_take_different_branches(
     close(results[2], results[0], rtol, atol)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [{}, {"reduce_scatter": False}, {"overlap_comm": True}], ids=str)
 def test_transports_give_the_same_bits(pools: Pools, world: int, dtype: str, zero: dict[str, Any]) -> None:

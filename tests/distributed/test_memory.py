@@ -18,7 +18,7 @@ MOVING = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_th
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared-memory"])
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_resident_and_peak_bytes(pools: Pools, world: int, stage: int, shared_memory: bool) -> None:
     setting = config(
         stage, "bf16", optimizer=ADAM, zero={"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}

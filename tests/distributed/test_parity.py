@@ -155,7 +155,7 @@ def test_the_clipping_threshold_is_hit_in_some_steps_and_not_in_all() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: str) -> None:
     stages = {"0": (0, None), "1": (1, None), "2": (2, None)}
     stages |= {f"3, {name}": (3, PARTITIONED[name]) for name in ("moving", "tight")}

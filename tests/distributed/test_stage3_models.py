@@ -98,6 +98,7 @@ def test_one_process_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
     run(pools, 1, name, {key: SETTINGS[key] for key in ("everything moves", "kept")})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MixtureOfExperts", "UnusedOnSomeRanks", "TiedHead-functional", "Lora-checkpointed"])
 def test_three_ranks_give_the_bits_of_stage_2(pools: Pools, name: str) -> None:
     run(pools, 3, name, {key: SETTINGS[key] for key in ("everything moves", "tight")})
