@@ -205,6 +205,7 @@ def _assemble(
             OWNERS[parameter] = known
         if partitioned is not None:
             watch_writes(pipeline, buffer.parameters)
+            partitioned.coordinator.look_at_whole()
             follow_units(partitioned, reducer)
 
     ways = Ways(layout_of, functools.partial(_fill, buffer, precision, comm, device), tell)

@@ -102,6 +102,7 @@ def start_stage3(
     pipeline.on_zero_grad = coordinator.drop_failed
     pipeline.collect_writes = coordinator.collect_writes
     watch_writes(pipeline, reducer.parameters)
+    coordinator.look_at_whole()
     guard_state_dict(partitioned.model)
     return partitioned.hooks
 

@@ -101,7 +101,7 @@ class PartitionedParameterCoordinator:
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._clock = 0
-        self._whole: list[torch.Tensor] = []  # parameters that stay whole, as they were when the next two were made
+        self._whole: list[tuple[PartitionedParameter, torch.Tensor, int]] = []  # trained and whole: values, address
         self._parts: list[torch.Tensor] = []
         self._shards: list[torch.Tensor] = []
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
@@ -342,18 +342,22 @@ class PartitionedParameterCoordinator:
     @torch.no_grad()
     def collect_writes(self) -> None:
         """What somebody has written into parameters that stay whole, alike on all ranks, reaches their shards."""
+        if any(handle.view is not view for handle, view, _ in self._whole):
+            self.look_at_whole()
+        for handle, view, address in self._whole:
+            if handle.parameter.data_ptr() != address:
+                take_values(handle.name, handle.parameter, view)
+        if self._shards:
+            torch._foreach_copy_(self._shards, self._parts)
+
+    def look_at_whole(self) -> None:
+        """Find the trained parameters that stay whole, and their parts."""
         kept = [handle for handle in self.handles if handle.persistent and handle.on_written is not None]
-        for handle in kept:
-            if handle.parameter.data_ptr() != handle.view.data_ptr():
-                take_values(handle.name, handle.parameter, handle.view)
-        if not kept or kept[0].comm.world_size == 1:
-            return
-        known = len(self._whole) == len(kept)
-        if not known or any(full is not handle.full for full, handle in zip(self._whole, kept, strict=True)):
-            self._whole = [handle.full for handle in kept]
+        self._whole = [(handle, handle.view, handle.view.data_ptr()) for handle in kept]
+        self._parts, self._shards = [], []
+        if kept and kept[0].comm.world_size > 1:
             self._parts = [handle.own_part() for handle in kept]
             self._shards = [handle.shard[: len(part)] for handle, part in zip(kept, self._parts, strict=True)]
-        torch._foreach_copy_(self._shards, self._parts)
 
     # ---------------------------------------------------------------- uses that no hook sees
 
