@@ -204,7 +204,7 @@ class Engine:
         ``torch.distributed.algorithms.Join`` does by default; False: by the number of those that still have batches.
         With ``engine.backward(..., weight=)`` it does not matter: the gradient is that of the joint batch.
 
-        :meth:`reduce` and :meth:`gather` are over the ranks that go on. A call that needs all ranks (saving,
+        :meth:`reduce` and :meth:`gather` are over the ranks that go on. A call that needs all ranks (unfreezing,
         ``zerolite.get_full_...``) raises RuntimeError once one has finished; so does every rank if one leaves with an
         exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
         small exchange on the host at each forward, backward and step. Called on all ranks.

@@ -156,7 +156,7 @@ class Join:
         ranks = ", ".join(map(str, self._finished))
         return (
             f"engine.join: rank {ranks} has finished its batches, and a call that all ranks must make came on those "
-            "that go on (zerolite.get_full_..., saving, unfreezing, gather_for_metrics and the like). Call it after "
+            "that go on (zerolite.get_full_..., unfreezing, gather_for_metrics and the like). Call it after "
             "the join block"
         )
 

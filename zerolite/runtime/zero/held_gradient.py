@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerolite.runtime.zero.layout import PartitionLayout
-from zerolite.runtime.zero.released_parameter import opened
+from zerolite.runtime.zero.released_parameter import find_argument, opened
 
 _ACCUMULATION = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -71,7 +71,7 @@ _HARMLESS = frozenset(
 
 
 def _refuse(arguments: Any) -> NoReturn:
-    held = _find(arguments)
+    held = find_argument(arguments, HeldGradient)
     name = held.parameter_name if held is not None else "?"
     raise RuntimeError(
         f"the gradient of parameter '{name}' is in the engine's buckets and not in p.grad. To clip, set "
@@ -80,19 +80,6 @@ def _refuse(arguments: Any) -> NoReturn:
         "ranks, or p.register_hook; to drop all gradients, engine.zero_grad(). For fp16, the engine scales the loss "
         "itself: leave torch's GradScaler out."
     )
-
-
-def _find(value: Any) -> HeldGradient | None:
-    if isinstance(value, HeldGradient):
-        return value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = _find(item)
-            if found is not None:
-                return found
-    return None
 
 
 class ShownGradients:

@@ -32,7 +32,7 @@ class ReleasedParameter(torch.nn.Parameter):
                     return result
             if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
                 return None
-        released = _find((args, kwargs))
+        released = find_argument((args, kwargs), ReleasedParameter)
         raise RuntimeError(
             f"parameter '{_name(released)}' is partitioned over ranks and its values are not here; read it inside "
             "zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters(parameters, "
@@ -78,14 +78,15 @@ _HARMLESS = frozenset(
 _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half double bfloat16 type contiguous".split())
 
 
-def _find(value: Any) -> Any:
-    if isinstance(value, ReleasedParameter):
+def find_argument(value: Any, kind: type) -> Any:
+    """The first object of class ``kind`` among a call's arguments; None if there is none."""
+    if isinstance(value, kind):
         return value
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            found = _find(item)
+            found = find_argument(item, kind)
             if found is not None:
                 return found
     return None
