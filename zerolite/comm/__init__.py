@@ -3,6 +3,7 @@
 from zerolite.comm.communicator import Communicator, Pending
 from zerolite.comm.control import ControlChannel
 from zerolite.comm.create import create_communicator, second_communicator, use_communicator
+from zerolite.comm.host_group import HostGroup
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record
@@ -11,6 +12,7 @@ __all__ = [
     "CollectiveCall",
     "Communicator",
     "ControlChannel",
+    "HostGroup",
     "NullCommunicator",
     "Pending",
     "Recorder",

@@ -175,15 +175,22 @@ def init_distributed(
 
 def destroy() -> None:
     """End what :func:`init_distributed` started: process groups, their threads, their sockets. Called on all ranks,
-    after the last step. A group that the caller started themselves is left alone."""
+    after the last step. A group that the caller started themselves is left alone. Waits for checkpoints that are being
+    saved in the background, and raises CheckpointError if that goes wrong."""
     global _started_here
+    failed: Exception | None = None
     if _started_here and dist.is_initialized():
         for user in list(_users):
-            user.close()
+            try:
+                user.close()
+            except Exception as error:  # of a save in the background: the group ends all the same
+                failed = error
         _second_groups.clear()
         dist.destroy_process_group()
         gc.collect()  # engines are cycles; what is left of them holds the group, whose threads end with it
     _started_here = False
+    if failed is not None:
+        raise failed
 
 
 def local_rank(env: Mapping[str, str] | None = None) -> int:

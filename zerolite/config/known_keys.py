@@ -72,7 +72,7 @@ _ZERO: dict[str, Key | Block] = {
     "round_robin_gradients": OFF,
     "parameter_alignment": Key((True, False)),
     "load_from_fp32_weights": Key((True,)),
-    "elastic_checkpoint": OFF,
+    "elastic_checkpoint": Key((False, True), "every checkpoint is elastic"),
     "legacy_stage1": OFF,
     "enable_sanity_checks": OFF,
     # Offload.
@@ -289,24 +289,6 @@ _MEMORY: dict[str, Key | Block] = {
 }
 
 _DATA_AND_CHECKPOINTS: dict[str, Key | Block] = {
-    "checkpoint": Block(
-        {
-            "tag_validation": Key(("Ignore", "IGNORE", "ignore")),
-            "load_universal": OFF,
-            "use_node_local_storage": OFF,
-            "parallel_write": Block({"pipeline_stage": OFF}),
-            "checkpoint_serialization": Key(),
-            "writer": _on_by_presence(
-                "type",
-                "io_buffer_size",
-                "io_buffer_double",
-                "io_multiplier",
-                "show_statistics",
-                "data_parallel",
-                "decoupled",
-            ),
-        }
-    ),
     "datastates_ckpt": _on_by_presence("host_cache_size", off=(False,)),
     "data_efficiency": _switched(
         "seed",
@@ -432,6 +414,26 @@ _REMOVED_BY_DEEPSPEED: dict[str, Key | Block] = {
     "graph_harvesting": Key((False,), _REMOVED),
 }
 
+_CHECKPOINT: dict[str, Key | Block] = {
+    "tag_validation": Key(
+        tuple(spell(word) for word in ("Ignore", "Warn", "Fail") for spell in (str, str.lower, str.upper)),
+        "tags that differ between ranks are always an error",
+    ),
+    "load_universal": Key((False, True), "every checkpoint is universal"),
+    "use_node_local_storage": OFF,
+    "parallel_write": Block({"pipeline_stage": OFF}),
+    "checkpoint_serialization": Key(),
+    "writer": _on_by_presence(
+        "type",
+        "io_buffer_size",
+        "io_buffer_double",
+        "io_multiplier",
+        "show_statistics",
+        "data_parallel",
+        "decoupled",
+    ),
+}
+
 UNSUPPORTED: dict[str, dict[str, Key | Block]] = {
     "": {
         **_MONITORS,
@@ -443,6 +445,7 @@ UNSUPPORTED: dict[str, dict[str, Key | Block]] = {
         **_REMOVED_BY_DEEPSPEED,
     },
     "zero_optimization": _ZERO,
+    "checkpoint": _CHECKPOINT,
     "data_types": {
         "param_dtype": Key((None,)),
         "buffer_dtype": Key((None,)),

@@ -245,6 +245,21 @@ class DataTypesConfig(_Block):
     )
 
 
+class CheckpointConfig(_Block):
+    """Saving and loading; see [Checkpoints](checkpoints.md)."""
+
+    keep_last: Annotated[int | None, BeforeValidator(Integer(1, nullable=True, null_means="all"))] = Field(
+        default=None,
+        description="Checkpoints with the default tag, `global_step<N>`, that stay when another one is complete; those "
+        "with tags of your own always stay. null: all. (zerolite's own key.)",
+    )
+    timeout_s: Annotated[float, BeforeValidator(Number(0.0, exclusive=True))] = Field(
+        default=300.0,
+        description="Seconds that ranks wait for each other at the beginning of a save or a load, until an error names "
+        "those that do not come. (zerolite's own key.)",
+    )
+
+
 class ZeroliteConfig(_Block):
     """A whole configuration. `load_config` makes one; `resolve` fills in the batch sizes."""
 
@@ -282,6 +297,7 @@ class ZeroliteConfig(_Block):
         default=0.0, description="Largest global 2-norm of the gradients; larger ones are scaled down to it. 0 = off."
     )
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig, description="What is spread over the ranks.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and loading.")
     communication_data_type: OptionalDtype = Field(
         default=None,
         description="Dtype in which gradients travel. null: the dtype they have.",

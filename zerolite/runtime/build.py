@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from zerolite.accelerator import default_device, keep_freed_memory
-from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank, second_communicator
+from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
+from zerolite.checkpoint.model_state import ModelState
+from zerolite.comm import (
+    Communicator,
+    HostGroup,
+    create_communicator,
+    init_distributed,
+    local_rank,
+    second_communicator,
+)
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.arguments import (
@@ -163,6 +172,9 @@ def _assemble(
     options = _step_options(config, bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0)
     pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, device)
     boundary = _connect(pipeline, reducer, publisher, scaler, model)
+    parts = EngineParts(
+        ModelState(model, buffer, sharded, comm), pipeline, reducer, config, device, HostGroup(comm, "checkpoint")
+    )
     engine = Engine(
         module=model,
         config=config,
@@ -178,6 +190,7 @@ def _assemble(
         lr_scheduler=None,
         dataloader=None,
         broadcast_buffers=broadcast_buffers,
+        checkpointer=Checkpointer(parts),
     )
     engine.parameter_access = ParameterAccess(pipeline, reducer, buffer, sharded, comm)
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive

@@ -26,7 +26,8 @@ class Command(enum.IntEnum):
     STATS = 13
     CLIP = 14  # the bits of max_norm
     METRIC = 15
-    OTHER = 16  # a collective in which ranks that have finished cannot take part
+    SAVE = 16
+    OTHER = 17  # a collective in which ranks that have finished cannot take part
 
 
 class Commands(Protocol):

@@ -1,30 +1,23 @@
-"""`training_data` to a loader that gives each rank its own part of the data, and which samples its batches hold."""
+"""The loaders of an engine: `training_data` to one that gives each rank its own part of the data, all of them in a
+checkpoint, and one that never ends."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from zerolite.runtime.data_position import EpochSampler, position_from
+from zerolite.runtime.tracked_loader import Pass, Rows, TrackedLoader, share_of
 
 logger = logging.getLogger("zerolite")
 
 ROUTES = ("train", "eval", "predict")
-
-
-class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler that shuffles anew in each pass: drawing the indices of a pass advances `epoch`.
-
-    `set_epoch(epoch)` before a pass still works, for instance to resume a run. All ranks must begin the same number of
-    passes, or their parts overlap.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        indices = super().__iter__()
-        self.set_epoch(self.epoch + 1)
-        return indices
 
 
 class RepeatingLoader:
@@ -39,144 +32,35 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
-        self._epoch = self._sampler_epoch()
-        self._batches: Iterator[Any] = iter(loader)
+        self._epoch: int | None = None  # of the sampler, before the pass under way
+        self._batches: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._begin_pass()
-        try:
-            return next(self._batches)
-        except StopIteration:
-            raise ValueError(
-                "RepeatingLoader got nothing from a new pass over its loader. Give it a loader that can be iterated "
-                "more than once and is not empty, such as a DataLoader; a generator is neither."
-            ) from None
+        for _ in range(2):  # of a pass that is continued there may be nothing left
+            if self._batches is None:
+                self._epoch = self._sampler_epoch()
+                self._batches = iter(self.loader)
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._batches = None
+                self._leave_epoch()
+        raise ValueError(
+            "RepeatingLoader got nothing from a new pass over its loader. Give it a loader that can be iterated "
+            "more than once and is not empty, such as a DataLoader; a generator is neither."
+        )
 
-    def _begin_pass(self) -> None:
+    def _leave_epoch(self) -> None:
         epoch = self._sampler_epoch()
-        if epoch is not None and epoch == self._epoch:
+        if epoch is not None and epoch == getattr(self.loader, "last_epoch", self._epoch):
             self.loader.sampler.set_epoch(epoch + 1)  # type: ignore[attr-defined]
-        self._epoch = self._sampler_epoch()
-        self._batches = iter(self.loader)
 
     def _sampler_epoch(self) -> int | None:
         sampler = getattr(self.loader, "sampler", None)
         return getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Which samples the rows of a batch are, on all ranks together.
-
-    Row j of rank r is sample j * world_size + r of those that the ranks hold together. `per_rank`: rows on every rank.
-    `samples`: how many of the per_rank * world_size are different; the rest, at the end, are repetitions that make the
-    ranks even.
-    """
-
-    per_rank: int
-    samples: int
-
-
-@dataclass(frozen=True)
-class Share:
-    """How a pass is split: `numel` indices for each of `world_size` ranks, in batches of `batch_size`, which cover
-    `total` samples. `drop_last`: without a last batch that is smaller."""
-
-    numel: int
-    total: int
-    world_size: int
-    batch_size: int
-    drop_last: bool
-
-    def batch(self, number: int) -> Rows:
-        """The rows of batch `number`, from 0."""
-        return self._rows(number * self.batch_size, min((number + 1) * self.batch_size, self.numel))
-
-    def whole(self) -> Rows:
-        """The rows of all batches of a pass."""
-        return self._rows(0, self.numel - self.numel % self.batch_size if self.drop_last else self.numel)
-
-    def _rows(self, start: int, end: int) -> Rows:
-        held = (end - start) * self.world_size
-        return Rows(end - start, min(held, self.total - start * self.world_size))
-
-
-def share_of(loader: Any, rank: int, world_size: int) -> Share:
-    """How `loader` splits a pass over the ranks.
-
-    Raises ValueError for a loader of which that is not known: anything but a DataLoader that makes its batches with
-    torch's BatchSampler from a DistributedSampler for this rank (on one process, from any sampler with a length).
-    """
-    expected = (
-        "expected a torch DataLoader with a torch.utils.data.DistributedSampler for this rank, so that it is known "
-        "which samples its batches hold"
-    )
-    remedy = "Give it such a sampler, pass its dataset to engine.deepspeed_io, or iterate over it as it is."
-    if not isinstance(loader, DataLoader):
-        raise ValueError(f"engine.prepare_loader: {expected}; got {type(loader).__name__}. {remedy}")
-    batches = loader.batch_sampler
-    if isinstance(loader.dataset, IterableDataset):
-        kind = type(loader.dataset).__name__
-        raise ValueError(f"engine.prepare_loader: {expected}; it loads the IterableDataset {kind}. {remedy}")
-    if type(batches) is not BatchSampler:
-        raise ValueError(f"engine.prepare_loader: {expected}; its batches come from {type(batches).__name__}. {remedy}")
-    sampler: Any = batches.sampler
-    if not isinstance(sampler, DistributedSampler):
-        if world_size > 1 or not hasattr(sampler, "__len__"):
-            raise ValueError(f"engine.prepare_loader: {expected}; it has a {type(sampler).__name__}. {remedy}")
-        return Share(len(sampler), len(sampler), 1, batches.batch_size, batches.drop_last)
-    if type(sampler).__iter__ not in (DistributedSampler.__iter__, EpochSampler.__iter__):
-        raise ValueError(
-            f"engine.prepare_loader: {expected}; {type(sampler).__name__} draws its indices in a way of its own. "
-            f"{remedy}"
-        )
-    if (sampler.num_replicas, sampler.rank) != (world_size, rank):
-        raise ValueError(
-            f"engine.prepare_loader: {expected}; its sampler is that of rank {sampler.rank} of {sampler.num_replicas}, "
-            f"and this is rank {rank} of {world_size}. Make it with num_replicas=engine.world_size, rank=engine.rank."
-        )
-    total = len(sampler.dataset)  # type: ignore[arg-type]
-    return Share(len(sampler), total, world_size, batches.batch_size, batches.drop_last)
-
-
-class _Pass:
-    """A pass under way: the rows of the batch that it yielded last."""
-
-    rows: Rows | None = None
-
-
-class TrackedLoader:
-    """A DataLoader whose batch in hand is known to :class:`Loaders`. Everything else is the DataLoader's: `dataset`,
-    `sampler`, `batch_size`, …"""
-
-    def __init__(self, loader: DataLoader[Any], share: Share, running: list[_Pass]) -> None:
-        self.loader = loader
-        self.share = share
-        self._running = running
-
-    def __iter__(self) -> Iterator[Any]:
-        current = _Pass()
-        self._running.append(current)
-        try:
-            for number, batch in enumerate(self.loader):
-                current.rows = self.share.batch(number)
-                yield batch
-        finally:
-            self._running.remove(current)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while a copy is being made it has none yet
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 class Loaders:
@@ -191,7 +75,9 @@ class Loaders:
         self._device_type = device_type
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
-        self._running: list[_Pass] = []
+        self._running: list[Pass] = []
+        self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()  # by number
+        self._numbers = itertools.count()
 
     def make(
         self,
@@ -222,11 +108,14 @@ class Loaders:
         """`loader`, its batches known. Raises ValueError where that cannot be: see :func:`share_of`."""
         if isinstance(loader, TrackedLoader):
             return loader
-        return TrackedLoader(loader, share_of(loader, self._rank, self._world_size), self._running)
+        share = share_of(loader, self._rank, self._world_size)
+        tracked = TrackedLoader(loader, share, self._rank, self._running)
+        self._made[next(self._numbers)] = tracked
+        return tracked
 
     def rows(self, loader: Any = None) -> Rows | None:
         """The rows of the batch in hand: of the pass begun last and not ended; None outside of any. With `loader`: of
-        a whole pass over it. Raises ValueError for a loader that this did not make."""
+        all batches of the pass over it that was begun last. Raises ValueError for a loader that this did not make."""
         if loader is None:
             return self._running[-1].rows if self._running else None
         if not isinstance(loader, TrackedLoader) or loader._running is not self._running:
@@ -234,7 +123,45 @@ class Loaders:
                 f"expected loader to come from engine.deepspeed_io, engine.prepare_loader or engine.dataloader of this "
                 f"engine, got {type(loader).__name__}; pass what engine.prepare_loader(loader) returns"
             )
-        return loader.share.whole()
+        return loader.last_share.whole()
+
+    def state_dict(self) -> list[dict[str, int | str | None]]:
+        """The positions of the loaders that exist, in the order in which they were made, in plain data: the same on all
+        ranks that have taken equally many batches. Of passes over one loader at the same time: that begun last."""
+        return [asdict(loader.position()) for loader in self._made.values()]
+
+    def load_state_dict(self, state: list[dict[str, int | str | None]]) -> None:
+        """The next batch of each loader is the one after those that the ranks together had been given when `state` was
+        saved, also where the number of ranks or the batch size is another one. A pass under way goes on from there.
+
+        Warns where a pass cannot be continued; it begins anew. Raises ValueError, and changes nothing, where the
+        loaders are not as many or have not as many samples as those of `state`.
+        """
+        loaders = list(self._made.values())
+        positions = [position_from(entry) for entry in state]
+        if len(positions) != len(loaders):
+            raise ValueError(
+                f"expected the {len(positions)} loaders whose positions were saved, but this engine has made "
+                f"{len(loaders)} that are known to it and still exist; make the same ones, in the same order, before "
+                "the positions are loaded (engine.deepspeed_io, engine.prepare_loader, training_data)"
+            )
+        for number, (loader, position) in enumerate(zip(loaders, positions, strict=True)):
+            if position.samples != loader.share.total:
+                raise ValueError(
+                    f"expected {position.samples} samples in loader {number} of this engine, as when its position was "
+                    f"saved, got {loader.share.total}; give it the same data, and make the loaders in the same order"
+                )
+        for number, (loader, position) in enumerate(zip(loaders, positions, strict=True)):
+            obstacle = loader.restore(position)
+            if obstacle and self._rank == 0:
+                logger.warning(
+                    "Loader %d of this engine had given %d of %d samples of a pass that cannot be continued, because "
+                    "%s. The pass begins anew, so these samples come again.",
+                    number,
+                    position.consumed,
+                    position.samples,
+                    obstacle,
+                )
 
 
 def build_dataloader(

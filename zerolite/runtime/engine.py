@@ -6,20 +6,21 @@ import contextlib
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from zerolite.accelerator import host_value
+from zerolite.checkpoint.checkpointer import Checkpointer
 from zerolite.comm import Communicator, ControlChannel, local_rank
 from zerolite.config import ZeroliteConfig
 from zerolite.monitor import Monitor, StepLog
 from zerolite.runtime import metrics
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.checkpoint_methods import CheckpointMethods
 from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
-from zerolite.runtime.full_state import full_state_dict, load_full_state_dict
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.join import ROW, Join
 from zerolite.runtime.parameter_access import ParameterAccess
@@ -33,7 +34,7 @@ from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 logger = logging.getLogger("zerolite")
 
 
-class Engine:
+class Engine(CheckpointMethods):
     """A model in training; made by :func:`zerolite.initialize`.
 
     Two loops give the same numbers and counters at every stage and precision::
@@ -64,6 +65,7 @@ class Engine:
         lr_scheduler: Any,
         dataloader: Any,
         broadcast_buffers: bool,
+        checkpointer: Checkpointer,
     ) -> None:
         self.config = config
         self.device = device
@@ -86,6 +88,7 @@ class Engine:
         self._window = window
         self._boundary = boundary
         self._broadcast_buffers = broadcast_buffers
+        self._checkpointer = checkpointer
         self._join: Join | None = None
         self.monitor = Monitor()  # for values of the user's own; build puts the config's here
         self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
@@ -435,19 +438,6 @@ class Engine:
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict, names without a prefix, in the compute dtype."""
         return self.module.state_dict(*args, **kwargs)
-
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """The module's state dict at every stage: whole tensors in the compute dtype, copies on the CPU, tied ones
-        shared. ``rank0_only``: other ranks get an empty dict, and need no memory for it. Called on all ranks."""
-        return full_state_dict(self.module, self._comm, rank0_only)
-
-    def load_full_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
-        """Take rank 0's ``state`` (other ranks may pass None) as the module's values, at every stage; master weights
-        follow. Optimizer states stay. Raises RuntimeError on all ranks, before anything is changed, if shapes differ
-        or, with ``strict``, names are missing or unexpected. Called on all ranks."""
-        loaded = set(load_full_state_dict(self.module, state, self._comm, self.device, strict))
-        named = self._module.named_parameters(remove_duplicate=False)
-        self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
 
     def __reduce__(self) -> Any:
         raise TypeError(

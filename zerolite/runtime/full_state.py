@@ -1,21 +1,33 @@
-"""Whole state dicts of a model at every stage, and the refusal to hand out partitioned ones."""
+"""Whole state dicts and 16-bit models at every stage, and the refusal to hand out partitioned ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerolite.accelerator import host_values
+from zerolite.accelerator import host_value, host_values
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.names import clean
+from zerolite.checkpoint.safetensors import Entry
 from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.zero.partition_parameters import GatheredParameters
 from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, whole_shape
 from zerolite.runtime.zero.released_parameter import opened
 
-_SHOWN = 8  # names in a message
+logger = logging.getLogger("zerolite")
 
+_SHOWN = 8  # names in a message
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _allowed = 0  # calls under way that know what they do
 
@@ -64,30 +76,188 @@ def guard_state_dict(model: torch.nn.Module) -> None:
         guard_module(module)
 
 
+@dataclass(frozen=True)
+class Masters:
+    """The master weights of what an engine trains."""
+
+    index: Mapping[int, int]  # of a parameter, by its id
+    whole: Callable[[list[int]], list[torch.Tensor]]  # copies of those of some indices; called on all ranks
+
+
 @torch.no_grad()
-def full_state_dict(model: torch.nn.Module, comm: Communicator, rank0_only: bool) -> dict[str, Any]:
+def full_state_dict(
+    model: torch.nn.Module,
+    comm: Communicator,
+    rank0_only: bool,
+    dtype: torch.dtype | None = None,
+    masters: Masters | None = None,
+) -> dict[str, Any]:
     """``model.state_dict()`` with whole tensors on the CPU, copies of their own; tied ones share one copy. Parameters
-    are gathered one by one. ``rank0_only``: other ranks get an empty dict. Called on all ranks."""
+    are gathered one by one. ``rank0_only``: other ranks get an empty dict.
+
+    dtype: of all floating tensors, fp32, bf16 or fp16, from the ``masters`` of those that have some; None: the one that
+    each has. Raises ValueError for another. Called on all ranks.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(
+            f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, _DTYPES))}, got {dtype!r}"
+        )
+    kept = not rank0_only or comm.rank == 0
+    state = _unguarded_state(model)
+    copies: dict[int, torch.Tensor] = {}
+    for name, owner in _owners(model, state).items():
+        if id(owner) not in copies:
+            copy = _whole_copy(owner, state[name], dtype, masters, kept)
+            copies[id(owner)] = state[name] if copy is None else copy
+        state[name] = copies[id(owner)]
+    return state if kept else {}
+
+
+def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
+    """``model.state_dict()``, in which partitioned parameters are empty."""
     global _allowed
     _allowed += 1
     try:
         with opened():
-            state = dict(model.state_dict())
+            return dict(model.state_dict())
     finally:
         _allowed -= 1
-    kept = not rank0_only or comm.rank == 0
-    owners = dict(model.named_parameters(remove_duplicate=False))
-    copies: dict[int, torch.Tensor] = {}
-    for name, value in state.items():
-        owner = owners.get(name, value)
-        if not isinstance(owner, torch.Tensor):
-            continue
-        if id(owner) not in copies:
-            with GatheredParameters(owner, modifier_rank=None, enabled=handle_of(owner) is not None, check=False):
-                whole = owner.data if handle_of(owner) is not None else value
-                copies[id(owner)] = whole.detach().to("cpu", copy=True) if kept else value
-        state[name] = copies[id(owner)]
-    return state if kept else {}
+
+
+def _owners(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict; of parameters and buffers these themselves, so that tied ones are one object."""
+    known: dict[str, torch.Tensor] = {}
+    for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)):
+        known[clean(name)] = tensor  # wrappers of modules leave their names out of a state dict, some of them
+    return {name: known.get(clean(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _whole_copy(
+    owner: torch.Tensor, value: torch.Tensor, dtype: torch.dtype | None, masters: Masters | None, kept: bool
+) -> torch.Tensor | None:
+    """The whole values of ``owner``, which a state dict has as ``value``, on the CPU; None if they are not ``kept``.
+    Called on all ranks."""
+    target = exported_dtype(value.dtype, dtype)
+    index = masters.index.get(id(owner)) if masters is not None and target != value.dtype else None
+    if masters is not None and index is not None:
+        (master,) = masters.whole([index])
+        return master.to("cpu", target) if kept else None
+    partitioned = handle_of(owner) is not None
+    with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):
+        whole = owner.data if partitioned else value
+        return whole.detach().to("cpu", target, copy=True) if kept else None
+
+
+# -------------------------------------------------------------------- a model in files
+
+
+@torch.no_grad()
+def save_16bit_model(
+    model: torch.nn.Module,
+    comm: Communicator,
+    device: torch.device,
+    save_dir: str | Path,
+    dtype: torch.dtype,
+    masters: Masters,
+    max_shard_size: str | int,
+    exclude_frozen: bool,
+) -> None:
+    """Rank 0 writes the model as safetensors files (see :class:`ModelWriter`), while all ranks gather one parameter
+    after the other. All floating tensors are in ``dtype``. exclude_frozen: only what trains, that is trained parameters
+    and the buffers of the modules that have some.
+
+    Raises ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write. Called on all ranks.
+    """
+    state = _unguarded_state(model)
+    owners = _owners(model, state)
+    left_out = sorted(state.keys() - owners.keys())
+    if left_out and comm.rank == 0:
+        logger.warning("save_16bit_model: left out what is no tensor: %s", _listed(left_out))
+    if exclude_frozen:
+        owners = _training(owners, masters)
+    first: dict[int, str] = {}  # of a tensor
+    for name, owner in owners.items():
+        first.setdefault(id(owner), name)
+    names = {clean(name): name for name in first.values()}
+    entries = [
+        Entry(written, exported_dtype(state[name].dtype, dtype), tuple(_shape(owners[name], state[name])))
+        for written, name in names.items()
+    ]
+    aliases = {clean(name): clean(first[id(owner)]) for name, owner in owners.items() if name != first[id(owner)]}
+    plan = plan_files(entries, max_shard_size, aliases)
+    writer = ModelWriter(Path(save_dir), plan)
+
+    def get(entry: Entry) -> torch.Tensor | None:
+        name = names[entry.name]
+        return _whole_copy(owners[name], state[name], dtype, masters, comm.rank == 0)
+
+    with contextlib.ExitStack() as stack:
+        _on_rank0(functools.partial(stack.enter_context, writer), comm, device)
+        for file in plan:
+            values = _Gathered(file, get)
+            _on_rank0(functools.partial(writer.write, file, values), comm, device, values)
+        _on_rank0(writer.commit, comm, device)
+
+
+def _training(owners: Mapping[str, torch.Tensor], masters: Masters) -> dict[str, torch.Tensor]:
+    modules = {name.rpartition(".")[0] for name, owner in owners.items() if id(owner) in masters.index}
+    return {
+        name: owner
+        for name, owner in owners.items()
+        if id(owner) in masters.index
+        or (not isinstance(owner, torch.nn.Parameter) and name.rpartition(".")[0] in modules)
+    }
+
+
+def _shape(owner: torch.Tensor, value: torch.Tensor) -> torch.Size:
+    return whole_shape(owner) if handle_of(owner) is not None else value.shape
+
+
+class _Gathered:
+    """The whole values of a file's tensors, one by one; iterated over on all ranks at the same time."""
+
+    def __init__(self, file: ModelFile, get: Callable[[Entry], torch.Tensor | None]) -> None:
+        self._entries = iter(file.entries)
+        self._get = get
+        self.failed = False
+
+    def __iter__(self) -> _Gathered:
+        return self
+
+    def __next__(self) -> Any:
+        entry = next(self._entries)
+        try:
+            return self._get(entry)
+        except BaseException:
+            self.failed = True
+            raise
+
+
+def _on_rank0(
+    work: Callable[[], object], comm: Communicator, device: torch.device, values: _Gathered | None = None
+) -> None:
+    """Rank 0 does ``work``, for which the others only iterate over ``values``. If it raises, all ranks do: the others
+    CheckpointError. Called on all ranks."""
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            work()
+        except Exception as error:
+            if values is not None and values.failed:
+                raise  # a collective's error, not rank 0's own
+            failure = error
+    if values is not None:
+        deque(values, maxlen=0)  # also what rank 0 has not asked for
+    text = b"" if failure is None else (str(failure) or type(failure).__name__).encode()
+    length = torch.tensor(len(text), device=device)
+    comm.broadcast(length, "checkpoint")
+    if not (count := int(host_value(length))):
+        return
+    sent = torch.tensor(list(text) if text else [0] * count, dtype=torch.uint8, device=device)
+    comm.broadcast(sent, "checkpoint")
+    if failure is not None:
+        raise failure
+    raise CheckpointError(f"rank 0: {bytes(int(code) for code in host_values(sent)).decode()}")
 
 
 @torch.no_grad()

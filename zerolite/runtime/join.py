@@ -46,6 +46,8 @@ class _Owner(Protocol):
 
     def absent_from_metric(self) -> None: ...
 
+    def follow_save(self) -> None: ...
+
 
 class Join:
     """One ``with engine.join():``. Everything in it is called on all ranks; see the module."""
@@ -285,4 +287,5 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.STATS: lambda join: join._pipeline.stats(),
     Command.CLIP: lambda join, bits: join._pipeline.clip(number_of(bits)),
     Command.METRIC: lambda join: join._owner.absent_from_metric(),
+    Command.SAVE: lambda join: join._owner.follow_save(),
 }

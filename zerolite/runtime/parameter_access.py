@@ -142,9 +142,13 @@ class ParameterAccess:
         self._optimizer = optimizer
         self._comm = comm
 
+    def positions(self) -> dict[int, int]:
+        """Of each trained parameter, by its id: the index that the methods below take."""
+        return {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
+
     def indices(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
-        index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
-        return [index_of[id(parameter)] for parameter in parameters]
+        positions = self.positions()
+        return [positions[id(parameter)] for parameter in parameters]
 
     # ---------------------------------------------------------------- gradients
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -398,6 +398,39 @@ class StepPipeline:
         self.settle()
         return self._scaler.scale
 
+    # ---------------------------------------------------------------- checkpoints
+
+    def check_between_steps(self) -> None:
+        """Raises RuntimeError while an update is in the middle: between ``update`` and ``publish``."""
+        if self._unpublished:
+            raise RuntimeError(
+                "a checkpoint was asked for between engine.update() and engine.publish(), where master weights are "
+                "ahead of the parameters; call engine.publish() and engine.zero_grad() first"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and the window in hand, None if it is empty; plain data."""
+        self.settle()
+        window = None
+        if not (self._window.empty or self._updated):
+            scale = {"loss_scale": self._loss_scale, "max_norm": self._max_norm, "flush_factor": self._flush_factor}
+            window = {**scale, "counts": self._window.state_dict(), "micro_batches": self._window.micro_batches}
+        counters = {name.lstrip("_"): getattr(self, name) for name in _COUNTERS}
+        return {"counters": counters, "window": window, "loss_scaler": self._scaler and self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`, after :meth:`zero_grad`. A loss scale of another precision is left out. Raises
+        ValueError if what was saved makes no sense."""
+        if self._scaler is not None and state["loss_scaler"] is not None:
+            self._scaler.load_state_dict(state["loss_scaler"])
+        for name in _COUNTERS:
+            setattr(self, name, state["counters"][name.lstrip("_")])
+        window = state["window"]
+        if window is not None:
+            self._window.load_state_dict(window["counts"])
+            self._loss_scale = window["loss_scale"] if self._scaler is not None else None
+            self._max_norm, self._flush_factor = window["max_norm"], window["flush_factor"]
+
     # ---------------------------------------------------------------- inside
 
     def divisor(self) -> float:
@@ -521,6 +554,9 @@ class StepPipeline:
                 f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
                 "set the key to true."
             )
+
+
+_COUNTERS = ("micro_steps", "_global_steps", "_skipped_steps", "_skipped_in_a_row", "_last_norm", "_weight_unit")
 
 
 def _mean_weight(outcome: GradStats) -> float:

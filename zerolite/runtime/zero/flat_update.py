@@ -166,9 +166,22 @@ class FlatUpdate:
             state[name] = self._buffer.piece(piece.fragment, flats[bucket])
         return state
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(self._rule.states)
+
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Takes a state in torch's form; an empty one is that of a parameter which was never updated."""
-        step = int(state["step"]) if "step" in state else int(any(state.get(n) is not None for n in self._rule.states))
+        tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
+        places = self.make_state(piece, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
+        for name, place in places.items():
+            place.copy_(tensors[name])
+
+    def make_state(
+        self, piece: Piece, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
+        """See :class:`UpdateMethod`; the tensors are views in the rule's dtype."""
+        step = int(numbers["step"]) if "step" in numbers else int(bool(tensors))
         if step > self._steps:
             for other in self._all():
                 index = other.fragment.slot.index
@@ -177,15 +190,17 @@ class FlatUpdate:
         self._missed[piece.fragment.slot.index] = self._steps - step
         self._fresh = False
         if not step and self._states is None:
-            return
+            return {}
         groups = self._groups()
         bucket = piece.fragment.slot.bucket
+        places = {}
         for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
             view = self._buffer.piece(piece.fragment, flats[bucket])
-            if state.get(name) is not None:
-                view.copy_(state[name])
+            if name in tensors:
+                places[name] = view
             else:
                 view.fill_(self._rule.initial(groups[piece.group]))
+        return places
 
     def _allocated(self, groups: Groups) -> list[Flat]:
         if self._states is None:

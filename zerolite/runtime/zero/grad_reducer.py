@@ -15,7 +15,7 @@ bucket holds between passes:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,18 @@ class _BucketState:
     pending: Pending | None = None
     sent: torch.Tensor | None = None  # what `pending` reduces
     staged: bool = False  # `local` is the communicator's memory
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """Gradients between the passes of a window. local: this rank's sums that no reduction has seen, flat, by parameter.
+    reduced: means over ranks by bucket, full at stage 0, this rank's part above. passes_in_local: backwards that
+    ``local`` holds."""
+
+    local: dict[int, torch.Tensor]
+    reduced: dict[int, torch.Tensor]
+    passes_in_local: int
+    passes_in_window: int
 
 
 class _BucketPool:
@@ -575,6 +587,51 @@ class GradReducer:
         """This rank's part of the mean gradient, at every stage."""
         value = self.reduced(bucket)
         return value if self._options.shard else self._comm.part(value)
+
+    # ---------------------------------------------------------------- what a checkpoint of a window keeps
+
+    @torch.no_grad()
+    def sums(self) -> WindowSums:
+        """What the window has summed so far; nothing is reduced for it. Between passes."""
+        self._wait_for_all()
+        local: dict[int, torch.Tensor] = {}
+        for state in self._states:
+            self._put_held(state)
+            for index in sorted(state.written):
+                assert state.local is not None and not state.bucket.rows, "sliced buckets are reduced in every pass"
+                slot = self.layout.slots[index]
+                local[index] = state.local.narrow(0, slot.start, slot.numel)
+        reduced = {state.bucket.index: state.reduced for state in self._states if state.reduced is not None}
+        return WindowSums(local, reduced, self._passes_in_local, self._passes_in_window)
+
+    def new_sums(self, local: Mapping[int, torch.dtype], reduced: Mapping[int, torch.dtype], passes: int) -> WindowSums:
+        """Begin a window of ``passes`` backwards that has sums of these dtypes: by parameter, and by bucket. They are
+        zero, for the caller to fill. After :meth:`clear`; called on all ranks with the same ``reduced``."""
+        device = self.parameters[0].device
+        made = WindowSums({}, {}, passes if local else 0, passes)
+        for index, dtype in local.items():
+            slot = self.layout.slots[index]
+            state = self._states[slot.bucket]
+            if state.local is None:
+                state.local = torch.zeros(state.bucket.numel, dtype=dtype, device=device)
+            state.written.add(index)
+            made.local[index] = state.local.narrow(0, slot.start, slot.numel)
+        for bucket, dtype in reduced.items():
+            numel = self._states[bucket].bucket.numel // (self._comm.world_size if self._options.shard else 1)
+            made.reduced[bucket] = torch.zeros(numel, dtype=dtype, device=device)
+            self._states[bucket].reduced = made.reduced[bucket]
+        self._passes_in_local, self._passes_in_window = made.passes_in_local, passes
+        return made
+
+    @property
+    def sums_locally(self) -> bool:
+        """Whether gradients of a window wait on their rank for its last pass."""
+        return not self._options.reduce_each_pass
+
+    @property
+    def local_factor(self) -> float:
+        """What this rank's sums must be multiplied by, so that the sum over ranks is the mean."""
+        return 1.0 / (self._comm.world_size * self._options.arrival_factor)
 
     def release(self, bucket: int) -> None:
         """Drop the gradient of a bucket that has been consumed."""

@@ -34,6 +34,9 @@ class UpdateMethod(Protocol):
     """How the pieces are updated; states are kept here.
 
     one_launch: whether all buckets are best updated in one call. can_skip_on_device: whether ``found_inf`` is taken.
+    state_names: of the states that have a value for each element; None if only the states there are tell. make_state:
+    a piece's states with these numbers, and the tensors, of these shapes and dtypes where that is free, that the caller
+    fills; without any the piece is as if never updated.
     """
 
     @property
@@ -57,6 +60,13 @@ class UpdateMethod(Protocol):
     def state_of(self, piece: Piece) -> State: ...
 
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None: ...
+
+    def make_state(
+        self, piece: Piece, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]: ...
+
+    @property
+    def state_names(self) -> tuple[str, ...] | None: ...
 
     def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None: ...
 

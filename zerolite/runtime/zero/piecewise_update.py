@@ -109,6 +109,26 @@ class PiecewiseUpdate:
                 for key, value in state.items()
             }
 
+    state_names = None
+
+    def make_state(
+        self, piece: Piece, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
+        """See :class:`UpdateMethod`."""
+        group = self._inner.param_groups[piece.group]
+        device = self._buffer.master[piece.fragment.slot.bucket].device
+        places = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()}
+        # Torch keeps counts where the kernel that reads them runs.
+        counts = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        own = {
+            name: value.to(counts, copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in numbers.items()
+        }
+        self._inner.state.pop(piece.tensor, None)
+        if own or places:
+            self._inner.state[piece.tensor] = {**own, **places}
+        return places
+
     @contextlib.contextmanager
     def _only(self, pieces: Sequence[Piece]) -> Iterator[None]:
         """Show the inner optimizer these pieces and nothing else."""

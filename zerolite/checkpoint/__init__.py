@@ -1,0 +1,1 @@
+"""Checkpoints: saved by every rank, loaded at any stage and world size."""

@@ -1,0 +1,88 @@
+"""Ranges of a flattened tensor as boxes of the tensor.
+
+Pure: standard library only. A box is what a checkpoint stores and what a loader asks for, so that the two need not have
+cut a tensor alike. A box of a tensor of n dimensions is ``(offsets, sizes)``, n integers each.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+
+
+def boxes_of_range(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
+    """The elements ``[start, start + numel)`` of a tensor of ``shape``, flattened in row-major order, as boxes in the
+    same order: at most 2 × dimensions − 1 of them, of which each is contiguous in the flattened tensor.
+
+    Raises ValueError for a range that is not in the tensor.
+    """
+    if start < 0 or numel < 0 or start + numel > math.prod(shape):
+        raise ValueError(
+            f"expected a range of the {math.prod(shape)} elements of {tuple(shape)}, got {start} + {numel}"
+        )
+    if numel:
+        yield from _boxes((), tuple(shape), start, numel)
+
+
+def _boxes(prefix: Shape, shape: Shape, start: int, numel: int) -> Iterator[Box]:
+    """Those of the tensor's part that ``prefix`` (indices of the leading dimensions) selects."""
+    fixed = (1,) * len(prefix)
+    if len(shape) <= 1:
+        yield prefix + (start,) * len(shape), fixed + (numel,) * len(shape)
+        return
+    inner = math.prod(shape[1:])
+    first, skipped = divmod(start, inner)
+    if skipped:
+        part = min(inner - skipped, numel)
+        yield from _boxes((*prefix, first), shape[1:], skipped, part)
+        first, numel = first + 1, numel - part
+    rows, rest = divmod(numel, inner)
+    if rows:
+        yield (*prefix, first, *(0 for _ in shape[1:])), (*fixed, rows, *shape[1:])
+    if rest:
+        yield from _boxes((*prefix, first + rows), shape[1:], 0, rest)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """What both boxes contain, or None."""
+    offsets = tuple(map(max, one[0], other[0]))
+    sizes = tuple(
+        min(a + n, b + m) - low for a, n, b, m, low in zip(one[0], one[1], other[0], other[1], offsets, strict=True)
+    )
+    return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+class BoxIndex:
+    """The boxes of one tensor, which do not overlap, to be asked for those that meet another box."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        first = [(box[0][0], box[0][0] + box[1][0]) if box[0] else (0, 1) for box in boxes]
+        self._order = sorted(range(len(boxes)), key=first.__getitem__)
+        self._starts = [first[index][0] for index in self._order]
+        self._ends: list[int] = []  # the largest of those so far: rising, so it can be searched
+        for index in self._order:
+            self._ends.append(max(first[index][1], self._ends[-1] if self._ends else 0))
+
+    def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Position and intersection of every box that meets ``box``."""
+        low, high = (box[0][0], box[0][0] + box[1][0]) if box[0] else (0, 1)
+        for place in range(bisect_left(self._ends, low + 1), bisect_left(self._starts, high)):
+            index = self._order[place]
+            common = intersection(self._boxes[index], box)
+            if common is not None:
+                yield index, common
+
+
+def covers(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether boxes that do not overlap make up all of a tensor of ``shape``."""
+    inside = all(
+        low >= 0 and size > 0 and low + size <= length
+        for offsets, sizes in boxes
+        for low, size, length in zip(offsets, sizes, shape, strict=True)
+    )
+    return inside and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)

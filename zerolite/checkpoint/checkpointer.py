@@ -1,0 +1,57 @@
+"""What an engine calls to save and load."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from zerolite.checkpoint.loading import Loader, LoadRequest
+from zerolite.checkpoint.saving import EngineParts, Saver, SaveRequest, UserState
+from zerolite.comm.process_group import keep_track
+
+
+class Checkpointer:
+    """One engine's checkpoints. All methods are called on all ranks, between the engine's other calls."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._saver = Saver(parts)
+        self._loader = Loader(parts)
+        keep_track(self)
+
+    def save(self, request: SaveRequest, client_state: Any, scheduler: Any, loaders: Any) -> str:
+        """Returns the checkpoint's directory."""
+
+        def user() -> UserState:
+            if client_state is not None and not isinstance(client_state, dict):
+                raise TypeError(f"expected client_state to be a dict, got {type(client_state).__name__}")
+            return UserState(dict(client_state or {}), loaders.state_dict())
+
+        return self._saver.save(request, user, scheduler)
+
+    def follow_save(self, scheduler: Any) -> None:
+        """Take part in a save of the ranks that go on, with what this one holds."""
+        self._saver.save(None, _nothing, scheduler)
+
+    def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
+        """Returns the checkpoint's directory, or None, and the client state."""
+        self._saver.wait()
+        return self._loader.load(request, scheduler, loaders)
+
+    def wait(self) -> None:
+        """Until what is saved in the background is on the disk. Raises CheckpointError if that went wrong."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """The same, before the process group is destroyed."""
+        self._saver.wait()
+
+
+def _nothing() -> UserState:
+    raise AssertionError("asked of ranks that save, not of those that follow")
+
+
+def directory_of(path: str | os.PathLike[str], what: str) -> str:
+    """Raises ValueError, calling it ``what``, for anything but a path."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ValueError(f"expected {what} to be a directory, got {path!r}")
+    return str(os.fspath(path))

@@ -1,0 +1,227 @@
+"""The files of a DeepSpeed checkpoint: which there are, what they hold, and whether such a checkpoint can be imported.
+
+save_dir/latest                                                the tag
+save_dir/<tag>/mp_rank_00_model_states.pt                      stages 1 and 2: weights, buffers, names, counters
+save_dir/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt     stage 3: the same, of each rank
+save_dir/<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt   master weights and optimizer states of each rank
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.inert_pickle import Inert, load_inert
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_NOT_ZERO = (  # (name of a file or directory, what such checkpoints are called)
+    (re.compile(r"zero"), "a universal checkpoint (it has a directory 'zero')"),
+    (re.compile(r"(layer_.*)?expert_.*|expp_rank_.*"), "a checkpoint of a mixture of experts"),
+    (re.compile(r"layer_\d+-model_.*"), "a checkpoint of a pipeline"),
+    (re.compile(r"offloaded_tensors"), "a checkpoint whose optimizer states are files of an NVMe offload"),
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A file's content, a dict; ``path`` is for messages."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    def get(self, kind: type[T], *keys: str) -> T:
+        """The value at ``content[key][...]``. Raises CheckpointError if it is missing or of another type."""
+        value: Any = self.content
+        for i, key in enumerate(keys):
+            if not isinstance(value, Mapping) or key not in value:
+                raise CheckpointError(f"'{self.path}': expected an entry {_spelled(keys[: i + 1])}, got none")
+            value = value[key]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise CheckpointError(
+                f"'{self.path}': expected {_spelled(keys)} to be of type {kind.__name__}, got {type(value).__name__}"
+            )
+        return value
+
+
+def _spelled(keys: tuple[str, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in keys)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint's files, read: of the model (one at stages 1 and 2, of every rank at stage 3), and of the optimizer
+    of every rank, by rank."""
+
+    directory: Path
+    stage: int
+    model: tuple[Loaded, ...]
+    optimizer: tuple[Loaded, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.optimizer)
+
+
+def find_tag(directory: Path, tag: str | None) -> Path:
+    """The directory of the checkpoint ``tag`` in ``directory``; without a tag ``directory`` itself if it is one, or the
+    one that its file ``latest`` names. Raises CheckpointError if there is none."""
+    if tag is None:
+        if any(_MODEL.fullmatch(path.name) for path in _entries(directory)):
+            return directory
+        latest = directory / "latest"
+        try:
+            tag = latest.read_text(errors="replace").strip()
+        except OSError as error:
+            raise CheckpointError(
+                f"no DeepSpeed checkpoint in '{directory}': expected a file 'latest' or files *_model_states.pt, and "
+                f"'{latest}' cannot be read ({error.strerror}); give the tag, or the directory of the checkpoint itself"
+            ) from error
+    if not tag or not (directory / tag).is_dir():
+        tags = sorted(path.name for path in _entries(directory) if path.is_dir())
+        raise CheckpointError(f"no checkpoint {tag!r} in '{directory}'; the directories there are {tags}")
+    return directory / tag
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"'{directory}' cannot be read: {error.strerror}") from error
+
+
+def read_files(path: Path, verify: bool) -> Files:
+    """Of the checkpoint in the directory ``path``. verify: compare every file with its checksums first, which reads it
+    to its end. Raises CheckpointError for a checkpoint of another kind, and if files are missing or damaged."""
+    names = [entry.name for entry in _entries(path)]
+    _refuse_by_name(path, names)
+    model = {int(m[1]) if m[1] else None: path / m[0] for name in names if (m := _MODEL.fullmatch(name))}
+    optimizer = _by_rank(path, names)
+    if not model:
+        raise CheckpointError(
+            f"'{path}' is no DeepSpeed checkpoint: expected a file mp_rank_00_model_states.pt or such"
+        )
+    if None in model and len(model) > 1:
+        raise CheckpointError(
+            f"'{path}' has model states of stage 3, '{max(model.values()).name}', and of another stage, "
+            f"'{model[None].name}', of two saves with the same tag; remove those of the older one"
+        )
+    first = model.get(0) or model.get(None)
+    if first is None:
+        raise CheckpointError(f"'{path / 'zero_pp_rank_0_mp_rank_00_model_states.pt'}' is missing")
+    head = _load(first, verify)
+    world_size = _check_kind(head)
+    if not optimizer:
+        raise CheckpointError(
+            f"'{path}' has no files zero_pp_rank_*_optim_states.pt: it was saved without ZeRO (stage 0), whose "
+            f"optimizer states have no names, or they were not copied"
+        )
+    _check_ranks(path, "optim_states", set(optimizer), world_size)
+    states = tuple(_load(optimizer[rank], verify) for rank in range(world_size))
+    stage = _stage(states, head)
+    if stage < 3 and None in model:
+        return Files(path, stage, (head,), states)
+    _check_ranks(path, "model_states", {rank for rank in model if rank is not None}, world_size)
+    others = (_load(model[rank], verify) for rank in range(1, world_size))
+    return Files(path, stage, (head, *others), states)
+
+
+def _refuse_by_name(path: Path, names: list[str]) -> None:
+    for name in names:
+        for pattern, kind in _NOT_ZERO:
+            if pattern.fullmatch(name):
+                raise CheckpointError(f"'{path}' is {kind}, which zerolite does not import; found '{name}'")
+        match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+        if match and int(match[2]):
+            raise CheckpointError(
+                f"'{path}' is a checkpoint of model parallelism, which zerolite does not import; found '{name}'"
+            )
+
+
+def _by_rank(path: Path, names: list[str]) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for name in names:
+        match = _OPTIMIZER.fullmatch(name)
+        if match is None:
+            continue
+        other = found.setdefault(int(match[1]), path / name)
+        if other.name != name:
+            raise CheckpointError(
+                f"'{path}' has two files of rank {match[1]}, '{other.name}' and '{name}', of two saves with the same "
+                f"tag; remove those of the older one"
+            )
+    return found
+
+
+def _load(path: Path, verify: bool) -> Loaded:
+    content = load_inert(path, verify)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"'{path}': expected a dict, got {type(content).__name__}")
+    return Loaded(path, content)
+
+
+def _check_kind(head: Loaded) -> int:
+    """The number of ranks that the checkpoint says it is of. Raises CheckpointError for kinds that are not imported."""
+    if "ds_version" not in head.content:
+        raise CheckpointError(f"'{head.path}' is no DeepSpeed checkpoint: expected an entry ['ds_version']")
+    dimensions = head.content.get("checkpoint_parallel_dimensions") or {}
+    sizes = {
+        "model parallelism": max(head.content.get("mp_world_size") or 1, dimensions.get("tp_degree") or 1),
+        "a pipeline": dimensions.get("pp_degree") or 1,
+    }
+    for kind, size in sizes.items():
+        if size > 1:
+            raise CheckpointError(
+                f"'{head.path}' is of a checkpoint of {kind} (of degree {size}), which zerolite does not import"
+            )
+    if head.content.get("ds_autoep_layers") or head.content.get("autoep_layers") or head.content.get("num_experts"):
+        raise CheckpointError(
+            f"'{head.path}' is of a checkpoint of a mixture of experts, which zerolite does not import"
+        )
+    return head.get(int, "dp_world_size")
+
+
+def _check_ranks(path: Path, kind: str, found: set[int], world_size: int) -> None:
+    missing = sorted(set(range(world_size)) - found)
+    if missing:
+        raise CheckpointError(
+            f"'{path}' was saved by {world_size} ranks, but the files *_{kind}.pt of rank(s) "
+            f"{', '.join(map(str, missing))} are missing: zero_pp_rank_{missing[0]}_mp_rank_00_{kind}.pt and so on"
+        )
+    more = sorted(found - set(range(world_size)))
+    if more:
+        raise CheckpointError(
+            f"'{path}' was saved by {world_size} ranks, but there are files *_{kind}.pt of rank(s) "
+            f"{', '.join(map(str, more))} too, left from another save with this tag? Remove them if so."
+        )
+
+
+def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
+    """Also checks that all ranks say the same."""
+    world_size = len(states)
+    found = set()
+    for file in states:
+        saved = file.get(dict, "optimizer_state_dict")
+        counts = saved.get("partition_count", world_size)
+        counts = set(counts) if isinstance(counts, (list, tuple)) else {counts}
+        if counts != {world_size}:
+            raise CheckpointError(
+                f"'{file.path}': expected optimizer states in {world_size} partitions, one for each rank that "
+                f"'{head.path.name}' tells of, got {sorted(counts)}"
+            )
+        found.add(_number(saved.get("zero_stage", 1)))  # the bf16 optimizer, which is of stage 1, does not say
+    if len(found) > 1 or not found <= {1, 2, 3}:
+        names = ", ".join(sorted(map(str, found)))
+        raise CheckpointError(f"'{head.path.parent}': expected one ZeRO stage of 1, 2 and 3 in all files, got {names}")
+    return int(found.pop())
+
+
+def _number(value: Any) -> Any:
+    """Of a member of an enumeration, which is pickled as the class and the number."""
+    return value.arguments[0] if isinstance(value, Inert) and len(value.arguments) == 1 else value

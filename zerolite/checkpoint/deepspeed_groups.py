@@ -1,0 +1,146 @@
+"""Master weights and optimizer states in DeepSpeed's files: flat groups of parameters, a partition on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint.deepspeed_files import Files, Loaded
+from zerolite.checkpoint.deepspeed_layout import Pieces, equal_partitions, sliced_parameters
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.inert_pickle import Inert
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose elements lie in the same flat partitions: a parameter group, or a part of one at stage 3.
+
+    shapes: by name, in their order. masters, states: of each rank. number: of the parameter group.
+    """
+
+    where: str
+    number: int
+    shapes: Mapping[str, tuple[int, ...]]
+    pieces: Mapping[str, Pieces]
+    masters: Sequence[torch.Tensor]
+    states: Sequence[Mapping[str, Any]]
+
+
+def read_groups(files: Files) -> tuple[list[Group], Sequence[Mapping[str, Any]] | None]:
+    """The groups, and the settings of the parameter groups, None where they were not saved."""
+    key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
+    base = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
+    masters = [_flat_groups(file, key) for file in files.optimizer]
+    states = [file.get(object, "optimizer_state_dict", base) for file in files.optimizer]
+    shapes = [_shapes(files.model[0], entry) for entry in files.model[0].get(list, "param_shapes")]
+    for file, flat in zip(files.optimizer, masters, strict=True):
+        if len(flat) != len(shapes):
+            raise CheckpointError(
+                f"'{file.path}': expected {len(shapes)} groups of master weights, one for each group of "
+                f"'{files.model[0].path.name}', got {len(flat)}"
+            )
+    settings = states[0]["param_groups"] if isinstance(states[0], dict) else None
+    numbers = _numbers(files.optimizer[0], settings, len(shapes))
+    of_ranks = [_states(state, len(shapes)) for state in states]
+    groups = []
+    for i, (of_group, number) in enumerate(zip(shapes, numbers, strict=True)):
+        where = f"'{files.directory}', group {i} of its parameters"
+        flats = [flat[i] for flat in masters]
+        lengths = [flat.numel() for flat in flats]
+        numels = {name: math.prod(shape) for name, shape in of_group.items()}
+        if files.stage == 3:
+            pieces = sliced_parameters(numels, lengths, where)
+        else:
+            pieces = equal_partitions(numels, _gaps(files.optimizer[0], i, len(numels)), lengths, where)
+        groups.append(Group(where, number, of_group, pieces, flats, [state[i] for state in of_ranks]))
+    return groups, settings
+
+
+def _flat_groups(file: Loaded, key: str) -> list[torch.Tensor]:
+    found = file.get(list, "optimizer_state_dict", key)
+    for flat in found:
+        if not isinstance(flat, torch.Tensor) or flat.dim() != 1 or not flat.is_contiguous():
+            raise CheckpointError(f"'{file.path}': expected flat tensors in '{key}', got {described(flat)}")
+    return [flat.detach() for flat in found]
+
+
+def _shapes(file: Loaded, entry: Any) -> dict[str, tuple[int, ...]]:
+    shapes = {str(name): tuple(shape) for name, shape in entry.items()}
+    if not all(type(size) is int and size >= 0 for shape in shapes.values() for size in shape):
+        raise CheckpointError(f"'{file.path}': expected shapes in 'param_shapes', got {shapes}")
+    return shapes
+
+
+def _gaps(file: Loaded, group: int, count: int) -> list[int]:
+    """Elements between the parameters of a group, for their alignment; DeepSpeed before 0.19 knows none."""
+    saved = file.content["optimizer_state_dict"].get("param_alignment_paddings")
+    return [0] * count if saved is None else list(saved[group])
+
+
+def _numbers(file: Loaded, settings: Any, count: int) -> list[int]:
+    """Of the parameter group to which each flat group belongs."""
+    if settings is None:
+        return list(range(count))
+    numbers = [number for number, group in enumerate(settings) for _ in group["params"]]
+    order = [index for group in settings for index in group["params"]]
+    if order != list(range(count)):
+        raise CheckpointError(
+            f"'{file.path}': expected an optimizer of {count} flat parameters, in order, got {order} in its groups"
+        )
+    return numbers
+
+
+def _states(saved: Any, count: int) -> list[Mapping[str, Any]]:
+    """By flat group: a list in an elastic checkpoint, else as torch numbers parameters; {} before the first step."""
+    if isinstance(saved, list):
+        return saved
+    return [saved["state"].get(i, {}) for i in range(count)]
+
+
+def flat_states(group: Group, state: str, of_ranks: Sequence[Any]) -> list[torch.Tensor]:
+    """The state's partitions, which may be longer than the masters' by the padding."""
+    for rank, (value, master) in enumerate(zip(of_ranks, group.masters, strict=True)):
+        fits = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() >= master.numel()
+        if not fits or value.dtype != of_ranks[0].dtype:
+            raise CheckpointError(
+                f"{group.where}: expected optimizer state '{state}' of rank {rank} to be {of_ranks[0].dtype} values of "
+                f"{master.numel()} elements, got {described(value)}; are all files from the same save?"
+            )
+    return list(of_ranks)
+
+
+def gather(flat: Sequence[torch.Tensor], pieces: Pieces, shape: tuple[int, ...]) -> torch.Tensor:
+    parts = [flat[rank].narrow(0, start, length) for rank, start, length in pieces] or [flat[0][:0]]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
+
+
+def common_number(group: Group, state: str, of_ranks: Sequence[Any]) -> Any:
+    """The value of a state that is one number for all elements, such as the count of steps: as torch's optimizers have
+    it, a tensor without dimensions or a number of Python."""
+    numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in of_ranks]
+    if not isinstance(numbers[0], (int, float)):
+        raise CheckpointError(
+            f"{group.where}: expected optimizer state '{state}' to be a number, or to have one value for each of the "
+            f"{group.masters[0].numel()} elements, got {described(of_ranks[0])}"
+        )
+    if any(number != numbers[0] for number in numbers):
+        raise CheckpointError(
+            f"{group.where}: expected one value of '{state}' on all ranks, got {numbers}; are all files from the same "
+            f"save?"
+        )
+    return of_ranks[0].reshape(()) if isinstance(of_ranks[0], torch.Tensor) else as_count(state, numbers[0])
+
+
+def as_count(state: str, number: Any) -> Any:
+    """DeepSpeed's own optimizers count steps in a number of Python, torch's in a tensor."""
+    return torch.tensor(float(number)) if state == "step" else number
+
+
+def described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return value.name if isinstance(value, Inert) else type(value).__name__

@@ -1,0 +1,90 @@
+"""Where DeepSpeed keeps the elements of a parameter: ranges of flat partitions, in plain integers.
+
+DeepSpeed flattens the trained parameters of a group and gives each rank a part; optimizer states are laid out in the
+same way. At stages 1 and 2 the parameters stand one behind the other and are cut into equal parts wherever that falls:
+
+    | a        | b              | c  |pad|
+    | rank 0      | rank 1      | rank 2 |        the padding at the end is cut off when it is saved
+
+At stage 3 each parameter is cut into equal parts, the last one padded, and a rank has its parts one behind the other:
+
+    rank 0 | a[0:k] | b[0:m] |    rank 1 | a[k:] pad | b[m:] |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from zerolite.checkpoint.errors import CheckpointError
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``start + length`` of the partition of ``rank``."""
+
+    rank: int
+    start: int
+    length: int
+
+
+Pieces = tuple[Piece, ...]
+
+
+def equal_partitions(
+    numels: Mapping[str, int], gaps: Sequence[int], lengths: Sequence[int], where: str
+) -> dict[str, Pieces]:
+    """Stages 1 and 2: the pieces of each parameter, in the order of its elements.
+
+    numels: of the parameters, in their order. gaps: unused elements behind each of them. lengths: of each rank's
+    partition as it was saved. Raises CheckpointError, with ``where`` for the group, if they do not fit.
+    """
+    needed, present, world_size = sum(numels.values()) + sum(gaps), sum(lengths), len(lengths)
+    if not needed <= present < needed + max(1, 2 * world_size):
+        raise CheckpointError(
+            f"{where}: the parameters have {needed} elements together, but the partitions of {world_size} ranks "
+            f"{present}; are all files from the same save?"
+        )
+    starts = [sum(lengths[:rank]) for rank in range(world_size)]
+    filled = [length for start, length in zip(starts, lengths, strict=True) if start < needed]
+    if any(length != filled[0] for length in filled[:-1]):
+        raise CheckpointError(
+            f"{where}: expected partitions of the same length on all ranks but the last, got {list(lengths)}; are all "
+            f"files from the same save?"
+        )
+    pieces, offset = {}, 0
+    for (name, numel), gap in zip(numels.items(), gaps, strict=True):
+        pieces[name] = tuple(_cut(offset, offset + numel, starts, lengths))
+        offset += numel + gap
+    return pieces
+
+
+def _cut(start: int, stop: int, starts: Sequence[int], lengths: Sequence[int]) -> list[Piece]:
+    found = []
+    for rank, (first, length) in enumerate(zip(starts, lengths, strict=True)):
+        low, high = max(start, first), min(stop, first + length)
+        if low < high:
+            found.append(Piece(rank, low - first, high - low))
+    return found
+
+
+def sliced_parameters(numels: Mapping[str, int], lengths: Sequence[int], where: str) -> dict[str, Pieces]:
+    """Stage 3: as :func:`equal_partitions`."""
+    world_size = len(lengths)
+    needed = sum(-(-numel // world_size) for numel in numels.values())
+    if any(length != needed for length in lengths):
+        raise CheckpointError(
+            f"{where}: the parts of the parameters have {needed} elements together on each of {world_size} ranks, but "
+            f"the partitions {list(lengths)}; are all files from the same save?"
+        )
+    pieces, offset = {}, 0
+    for name, numel in numels.items():
+        pieces[name] = slices(numel, world_size, offset)
+        offset += -(-numel // world_size)
+    return pieces
+
+
+def slices(numel: int, world_size: int, offset: int = 0) -> Pieces:
+    """The parts of a parameter that was cut for stage 3, at ``offset`` on each rank, without the padding."""
+    part = -(-numel // world_size)
+    kept = [min(part, max(0, numel - rank * part)) for rank in range(world_size)]
+    return tuple(Piece(rank, offset, length) for rank, length in enumerate(kept) if length)

@@ -1,0 +1,210 @@
+"""`zerolite export`: a checkpoint as an ordinary safetensors model, on one process, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zerolite.checkpoint.directory import find
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.huggingface import (
+    INDEX,
+    ModelFile,
+    ModelWriter,
+    exported_dtype,
+    format_size,
+    parse_size,
+    plan_files,
+)
+from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.safetensors import TORCH_DTYPES, Entry
+
+logger = logging.getLogger("zerolite")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+DESCRIPTION = """\
+Write the model in a checkpoint as safetensors files with an index, as Hugging Face's
+from_pretrained and safetensors.torch read them. One process, no GPU; in memory is
+the largest tensor at a time."""
+
+EPILOG = """\
+examples:
+  zerolite export runs/a/checkpoints model          the latest one there
+  zerolite export runs/a/checkpoints/global_step500 model --dtype bf16
+
+Without --dtype each parameter has the dtype that it was trained in (rounded from its
+master weights), and buffers have their own; with it every floating tensor has that one.
+Tied weights are written once, under the first of their names."""
+
+_CLEAR = "\r\033[K"  # the line on a terminal
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the files with tensors, without the index, how many tensors and how many bytes of them."""
+
+    checkpoint: Path
+    files: list[Path]
+    tensors: int
+    nbytes: int
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int = "5GB",
+    exclude_frozen: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write the model in ``checkpoint`` (one, or a directory of several: then its latest) into the directory ``out``.
+
+    dtype: of all floating tensors; None: of each parameter the one it was trained in, of each buffer its own.
+    max_shard_size: bytes per file, as a number or as in "5GB". exclude_frozen: only what trains, that is trained
+    parameters and the buffers of the modules that have some. progress: called with the bytes written so far and in all.
+    Raises CheckpointError if the checkpoint cannot be read or the files cannot be written, ValueError for a size that
+    is none.
+    """
+    reader = CheckpointReader(find(checkpoint))
+    entries, aliases = _contents(reader, dtype, exclude_frozen)
+    plan = plan_files(entries.values(), max_shard_size, aliases)
+    keys = {entry.name: key for key, entry in entries.items()}
+    total = sum(file.nbytes for file in plan)
+    done = 0
+
+    def values(file: ModelFile) -> Iterator[torch.Tensor]:
+        nonlocal done
+        for entry in file.entries:
+            yield _read(reader, keys[entry.name], entry)
+            done += entry.nbytes
+            if progress is not None:
+                progress(done, total)
+
+    with ModelWriter(out, plan) as writer:
+        for file in plan:
+            writer.write(file, values(file))
+        files = writer.commit()
+    return Exported(reader.path, files, len(entries), total)
+
+
+def _contents(
+    reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """What is to be written by its key in the checkpoint, and other names -> the name that is written."""
+    entries: dict[str, Entry] = {}
+    aliases: dict[str, str] = {}
+    owners: set[str] = set()  # modules with a trained parameter
+    for name, about in reader.state["parameters"].items():
+        if about["trained"]:
+            owners.update(known.rpartition(".")[0] for known in (name, *about["aliases"]))
+        elif exclude_frozen:
+            continue
+        key = f"parameters/{name}"
+        if key not in reader.tensors:
+            raise CheckpointError(
+                f"the checkpoint '{reader.path}' has no values of the frozen parameter '{name}': it was saved with "
+                "exclude_frozen_parameters=True. Pass --exclude-frozen-parameters to export what was trained."
+            )
+        entries[key] = Entry(
+            name, exported_dtype(TORCH_DTYPES[about["dtype"]], dtype), tuple(reader.tensors[key].shape)
+        )
+        aliases.update(dict.fromkeys(about["aliases"], name))
+    for name, about in reader.state["buffers"].items():
+        if not exclude_frozen or name.rpartition(".")[0] in owners:
+            stored = reader.tensors[f"buffers/{name}"]
+            entries[f"buffers/{name}"] = Entry(name, exported_dtype(stored.dtype, dtype), tuple(stored.shape))
+            aliases.update(dict.fromkeys(about.get("aliases", ()), name))
+    return entries, aliases
+
+
+def _read(reader: CheckpointReader, key: str, entry: Entry) -> torch.Tensor:
+    value = reader.read(key, entry.dtype)
+    if entry.dtype is torch.float16 and reader.tensors[key].dtype is not torch.float16 and bool(value.isinf().any()):
+        logger.warning(
+            "export: '%s' has values beyond what fp16 holds (±65504), which are infinite in the export; use bf16 or fp32",
+            entry.name,
+        )
+    return value
+
+
+# -------------------------------------------------------------------- the command
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a directory of checkpoints")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; made if it is not there")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all floating tensors (default: as trained)")
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        metavar="SIZE",
+        help="of one file (default: 5GB = 5 * 10**9 bytes)",
+    )
+    parser.add_argument(
+        "--exclude-frozen-parameters", action="store_true", help="write only what trains, such as adapters"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "zerolite export") -> int:
+    """Run the command; 0, or 1 after a sentence on stderr."""
+    options = build_parser(prog).parse_args(argv)
+    terminal = sys.stderr.isatty()
+    try:
+        exported = export_checkpoint(
+            options.checkpoint,
+            options.out,
+            DTYPES.get(options.dtype),
+            options.max_shard_size,
+            options.exclude_frozen_parameters,
+            _show_progress if terminal else None,
+        )
+    except CheckpointError as error:
+        _clear_line(terminal)
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    _clear_line(terminal)
+    where = (
+        str(exported.files[0])
+        if len(exported.files) == 1
+        else f"{len(exported.files)} files and {INDEX} in '{options.out}'"
+    )
+    print(f"exported {exported.tensors} tensors, {format_size(exported.nbytes)}, of '{exported.checkpoint}' to {where}")
+    return 0
+
+
+def _clear_line(terminal: bool) -> None:
+    if terminal:
+        print(_CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def _show_progress(done: int, total: int) -> None:
+    print(f"{_CLEAR}{format_size(done)} of {format_size(total)}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What a save does to a file system, one operation at a time, each of which may be the last before a crash.
+
+Nothing else of this package writes, renames or removes. Nothing here hides an error: it is an OSError with the path.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+BATCH_BYTES = 8 << 20
+_MOST_VIEWS = 512  # in one call; POSIX has 1024 on Linux
+
+
+def _nothing(operation: str, path: Path) -> None:
+    pass
+
+
+before_operation: Callable[[str, Path], None] = _nothing
+"""Called before each operation with its name ("mkdir", "create", "write", "fsync", "rename", "remove") and the path:
+where tests let a process die or a disk be full."""
+
+
+def make_directory(path: Path, exist_ok: bool = False) -> None:
+    """With its parents."""
+    if not (exist_ok and path.is_dir()):
+        before_operation("mkdir", path)
+        path.mkdir(parents=True, exist_ok=exist_ok)
+
+
+def write_file(path: Path, batches: Iterable[Sequence[memoryview]]) -> None:
+    """A new file of ``batches``, one after the other, on the disk when this returns. Raises FileExistsError if there is
+    one."""
+    before_operation("create", path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for batch in batches:
+            before_operation("write", path)
+            _write(descriptor, list(batch))
+        before_operation("fsync", path)
+        os.fsync(descriptor)
+    except OSError as error:
+        raise _named(error, path) from error
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, views: list[memoryview]) -> None:
+    while views:
+        written = os.writev(descriptor, views[:_MOST_VIEWS])
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
+
+
+def batches_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in batches of about 8 MiB; a batch is asked for when the one before has been written."""
+    batch: list[memoryview] = []
+    room = BATCH_BYTES
+    for view in views:
+        while len(view):
+            part = view[:room]
+            batch.append(part)
+            view, room = view[len(part) :], room - len(part)
+            if not room or len(batch) == _MOST_VIEWS:
+                yield batch
+                batch, room = [], BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    return error if error.filename else type(error)(error.errno, error.strerror, str(path))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """``path`` has the old content or the new one, whatever happens."""
+    new = path.with_name(f".{path.name}.new")
+    remove(new)
+    write_file(new, [[memoryview(content)]])
+    rename(new, path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """On the disk when this returns."""
+    before_operation("rename", target)
+    os.rename(source, target)
+    sync_directory(target.parent)
+
+
+def remove(path: Path) -> None:
+    """A file or a directory with all that is in it; nothing if it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        before_operation("remove", path)
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        before_operation("remove", path)
+        path.unlink()
+
+
+def sync_directory(path: Path) -> None:
+    """The names in a directory are on the disk when this returns."""
+    before_operation("fsync", path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,193 @@
+"""A model as Hugging Face's ``from_pretrained`` and ``safetensors.torch`` read it: ``model.safetensors``, or
+``model-00001-of-0000N.safetensors`` and an index, written tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from zerolite.checkpoint import filesystem
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.safetensors import Entry, as_bytes, build_header
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_INCOMPLETE = ".incomplete"
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{kind}B": base**power
+    for kind, base in (("", 1000), ("I", 1024))
+    for power, letter in enumerate("KMGTP", start=1)
+}
+_CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "5GB" (10**9 each), "500MB", "2GiB" (2**30 each), or a number. Raises ValueError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or int(float(found[1]) * unit) < 1:
+        raise ValueError(f"expected a size such as '5GB', '500MB' or '2GiB', 1 byte or more, got {text!r}")
+    return int(float(found[1]) * unit)
+
+
+def format_size(nbytes: int) -> str:
+    """As people read it: "5.00 GB", of 10**9 bytes each."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
+        if nbytes >= 1000**power:
+            return f"{nbytes / 1000**power:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def exported_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """What a tensor of dtype ``own`` is written as if ``dtype`` was asked for: only floating ones of 16 bits or more
+    are cast."""
+    return dtype if dtype is not None and own in _CAST else own
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A file to be written: its tensors, in the order in which they lie in it and are written."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def plan_files(entries: Iterable[Entry], max_shard_size: str | int, aliases: Mapping[str, str]) -> list[ModelFile]:
+    """Files of at most ``max_shard_size`` bytes of tensors, or of one tensor that has more; filled in the order given.
+
+    aliases: other names of ``entries``' tensors -> the name given there. They are told in the metadata of the file, as
+    ``safetensors.torch.save_model`` does. Raises ValueError for a size that is none.
+    """
+    limit = parse_size(max_shard_size)
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if filled + entry.nbytes > limit and filled:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.nbytes
+    others: dict[str, list[str]] = {}
+    for alias, kept in aliases.items():
+        others.setdefault(kept, []).append(alias)
+    count = len(shards)
+    return [
+        ModelFile(
+            SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
+            tuple(sorted(shard, key=lambda entry: -entry.dtype.itemsize)),  # so that every tensor is aligned
+            {alias: entry.name for entry in shard for alias in others.get(entry.name, ())} | {"format": "pt"},
+        )
+        for number, shard in enumerate(shards, start=1)
+    ]
+
+
+class ModelWriter:
+    """Writes the files of :func:`plan_files` into ``directory``: a context, inside which :meth:`write` is called for
+    each of them, in any order, and :meth:`commit` at the end. Until then nothing that is there is touched, and nothing
+    is left behind if the context ends without it. Raises CheckpointError if the directory cannot be written.
+
+    What is replaced: the files of the plan's names, the index, and the files of an earlier export that the index there
+    names. Others stay.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[ModelFile]) -> None:
+        self._directory = directory
+        self._files = files
+
+    def __enter__(self) -> ModelWriter:
+        if self._directory.exists() and not self._directory.is_dir():
+            raise CheckpointError(f"expected '{self._directory}' to be a directory or not to exist, found a file")
+        with _named(self._directory):
+            filesystem.make_directory(self._directory, exist_ok=True)
+            self._remove_incomplete()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._remove_incomplete()
+
+    def write(self, file: ModelFile, values: Iterable[torch.Tensor]) -> None:
+        """``values``: those of ``file.entries``, on any device; asked for one by one, and let go before the next."""
+        with _named(self._directory / file.name):
+            filesystem.write_file(self._incomplete(file.name), _chunks(file, iter(values)))
+
+    def commit(self) -> list[Path]:
+        """Give the files their names. Killed meanwhile, the directory has the earlier model, the new one, or none that
+        could be taken for whole. Gives the paths written."""
+        names = [file.name for file in self._files]
+        index = self._directory / INDEX
+        with _named(self._directory):
+            stale = [name for name in self._earlier() if name not in names]
+            if names != [SINGLE]:
+                stale.append(SINGLE)  # readers would take it for the model
+            filesystem.remove(index)
+            for name in stale:
+                filesystem.remove(self._directory / name)
+            for name in names:
+                filesystem.rename(self._incomplete(name), self._directory / name)
+            if names != [SINGLE]:
+                filesystem.replace_file(index, self._index())
+        return [self._directory / name for name in names]
+
+    def _index(self) -> bytes:
+        weight_map = {entry.name: file.name for file in self._files for entry in file.entries}
+        total = sum(file.nbytes for file in self._files)
+        body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()
+
+    def _earlier(self) -> list[str]:
+        """The numbered files that the index there names; none if it cannot be read."""
+        try:
+            names = set(json.loads((self._directory / INDEX).read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return []
+        return sorted(name for name in names if isinstance(name, str) and _NUMBERED.fullmatch(name))
+
+    def _incomplete(self, name: str) -> Path:
+        return self._directory / f".{name}{_INCOMPLETE}"
+
+    def _remove_incomplete(self) -> None:
+        for path in sorted(self._directory.glob(f".model*.safetensors{_INCOMPLETE}")):
+            filesystem.remove(path)
+
+
+def _chunks(file: ModelFile, values: Iterator[torch.Tensor]) -> Iterator[list[memoryview]]:
+    header, _ = build_header(file.entries, file.metadata)
+    yield [memoryview(header)]
+    for entry in file.entries:
+        chunk = _bytes_of(next(values), entry)
+        yield [chunk]
+        chunk.release()  # and with it the tensor, before the next one is asked for
+    if next(values, None) is not None:
+        raise ValueError(f"expected {len(file.entries)} tensors for '{file.name}', got more")
+
+
+def _bytes_of(value: torch.Tensor, entry: Entry) -> memoryview:
+    if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
+        raise ValueError(
+            f"tensor '{entry.name}': expected {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}"
+        )
+    return as_bytes(value.detach().resolve_conj().resolve_neg().to("cpu").contiguous())
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"'{path}' could not be written: {error.strerror or error}") from error

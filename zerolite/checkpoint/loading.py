@@ -1,0 +1,342 @@
+"""From a checkpoint to an engine between two steps, whatever the stage and the world size of either."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from zerolite.checkpoint.directory import NoCheckpoint, find
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.matching import Match, check_complete, listed, match_groups, match_parameters, reordered
+from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
+from zerolite.checkpoint.planner import Target, TargetLoadPlanner
+from zerolite.checkpoint.random_state import load_random_state
+from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.saving import EngineParts
+from zerolite.checkpoint.storage import CheckpointStorageReader
+from zerolite.checkpoint.together import on_all_ranks, on_this_rank, storage_errors
+from zerolite.checkpoint.window_state import WindowLoad, begin_window
+from zerolite.runtime.zero.sharded_optimizer import KEPT
+
+logger = logging.getLogger("zerolite")
+_CALL = "engine.load_checkpoint"
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What every rank was called with."""
+
+    load_dir: str
+    tag: str | None
+    strict: bool
+    optimizer_states: bool
+    lr_scheduler_states: bool
+    module_only: bool
+    missing_ok: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything decided, and nothing changed yet. kinds: shape and dtype of the stored optimizer states, by state and
+    stored name; None to leave the engine's alone. groups: see :func:`match_groups`."""
+
+    reader: CheckpointReader
+    match: Match
+    buffers: list[str]
+    kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None
+    groups: list[int | None]
+    scheduler_state: dict[str, Any] | None
+
+
+class Loader:
+    """Loads checkpoints into one engine."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._host = parts.host
+
+    def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
+        """Called on all ranks. Returns the checkpoint's directory and the client state; (None, {}) if there is none and
+        that is fine. Raises CheckpointError: until the tensors are read, before anything is changed."""
+        self._host.meet(self._parts.config.checkpoint.timeout_s, _CALL)
+        requests = on_all_ranks(self._host, _CALL, lambda: request)
+        different = next((rank for rank, other in enumerate(requests) if other != requests[0]), None)
+        if different is not None:
+            raise CheckpointError(
+                f"{_CALL}: expected the same arguments on all ranks, got {requests[0]} on rank 0 and "
+                f"{requests[different]} on rank {different}"
+            )
+        path = self._find(request)
+        if path is None:
+            return None, {}
+        plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, scheduler))
+        window = self._read(plan, request)
+        if not request.module_only:
+            on_this_rank(self._host, _CALL, lambda: self._resume(plan, window, scheduler, loaders))
+        self._report(plan, request)
+        return str(path), plan.reader.state["client_state"]
+
+    def _find(self, request: LoadRequest) -> Path | None:
+        """Rank 0 looks, and all take what it has found."""
+        found: Path | None = None
+        error: CheckpointError | None = None
+        if self._host.rank == 0:
+            try:
+                found = find(Path(request.load_dir), request.tag)
+            except CheckpointError as caught:
+                error = caught
+        found, error = self._host.broadcast((found, error), 0)
+        if isinstance(error, NoCheckpoint) and request.missing_ok:
+            return None
+        if error is not None:
+            raise error
+        return found
+
+    # ---------------------------------------------------------------- deciding
+
+    def _plan(self, path: Path, request: LoadRequest, scheduler: Any) -> _Plan:
+        parts = self._parts
+        parts.pipeline.check_between_steps()
+        if not path.is_dir():
+            raise CheckpointError(
+                f"'{path}', which rank 0 has found, is not there on this rank: load_dir must be on a file system that "
+                "all nodes share"
+            )
+        reader = CheckpointReader(path)
+        if self._host.rank == 0:
+            reader.check_sizes()
+        state = reader.state
+        here = parts.model.described()
+        match = match_parameters(here, state["parameters"], loose=not request.strict)
+        buffers = self._buffers(state["buffers"], request.strict)
+        if request.strict:
+            optional = reader.manifest.about.exclude_frozen_parameters
+            missing = [name for name in match.missing if here[name]["trained"] or not optional]
+            unexpected = [n for n in match.unexpected if state["parameters"][n]["trained"] or not optional]
+            check_complete("parameter", missing, unexpected)
+        if reader.manifest.about.exclude_frozen_parameters:
+            match = _without_excluded(match, state["parameters"], reader)
+        groups = match_groups(_names_of_groups(parts), state["optimizer"]["groups"], match.names)
+        whole = not request.module_only
+        kinds = self._kinds(reader) if whole and request.optimizer_states else None
+        schedule = None
+        if whole and request.lr_scheduler_states:
+            schedule = _schedule(state, scheduler, groups)
+        if whole:
+            self._check_window(state["window"])
+        return _Plan(reader, match, buffers, kinds, groups, schedule)
+
+    def _buffers(self, stored: Mapping[str, Mapping[str, Any]], strict: bool) -> list[str]:
+        here = self._parts.model.named_buffers()
+        if strict:
+            check_complete("buffer", [n for n in here if n not in stored], [n for n in stored if n not in here])
+        common = [name for name in here if name in stored]
+        wrong = [
+            f"buffer '{name}' is {tuple(here[name].shape)} here and {tuple(stored[name]['shape'])} there"
+            for name in common
+            if list(here[name].shape) != list(stored[name]["shape"])
+        ]
+        if wrong:
+            raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
+        return common
+
+    def _kinds(self, reader: CheckpointReader) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+        """The stored states. Raises CheckpointError if they are another optimizer's."""
+        kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        for key, stored in reader.tensors.items():
+            if key.startswith(OPTIMIZER):
+                kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
+                kinds.setdefault(kind, {})[name] = (stored.shape, stored.dtype)
+        optimizer = self._parts.model.optimizer
+        expected = optimizer.method.state_names
+        saved, here = reader.state["optimizer"]["type"], type(optimizer.inner).__name__
+        other = kinds and (set(kinds) != set(expected) if expected is not None else _family(saved) != _family(here))
+        if other:
+            names = f"; it keeps {', '.join(sorted(expected))}" if expected is not None else ""
+            raise CheckpointError(
+                f"the checkpoint has the states {', '.join(sorted(kinds))} of {saved}, and the optimizer here is "
+                f"{here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
+            )
+        return kinds
+
+    def _check_window(self, saved: Mapping[str, Any] | None) -> None:
+        steps = self._parts.config.gradient_accumulation_steps or 1
+        if saved is not None and saved["micro_batches"] != steps:
+            raise CheckpointError(
+                f"the checkpoint was saved within a step, whose gradient_accumulation_steps was "
+                f"{saved['micro_batches']} and here is {steps}. Nothing was loaded; set it as it was, or load one saved after engine.step()"
+            )
+
+    # ---------------------------------------------------------------- doing
+
+    @torch.no_grad()
+    def _read(self, plan: _Plan, request: LoadRequest) -> WindowLoad | None:
+        """Parameters, buffers, states and the window's gradients. Called on all ranks."""
+        parts, reader = self._parts, plan.reader
+        parts.pipeline.settle()
+        parts.pipeline.zero_grad()
+        parts.pipeline.follow_writes()
+        targets = list(parts.model.targets(plan.match.names))
+        targets += self._buffer_targets(plan)
+        window = None
+
+        def make_room() -> WindowLoad | None:
+            self._update_groups(plan)
+            if plan.kinds is not None:
+                scalars = reader.state["optimizer"]["scalars"]
+                targets.extend(parts.model.state_targets(plan.match.names, plan.kinds, scalars))
+            saved = reader.state["window"]
+            if request.module_only or saved is None:
+                return None
+            names = plan.match.names
+            return begin_window(
+                parts.model, parts.reducer, reader.tensors, names, saved, self._host.rank, self._host.world_size
+            )
+
+        window = on_this_rank(self._host, _CALL, make_room)
+        if window is not None:
+            targets += window.targets
+        with storage_errors(f"{_CALL}, of '{reader.path}'", lambda: "The engine holds a part of it: load another one"):
+            dcp.load(
+                {},
+                storage_reader=CheckpointStorageReader(reader),
+                planner=TargetLoadPlanner(targets, reader.tensors),
+                process_group=self._host.group,
+                no_dist=self._host.group is None,
+            )
+        parts.model.load_extra_state(reader.state["extra"])
+        parts.model.after_loading(plan.match.names)
+        parts.pipeline.publish()
+        return window
+
+    def _update_groups(self, plan: _Plan) -> None:
+        """Hyperparameters; where only the schedule is loaded, what it goes on from."""
+        saved = plan.reader.state["optimizer"]["groups"]
+        for group, index in zip(self._parts.model.optimizer.param_groups, plan.groups, strict=True):
+            if index is None:
+                continue
+            values = saved[index]["values"]
+            if plan.kinds is not None:
+                _update_group(group, values)
+            elif plan.scheduler_state is not None:
+                _update_group(group, {key: values[key] for key in ("lr", "initial_lr") if key in values})
+
+    def _buffer_targets(self, plan: _Plan) -> list[Target]:
+        """A rank's own values where they differed between ranks, if there are as many ranks."""
+        stored = plan.reader.tensors
+        same = plan.reader.manifest.about.world_size == self._host.world_size
+        targets = []
+        for target in self._parts.model.buffer_targets(plan.buffers):
+            own = f"{RANKS}{self._host.rank}/{target.key}"
+            targets.append(Target(own if same and own in stored else target.key, target.box, target.place))
+        return targets
+
+    def _resume(self, plan: _Plan, window: WindowLoad | None, scheduler: Any, loaders: Any) -> None:
+        """Everything that is not a tensor of the model or the optimizer."""
+        parts, state = self._parts, plan.reader.state
+        saved = state["window"]
+        if saved is not None:
+            weights = saved["weights"]
+            same = len(weights) == self._host.world_size
+            weight = weights[self._host.rank] if same else sum(weights) / self._host.world_size
+            state = {**state, "window": {**saved, "counts": {**saved["counts"], "weight": weight}}}
+        parts.pipeline.load_state_dict(state)
+        if window is not None:
+            window.finish()
+            index_of = {name: index for index, name in enumerate(parts.model.names_by_index())}
+            here = {stored: name for name, stored in plan.match.names.items()}
+            used = (index_of.get(here.get(name, "")) for name in saved["used"])
+            parts.reducer.used.update(index for index in used if index is not None)
+        if plan.scheduler_state is not None:
+            scheduler.load_state_dict(plan.scheduler_state)
+        loaders.load_state_dict(state["loaders"])
+        key = f"{RANKS}{self._host.rank}/random"
+        if key in plan.reader.tensors:
+            load_random_state(plan.reader.read(key), parts.device)
+
+    def _report(self, plan: _Plan, request: LoadRequest) -> None:
+        """What people want to know, once."""
+        if self._host.rank != 0:
+            return
+        match = plan.match
+        if match.missing or match.unexpected:
+            logger.warning(
+                "%s: %d parameters of the model are not in '%s' and stay as they are%s; %d of it are not in the "
+                "model%s",
+                _CALL,
+                len(match.missing),
+                plan.reader.path,
+                f" ({listed(match.missing)})" if match.missing else "",
+                len(match.unexpected),
+                f" ({listed(match.unexpected)})" if match.unexpected else "",
+            )
+        kept = [str(index) for index, found in enumerate(plan.groups) if found is None]
+        if kept and plan.kinds is not None:
+            logger.warning(
+                "%s: no param group in the checkpoint has the parameters of group %s, which keeps its learning rate "
+                "and other values",
+                _CALL,
+                ", ".join(kept),
+            )
+        saved = plan.reader.manifest.about.world_size
+        if saved < self._host.world_size and not request.module_only:
+            logger.info(
+                "%s: random number generators of ranks %d and above go on as they are: there were %d ranks",
+                _CALL,
+                saved,
+                saved,
+            )
+
+
+def _without_excluded(match: Match, stored: Mapping[str, Mapping[str, Any]], reader: CheckpointReader) -> Match:
+    """Parameters that were left out when it was saved are missing, and not unexpected."""
+    there = {n for n in stored if f"parameters/{n}" in reader.tensors}
+    names = {name: other for name, other in match.names.items() if other in there}
+    missing = match.missing + [name for name in match.names if name not in names]
+    return Match(names, missing, [n for n in match.unexpected if n in there])
+
+
+def _names_of_groups(parts: EngineParts) -> list[dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in parts.model.named_parameters().items()}
+    return [
+        {"names": [names[id(p)] for p in group["params"] if id(p) in names]}
+        for group in parts.model.optimizer.param_groups
+    ]
+
+
+def _schedule(state: Mapping[str, Any], scheduler: Any, groups: list[int | None]) -> dict[str, Any] | None:
+    saved = state["lr_scheduler"]
+    if saved is None or scheduler is None:
+        if saved is not None or scheduler is not None:
+            which = (
+                "has a schedule, and the engine has none" if scheduler is None else "has no schedule for the engine's"
+            )
+            logger.warning("%s: the checkpoint %s", _CALL, which)
+        return None
+    if saved["type"] != type(scheduler).__name__:
+        raise CheckpointError(
+            f"the schedule in the checkpoint is a {saved['type']}, and the engine's is a {type(scheduler).__name__}. "
+            "Nothing was loaded; pass load_lr_scheduler_states=False"
+        )
+    return reordered(saved["state"], groups, len(state["optimizer"]["groups"]))
+
+
+def _family(optimizer: str) -> str:
+    """Optimizers with the same states."""
+    return "Adam" if optimizer in ("Adam", "AdamW") else optimizer
+
+
+def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key in KEPT:
+            continue
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,121 @@
+"""Which stored parameter is which here, and which stored param group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerolite.checkpoint.errors import CheckpointError
+
+_SHOWN = 8  # names in a message
+_ADAPTER_PARTS = re.compile(r"^base_model\.model\.|(?<=\.)base_layer\.")  # what adapters put into names
+_BY_GROUP = frozenset(  # lists with an entry for each param group, in torch's schedulers
+    ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas", "lmbdas", "base_momentums", "max_momentums")
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """names: the stored name by the name here. missing: names here that are not stored; unexpected: the reverse."""
+
+    names: dict[str, str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def match_parameters(
+    here: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]], loose: bool
+) -> Match:
+    """By name, or by any of the names of tied parameters. ``loose``: also where an adapter has been put around a module
+    or taken away (``q_proj.weight`` is ``base_model.model.q_proj.base_layer.weight``).
+
+    Both by name: ``shape``, ``aliases``. Raises CheckpointError for other shapes.
+    """
+    canonical = {alias: name for name, entry in stored.items() for alias in (*entry["aliases"], name)}
+    names: dict[str, str] = {}
+    for name, entry in here.items():
+        found = next((canonical[own] for own in (name, *entry["aliases"]) if own in canonical), None)
+        if found is not None:
+            names[name] = found
+    if loose:
+        names |= _match_adapted([n for n in here if n not in names], [n for n in stored if n not in names.values()])
+    wrong = [
+        f"'{name}' is {tuple(here[name]['shape'])} here and {tuple(stored[other]['shape'])} there"
+        for name, other in names.items()
+        if list(here[name]["shape"]) != list(stored[other]["shape"])
+    ]
+    if wrong:
+        raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
+    used = set(names.values())
+    return Match(names, [n for n in here if n not in names], [n for n in stored if n not in used])
+
+
+def _match_adapted(here: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    by_plain: dict[str, list[str]] = {}
+    for name in stored:
+        by_plain.setdefault(_ADAPTER_PARTS.sub("", name), []).append(name)
+    found = {name: by_plain.get(_ADAPTER_PARTS.sub("", name), []) for name in here}
+    return {name: names[0] for name, names in found.items() if len(names) == 1}
+
+
+def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raises CheckpointError if a strict load cannot be one."""
+    problems = []
+    if missing:
+        problems.append(f"it has no {what} {listed(missing)}")
+    if unexpected:
+        problems.append(f"the model has no {what} {listed(unexpected)}")
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(problems)}. Nothing was loaded; pass "
+            "load_module_strict=False to load what both have"
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+# -------------------------------------------------------------------- param groups
+
+
+def match_groups(
+    here: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+) -> list[int | None]:
+    """For each param group here, the stored one that has the same parameters, as far as both models have them; None if
+    there is none. Groups: ``names``. names: as in :class:`Match`."""
+    known = set(names.values())
+    by_members = {frozenset(group["names"]) & known: index for index, group in enumerate(stored)}
+    result = []
+    for group in here:
+        members = frozenset(names[name] for name in group["names"] if name in names)
+        result.append(by_members.get(members) if members else None)
+    return result
+
+
+def reordered(state: Mapping[str, Any], order: Sequence[int | None], stored: int) -> dict[str, Any]:
+    """A torch scheduler's state whose lists by param group follow the groups here: ``order`` is from
+    :func:`match_groups`, ``stored`` the number of stored groups. Raises CheckpointError if they cannot."""
+    if list(order) == list(range(stored)):
+        return dict(state)
+
+    def of_groups(key: str, value: list[Any]) -> list[Any]:
+        if len(value) != stored or any(index is None for index in order):
+            raise CheckpointError(
+                f"the schedule was saved for {stored} param groups, and those here are others ('{key}' has a value for "
+                "each); pass load_lr_scheduler_states=False"
+            )
+        return [value[index] for index in order if index is not None]
+
+    changed: dict[str, Any] = {}
+    for key, value in state.items():
+        if key in _BY_GROUP and isinstance(value, list):
+            changed[key] = of_groups(key, value)
+        elif key == "_schedulers" and isinstance(value, list):
+            changed[key] = [reordered(one, order, stored) for one in value]
+        else:
+            changed[key] = value
+    return changed

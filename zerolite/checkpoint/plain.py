@@ -1,0 +1,141 @@
+"""Nested plain data as JSON and back, with its types: what loading it gives is equal to what was saved.
+
+Plain: None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter, torch's tensors,
+dtypes, devices and sizes, numpy's numbers and arrays (which come back as Python's numbers and as tensors). Anything
+else is refused when it is saved, so that nothing needs to be executed when it is loaded. What JSON has no type for is
+an object with one key that begins with ``$``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_DEEPEST = 200
+_SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
+_MAPPINGS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+_TAGS = {cls: tag for tag, cls in {**_SEQUENCES, **_MAPPINGS}.items()}
+_PLAIN = (type(None), bool, int, str)
+
+
+def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    """``value`` as JSON knows it. Tensors are appended to ``tensors``, those of no dimension excepted.
+
+    where: how to call ``value`` in an error. Raises TypeError for what is not plain, naming its place.
+    """
+    return _encode(value, where, tensors, 0)
+
+
+def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> Any:
+    cls = type(value)
+    if cls in _PLAIN:
+        return value
+    if depth > _DEEPEST:
+        raise TypeError(f"{where}: expected plain data nested at most {_DEEPEST} deep; does it contain itself?")
+    if cls is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if cls is list:
+        return [_encode(item, f"{where}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]
+    if cls in (tuple, torch.Size):
+        return {_TAGS[cls]: [_encode(item, f"{where}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]}
+    if cls in (set, frozenset):
+        items = sorted(value, key=repr)  # the same file whatever the order of hashes
+        return {_TAGS[cls]: [_encode(item, f"an element of {where}", tensors, depth + 1) for item in items]}
+    if cls in _MAPPINGS.values():
+        return _encode_mapping(value, where, tensors, depth)
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, where, tensors)
+    if cls is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if cls in (torch.dtype, torch.device):
+        return {f"${cls.__name__}": str(value)}
+    if cls.__module__ == "numpy" and hasattr(value, "__array__"):
+        if value.dtype.kind in "biuf":
+            return _encode(torch.tensor(value) if value.ndim else value.item(), where, tensors, depth)
+    raise TypeError(
+        f"{where}: expected plain data (None, numbers, strings, bytes, lists, tuples, sets, dicts, tensors), which "
+        f"can be loaded without executing anything, got {cls.__module__}.{cls.__qualname__}; {_advice(value)}"
+    )
+
+
+def _encode_mapping(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> Any:
+    if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()}
+    return {
+        _TAGS[type(value)]: [
+            [
+                _encode(key, f"a key of {where}", tensors, depth + 1),
+                _encode(item, f"{where}[{key!r}]", tensors, depth + 1),
+            ]
+            for key, item in value.items()
+        ]
+    }
+
+
+def _encode_tensor(value: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> Any:
+    if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+        raise TypeError(
+            f"{where}: expected a dense tensor with values, got one with layout {value.layout} on {value.device}"
+        )
+    if not value.dim() and not value.dtype.is_complex:
+        return {"$scalar": [str(value.dtype), _encode(value.item(), where, tensors, 0)]}
+    tensors.append(value.detach())
+    return {"$tensor": len(tensors) - 1}
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "state_dict"):
+        return "save its state_dict()"
+    if type(value).__name__ == "Namespace":
+        return "save vars(...) of it"
+    if hasattr(value, "__fspath__"):
+        return "save str(...) of it"
+    return "save what it is made of"
+
+
+def decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
+    """The inverse of :func:`encode`; ``tensor(i)`` gives the i-th tensor. Raises ValueError for what encode never
+    gives."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, tensor) for key, item in value.items()}
+    if len(value) != 1:
+        raise ValueError(f"expected an object with '{tag}' alone, got keys {sorted(value)}")
+    return _decode_tagged(tag, value[tag], tensor)
+
+
+def _decode_tagged(tag: str, content: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
+    if tag == "$float":
+        return float(content)
+    if tag == "$bytes":
+        return base64.b64decode(content)
+    if tag == "$device":
+        return torch.device(content)
+    if tag == "$dtype":
+        return _dtype(content)
+    if tag == "$scalar":
+        return torch.tensor(decode(content[1], tensor), dtype=_dtype(content[0]))
+    if tag == "$tensor":
+        return tensor(content)
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](decode(item, tensor) for item in content)
+    if tag in _MAPPINGS:
+        pairs: Sequence[tuple[Any, Any]] = [(decode(key, tensor), decode(item, tensor)) for key, item in content]
+        return _MAPPINGS[tag](dict(pairs) if tag == "$counter" else pairs)
+    raise ValueError(f"expected one of the tags that zerolite writes, got '{tag}'")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a torch dtype, got {name!r}")
+    return dtype

@@ -1,0 +1,51 @@
+"""The states of the random number generators of one process: torch's on the CPU and on each device it uses, NumPy's and
+Python's."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint import plain
+
+
+def save_random_state(device: torch.device) -> torch.Tensor:
+    """As bytes: a uint8 tensor. NumPy's only if it has been imported."""
+    state: dict[str, Any] = {"torch": _bytes(torch.get_rng_state()), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = _bytes(torch.cuda.get_rng_state(device))
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    text = json.dumps(plain.encode(state, "random state", []), separators=(",", ":")).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def load_random_state(saved: torch.Tensor, device: torch.device) -> None:
+    """Inverse of :func:`save_random_state`; what is not there stays as it is. Raises ValueError, before anything is
+    changed, for what it did not write."""
+    state = plain.decode(json.loads(bytes(saved.tolist())), _no_tensor)
+    if not isinstance(state, dict) or "torch" not in state or "python" not in state:
+        raise ValueError("expected the states of random number generators")
+    torch.set_rng_state(_tensor(state["torch"]))
+    random.setstate(state["python"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.tolist())
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _no_tensor(index: int) -> torch.Tensor:
+    raise ValueError("a random state has no tensors")

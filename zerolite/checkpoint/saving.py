@@ -1,0 +1,323 @@
+"""From an engine between two steps to a committed checkpoint; in the background if asked for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from zerolite.checkpoint import plain
+from zerolite.checkpoint.directory import check_tag, default_tag, newest_complete
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
+from zerolite.checkpoint.pieces import empty_shard, whole
+from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
+from zerolite.checkpoint.random_state import save_random_state
+from zerolite.checkpoint.safetensors import DTYPES, as_bytes
+from zerolite.checkpoint.staging import Staging
+from zerolite.checkpoint.storage import CheckpointWriter, Commit, now
+from zerolite.checkpoint.together import on_all_ranks, on_this_rank, storage_errors
+from zerolite.checkpoint.window_state import window_shards
+from zerolite.comm import HostGroup
+from zerolite.config import ZeroliteConfig
+from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.sharded_optimizer import KEPT
+from zerolite.version import __version__
+
+logger = logging.getLogger("zerolite")
+CLIENT = "client_state/"
+_CALL = "engine.save_checkpoint"
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What a rank was called with."""
+
+    save_dir: str
+    tag: str | None
+    save_latest: bool
+    exclude_frozen: bool
+    background: bool
+
+
+@dataclass(frozen=True)
+class UserState:
+    """What is saved of the first rank that was called."""
+
+    client_state: dict[str, Any]
+    loaders: list[Any]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What the ranks tell each other before they save. request: None on a rank that has finished its batches and
+    follows the others. weight, used: of the window in hand. buffers: a checksum by name."""
+
+    request: SaveRequest | None
+    weight: float
+    used: tuple[int, ...]
+    buffers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Of the engine whose checkpoints these are."""
+
+    model: ModelState
+    pipeline: StepPipeline
+    reducer: GradReducer
+    config: ZeroliteConfig
+    device: torch.device
+    host: HostGroup
+
+
+class Saver:
+    """Saves one engine's checkpoints, one at a time."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._host = parts.host
+        self._staging = Staging()
+        self._running: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, request: SaveRequest | None, user: Callable[[], UserState], scheduler: Any) -> str:
+        """Called on all ranks; ``request`` is None on those that have finished their batches. Returns the checkpoint's
+        directory."""
+        self.wait()
+        self._host.meet(self._parts.config.checkpoint.timeout_s, _CALL)
+        own: list[UserState] = []
+
+        def offer() -> _Offer:
+            if request is not None:
+                if request.tag is not None:
+                    check_tag(request.tag)
+                own.append(user())
+                plain.encode(own[0].client_state, "client_state", [])
+            return self._offer(request)
+
+        offers = on_all_ranks(self._host, _CALL, offer)
+        agreed = _agree(offers)
+        source = next(rank for rank, of_rank in enumerate(offers) if of_rank.request is not None)
+        users = own[0] if own else None
+        if source:  # a rank that goes on while the first one has finished
+            users = self._host.broadcast(users, source)
+        assert users is not None
+        tag = agreed.tag or default_tag(self._parts.pipeline.global_steps)
+
+        def collect() -> _Collected:
+            found = self._collect(offers, agreed, tag, users, scheduler)
+            return self._staged(found) if agreed.background else found
+
+        collected = on_this_rank(self._host, _CALL, collect)
+        if agreed.background:
+            self._begin(collected, tag)
+        else:
+            self._write(collected, tag)
+        return str(Path(agreed.save_dir) / tag)
+
+    # ---------------------------------------------------------------- in the background
+
+    def wait(self) -> None:
+        """Until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """The same, before the process group ends."""
+        self.wait()
+
+    def _begin(self, collected: _Collected, tag: str) -> None:
+        def run() -> None:
+            try:
+                self._write(collected, tag)
+            except BaseException as error:  # raised by the next call
+                self._failure = error
+                if self._host.rank == 0:
+                    logger.error("%s, in the background: %s", _CALL, error)
+
+        self._running = threading.Thread(target=run, name="zerolite-checkpoint")
+        self._running.start()
+
+    def _staged(self, collected: _Collected) -> _Collected:
+        return _Collected(self._staging.copy(collected.shards), collected.scalars, collected.commit, collected.save_dir)
+
+    def _write(self, collected: _Collected, tag: str) -> None:
+        writer = CheckpointWriter(collected.commit)
+        save_dir = collected.save_dir
+        try:
+            with storage_errors(
+                f"checkpoint '{tag}' was not saved", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
+            ):
+                dcp.save(
+                    {},
+                    storage_writer=writer,
+                    planner=ShardSavePlanner(collected.shards, collected.scalars),
+                    process_group=self._host.group,
+                    no_dist=self._host.group is None,
+                )
+        finally:
+            writer.close()
+
+    # ---------------------------------------------------------------- what is saved
+
+    def _offer(self, request: SaveRequest | None) -> _Offer:
+        parts = self._parts
+        parts.pipeline.check_between_steps()
+        parts.pipeline.settle()
+        if parts.reducer.pass_open:
+            parts.pipeline.end_backward(complete=False)
+        parts.pipeline.follow_writes()
+        window = parts.pipeline.state_dict()["window"]
+        weight = window["counts"]["weight"] if window is not None else 0.0
+        buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
+        return _Offer(request, weight, tuple(sorted(parts.reducer.used)), buffers)
+
+    def _collect(
+        self, offers: Sequence[_Offer], agreed: SaveRequest, tag: str, user: UserState, scheduler: Any
+    ) -> _Collected:
+        parts, rank = self._parts, self._host.rank
+        shards, scalars = parts.model.shards(agreed.exclude_frozen)
+        state = parts.pipeline.state_dict()
+        if state["window"] is not None:
+            gradients, sums = window_shards(parts.model, parts.reducer, rank, self._host.world_size)
+            shards += gradients
+            names = parts.model.names_by_index()
+            state["window"] |= {
+                "world_size": self._host.world_size,
+                "weights": [offer.weight for offer in offers],
+                "used": sorted({names[index] for offer in offers for index in offer.used}),
+                "local_factor": parts.reducer.local_factor,
+                "passes": sums.passes_in_window,
+            }
+        shards += whole(f"{RANKS}{rank}/random", save_random_state(parts.device)).shards()
+        for name, buffer in parts.model.named_buffers().items():
+            if not buffer.numel():
+                shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
+            elif rank == 0:
+                shards += whole(BUFFERS + name, buffer.detach()).shards()
+            elif offers[rank].buffers[name] != offers[0].buffers[name]:
+                shards += whole(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
+        commit = None
+        if rank == 0:
+            encoded, tensors = self._encoded(state, user, scheduler)
+            for index, tensor in enumerate(tensors):
+                key = f"{CLIENT}{index}"
+                shards += (
+                    whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
+                )
+            commit = Commit(
+                Path(agreed.save_dir),
+                self._about(tag, agreed),
+                encoded,
+                agreed.save_latest,
+                parts.config.checkpoint.keep_last,
+            )
+        return _Collected(shards, scalars, commit, Path(agreed.save_dir))
+
+    def _encoded(
+        self, state: dict[str, Any], user: UserState, scheduler: Any
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """The content of state.json, and the tensors in it."""
+        model = self._parts.model
+        tensors: list[torch.Tensor] = []
+        everything: dict[str, Any] = {
+            **state,
+            "parameters": model.described(),
+            "buffers": {
+                name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]}
+                for name, buffer in model.named_buffers().items()
+            },
+            "extra": model.extra_state(),
+            "optimizer": {"type": type(model.optimizer.inner).__name__, "groups": _groups(model)},
+            "lr_scheduler": None
+            if scheduler is None
+            else {"type": type(scheduler).__name__, "state": scheduler.state_dict()},
+            "loaders": user.loaders,
+            "client_state": user.client_state,
+        }
+        return {key: plain.encode(value, key, tensors) for key, value in everything.items()}, tensors
+
+    def _about(self, tag: str, agreed: SaveRequest) -> About:
+        parts, model = self._parts, self._parts.model
+        described = model.described()
+        numels = {name: math.prod(entry["shape"]) for name, entry in described.items()}
+        trained = [name for name, entry in described.items() if entry["trained"]]
+        layout = model.buffer.layout
+        return About(
+            tag=tag,
+            saved_at=now(),
+            global_steps=parts.pipeline.global_steps,
+            world_size=self._host.world_size,
+            stage=parts.config.zero_optimization.stage,
+            precision={
+                "compute": ", ".join(sorted({entry["dtype"] for entry in described.values()})),
+                "master": ", ".join(sorted({DTYPES[master.dtype] for master in model.buffer.master})),
+            },
+            config=parts.config.model_dump(mode="json"),
+            versions={"zerolite": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            parameters={
+                "tensors": len(numels),
+                "elements": sum(numels.values()),
+                "trained_tensors": len(trained),
+                "trained_elements": sum(numels[name] for name in trained),
+            },
+            layout={
+                "partitioned": model.buffer.shard,
+                "alignment": layout.alignment,
+                "buckets": [bucket.numel for bucket in layout.buckets],
+            },
+            exclude_frozen_parameters=agreed.exclude_frozen,
+        )
+
+
+@dataclass(frozen=True)
+class _Collected:
+    shards: list[Shard]
+    scalars: Scalars
+    commit: Commit | None  # on rank 0
+    save_dir: Path
+
+
+def _agree(offers: Sequence[_Offer]) -> SaveRequest:
+    """What all ranks were called with. Raises CheckpointError on all of them if they differ."""
+    requests = {rank: offer.request for rank, offer in enumerate(offers) if offer.request is not None}
+    first, agreed = next(iter(requests.items()))
+    for rank, request in requests.items():
+        if request != agreed:
+            raise CheckpointError(
+                f"{_CALL}: expected the same arguments on all ranks, got {agreed} on rank {first} and {request} on "
+                f"rank {rank}"
+            )
+    return agreed
+
+
+def _groups(model: ModelState) -> list[dict[str, Any]]:
+    """The param groups: the names of their parameters, and their hyperparameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters().items()}
+    return [
+        {
+            "names": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
+            "values": {key: value for key, value in group.items() if key not in KEPT},
+        }
+        for group in model.optimizer.param_groups
+    ]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(as_bytes(tensor.detach().to("cpu").contiguous()))

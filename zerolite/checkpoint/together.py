@@ -1,0 +1,62 @@
+"""What one rank cannot do is an error on all of them, at once, with the same end."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from torch.distributed.checkpoint import CheckpointException
+
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.comm import HostGroup
+
+Result = TypeVar("Result")
+
+
+def on_all_ranks(host: HostGroup, what: str, action: Callable[[], Result]) -> list[Result]:
+    """Every rank's result of ``action``, which travels by pickle. If it raises on any rank: there what it raised,
+    elsewhere CheckpointError with the first rank's sentence. Called on all ranks."""
+    own, error = _attempt(action)
+    rows = host.gather((own, None if error is None else f"{type(error).__name__}: {error}"))
+    _raise_first(what, error, [sentence for _, sentence in rows])
+    return [result for result, _ in rows]
+
+
+def on_this_rank(host: HostGroup, what: str, action: Callable[[], Result]) -> Result:
+    """The same, but the result stays here."""
+    own, error = _attempt(action)
+    _raise_first(what, error, host.gather(None if error is None else f"{type(error).__name__}: {error}"))
+    return own  # type: ignore[return-value]
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # raised again when all ranks know
+        return None, error
+
+
+def _raise_first(what: str, own: Exception | None, sentences: list[str | None]) -> None:
+    if own is not None:
+        raise own
+    for rank, sentence in enumerate(sentences):
+        if sentence is not None:
+            raise CheckpointError(f"{what}: rank {rank} stopped with {sentence}")
+
+
+@contextlib.contextmanager
+def storage_errors(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Around torch.distributed.checkpoint: what went wrong on some rank, raised on all, as a CheckpointError. remedy:
+    what else there is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        said = f"'{error.filename}': {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        if not isinstance(error, (CheckpointError, OSError)):
+            said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{what}: rank {rank}: {said}. {remedy()}".replace(". . ", ". ")) from error

@@ -1,0 +1,114 @@
+"""The gradients of a window that is not full: saved in its middle, and continued at any stage and world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint.manifest import StoredTensor
+from zerolite.checkpoint.model_state import GRADIENTS, RANKS, ModelState
+from zerolite.checkpoint.pieces import FlatRange, cut_evenly
+from zerolite.checkpoint.planner import Shard, Target
+from zerolite.runtime.zero.grad_reducer import GradReducer, WindowSums
+
+
+def _own_key(rank: int, name: str) -> str:
+    return f"{RANKS}{rank}/{GRADIENTS}{name}"
+
+
+def window_shards(
+    model: ModelState, reducer: GradReducer, rank: int, world_size: int
+) -> tuple[list[Shard], WindowSums]:
+    """What this rank writes of the window's gradients."""
+    sums = reducer.sums()
+    names = model.names_by_index()
+    shards: list[Shard] = []
+    for index, values in sums.local.items():
+        shards += model.range(_own_key(rank, names[index]), index, 0, values).shards()
+    reduced = list(_reduced_ranges(model, sums.reduced, names))
+    for part in reduced if model.buffer.shard else cut_evenly(reduced, rank, world_size):
+        shards += part.shards()
+    return shards, sums
+
+
+def _reduced_ranges(
+    model: ModelState, reduced: Mapping[int, torch.Tensor], names: Sequence[str]
+) -> Iterator[FlatRange]:
+    for bucket, fragments in enumerate(model.buffer.fragments):
+        for fragment in fragments:
+            if bucket in reduced:
+                index = fragment.slot.index
+                values = reduced[bucket].narrow(0, fragment.shard_start, fragment.numel)
+                yield model.range(GRADIENTS + names[index], index, fragment.param_start, values)
+
+
+@dataclass
+class WindowLoad:
+    """Gradients of a saved window on their way into the engine. ``parts``: sums of single ranks that have no place of
+    their own here, because the ranks are others or reduce in every pass; :meth:`finish` adds them to the means.
+    scale: of the means, which with weights are sums divided by the number of ranks."""
+
+    targets: list[Target]
+    parts: list[tuple[torch.Tensor, torch.Tensor, float]]
+    means: list[torch.Tensor]
+    scale: float
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the targets are filled."""
+        for place, part, factor in self.parts:
+            place.add_(part.to(place.dtype), alpha=factor)
+        for mean in self.means if self.scale != 1.0 else ():
+            mean.mul_(self.scale)
+
+
+def begin_window(
+    model: ModelState,
+    reducer: GradReducer,
+    stored: Mapping[str, StoredTensor],
+    stored_names: Mapping[str, str],
+    saved: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+) -> WindowLoad:
+    """Make room for a saved window's gradients. saved: of state.json. After ``pipeline.zero_grad()``;
+    called on all ranks."""
+    names = [stored_names.get(name, "") for name in model.names_by_index()]
+    continues = (
+        reducer.sums_locally and world_size == saved["world_size"] and reducer.local_factor == saved["local_factor"]
+    )
+    means = {i: stored[GRADIENTS + name].dtype for i, name in enumerate(names) if GRADIENTS + name in stored}
+    own = {i: stored[key].dtype for i, name in enumerate(names) if (key := _own_key(rank, name)) in stored}
+    of_others = {
+        i: torch.promote_types(stored[key].dtype, torch.float32)
+        for r in range(saved["world_size"])
+        for i, name in enumerate(names)
+        if (key := _own_key(r, name)) in stored
+    }
+    reduced: dict[int, torch.dtype] = {}
+    for index, dtype in (means if continues else {**of_others, **means}).items():
+        bucket = model.buffer.layout.slots[index].bucket
+        reduced[bucket] = torch.promote_types(reduced.get(bucket, dtype), dtype)
+    if reduced:  # a window has reduced all buckets or none
+        first = next(iter(reduced.values()))
+        reduced = {bucket.index: reduced.get(bucket.index, first) for bucket in model.buffer.layout.buckets}
+    sums = reducer.new_sums(own if continues else {}, reduced, saved["passes"])
+    scale = saved["world_size"] / world_size if saved["counts"]["weighted"] else 1.0
+    load = WindowLoad([], [], list(sums.reduced.values()), scale)
+    for index, values in sums.local.items():
+        load.targets += model.range(_own_key(rank, names[index]), index, 0, values).targets()
+    for bucket, fragments in enumerate(model.buffer.fragments):
+        for fragment in fragments if bucket in reduced else ():
+            index = fragment.slot.index
+            values = sums.reduced[bucket].narrow(0, fragment.shard_start, fragment.numel)
+            if index in means:
+                load.targets += model.range(GRADIENTS + names[index], index, fragment.param_start, values).targets()
+            for other in () if continues else range(saved["world_size"]):
+                if (key := _own_key(other, names[index])) in stored:
+                    part = torch.empty(fragment.numel, dtype=stored[key].dtype, device=values.device)
+                    load.targets += model.range(key, index, fragment.param_start, part).targets()
+                    load.parts.append((values, part, saved["local_factor"]))
+    return load

@@ -1,0 +1,67 @@
+"""Objects between the hosts' processes, over a gloo group of its own, and meetings that name who does not come."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from zerolite.comm.communicator import Communicator
+from zerolite.comm.process_group import second_group
+
+
+class HostGroup:
+    """All methods are called on all ranks of ``comm``, in the same order; the first one is making it. It neither waits
+    for the device nor gets in the way of what is in flight. What travels does so by pickle, between the ranks of one
+    job. ``group`` is None where there is one process."""
+
+    def __init__(self, comm: Communicator, purpose: str) -> None:
+        self.rank, self.world_size = comm.rank, comm.world_size
+        alone = comm.group is None or comm.world_size == 1
+        self.group = None if alone else second_group(comm.group, "gloo", purpose)  # type: ignore[arg-type]
+        self._meetings = 0
+        self._key = self.broadcast(f"zerolite/{purpose}/{uuid.uuid4()}", 0)
+
+    def meet(self, timeout_s: float, what: str) -> None:
+        """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, which says who is missing
+        from ``what``. It goes through the store of the rendezvous, where who does not come hinders nobody."""
+        if self.group is None:
+            return
+        store = _get_default_store()
+        meeting = f"{self._key}/{self._meetings}"
+        store.set(f"{meeting}/{self.rank}", "here")
+        if self._meetings:
+            store.delete_key(f"{self._key}/{self._meetings - 1}/{self.rank}")
+        self._meetings += 1
+        if store.add(f"{meeting}/count", 1) == self.world_size:
+            store.set(f"{meeting}/all", "here")
+        try:
+            store.wait([f"{meeting}/all"], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            missing = [rank for rank in range(self.world_size) if not store.check([f"{meeting}/{rank}"])]
+            if missing:
+                ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                raise RuntimeError(
+                    f"{what}: {ranks} did not take part within {timeout_s:g} s; all ranks must make this call, in the "
+                    "same place (not inside `if rank == 0`), and rank(s) that are slow need a longer timeout"
+                ) from error
+            raise
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Rank ``source``'s ``value``."""
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, source), group=self.group)
+        return box[0]

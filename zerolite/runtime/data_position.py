@@ -1,0 +1,227 @@
+"""Where the passes over a loader are: what a checkpoint keeps of it, and the samples that are left of a pass.
+
+The order of a pass does not depend on the number of ranks: a DistributedSampler shuffles with seed + epoch, makes the
+result as long as the ranks need it, and gives rank r every world_size-th index from r on. Ranks that take batches in
+step have therefore been given the first samples of that order, so a number says which ones, and what is left can be
+split over any other number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """A DistributedSampler that shuffles anew in each pass: drawing the indices of a pass advances `epoch`.
+
+    `set_epoch(epoch)` before a pass still works. All ranks must begin the same number of passes, or their parts
+    overlap.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = super().__iter__()
+        self.set_epoch(self.epoch + 1)
+        return indices
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the passes over a loader are, in plain data.
+
+    samples: of a whole pass. order: how they are ordered, see :attr:`SampleOrder.name`. epoch: that of the pass; None
+    where the sampler has none. consumed: samples of the pass that all ranks together were given; 0: it has not begun.
+    drawn_from: the random state (hexadecimal) that the order of a pass under way was drawn from. generator: the state
+    of the sampler's own generator. Both are None for samplers that do not use them.
+    """
+
+    samples: int
+    order: str
+    epoch: int | None
+    consumed: int
+    drawn_from: str | None
+    generator: str | None
+
+
+_TYPES = {"samples": int, "order": str, "epoch": int, "consumed": int, "drawn_from": str, "generator": str}
+_OPTIONAL = ("epoch", "drawn_from", "generator")
+
+
+def position_from(entry: Any) -> Position:
+    """The Position of which `entry` is the ``asdict``. Raises ValueError for anything else."""
+    fits = isinstance(entry, dict) and entry.keys() == _TYPES.keys()
+    for name, kind in _TYPES.items() if fits else ():
+        fits = fits and (type(entry[name]) is kind or (name in _OPTIONAL and entry[name] is None))
+    if not fits or not 0 <= entry["consumed"] <= entry["samples"]:
+        raise ValueError(
+            f"expected the position of a loader, {', '.join(_TYPES)}, with consumed from 0 to samples, got {entry!r}"
+        )
+    return Position(**entry)
+
+
+class SampleOrder:
+    """The order in which a sampler gives the samples of its passes. Iterates over the sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.draws = type(sampler) in _DRAWING  # from a random generator, anew in each pass
+        self._drawn_from: torch.Tensor | None = None  # by the pass begun last
+
+    def __iter__(self) -> Iterator[int]:
+        if self.draws:
+            self._drawn_from = self._generator.get_state()
+        yield from self.sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    @property
+    def name(self) -> str:
+        """Samplers of which it is the same have the same order, for equally many samples and in the same epoch, or
+        drawn from the same state."""
+        if isinstance(self.sampler, DistributedSampler):
+            return f"shuffled with seed {self.sampler.seed}" if self.sampler.shuffle else "in sequence"
+        return "in sequence" if type(self.sampler) is SequentialSampler else f"drawn by {type(self.sampler).__name__}"
+
+    @property
+    def shuffled(self) -> bool:
+        return self.name != "in sequence"
+
+    @property
+    def epoch(self) -> int | None:
+        """The next pass's."""
+        return self.sampler.epoch if isinstance(self.sampler, DistributedSampler) else None
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether samples that do not reach all ranks are left out."""
+        return isinstance(self.sampler, DistributedSampler) and self.sampler.drop_last
+
+    def epoch_after(self, epoch: int | None) -> int | None:
+        """What a pass in `epoch` leaves as :attr:`epoch`."""
+        return epoch + 1 if epoch is not None and isinstance(self.sampler, EpochSampler) else epoch
+
+    def next_pass(self, samples: int) -> Position:
+        """The position before the next pass."""
+        own = self._own_generator
+        return Position(samples, self.name, self.epoch, 0, None, None if own is None else _to_text(own.get_state()))
+
+    def in_pass(self, samples: int, epoch: int | None, consumed: int) -> Position:
+        """The position in the pass begun last, which is in `epoch`."""
+        drawn_from = None if self._drawn_from is None else _to_text(self._drawn_from)
+        return replace(self.next_pass(samples), epoch=epoch, consumed=consumed, drawn_from=drawn_from)
+
+    def obstacle(self, position: Position) -> str | None:
+        """Why the pass at `position` cannot be continued; None if it can."""
+        if position.order != self.name:
+            return f"its samples were {position.order} and are now {self.name}"
+        if isinstance(self.sampler, DistributedSampler) or type(self.sampler) is SequentialSampler:
+            return None
+        if not self.draws:
+            return f"{type(self.sampler).__name__} draws its indices in a way of its own"
+        if position.drawn_from is None or not _fits(position.drawn_from, self._generator):
+            return "the random state that its order was drawn from is not one of the sampler's generator"
+        return None
+
+    def restore(self, position: Position) -> None:
+        """The next pass is in the epoch of `position`, drawn from its generator."""
+        if position.epoch is not None and isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(position.epoch)
+        own = self._own_generator
+        if own is not None and position.generator is not None and _fits(position.generator, own):
+            own.set_state(_from_text(position.generator))
+
+    def begin_again(self, position: Position) -> list[int]:
+        """The indices of the pass at `position`, those of all ranks, without repetitions. The sampler is then as
+        the pass leaves it; nothing is drawn from torch's default generator."""
+        if isinstance(self.sampler, DistributedSampler):
+            whole: DistributedSampler[Any] = DistributedSampler(
+                self.sampler.dataset, 1, 0, self.sampler.shuffle, self.sampler.seed
+            )
+            whole.set_epoch(self.sampler.epoch)
+            self.sampler.set_epoch(self.epoch_after(self.sampler.epoch))  # type: ignore[arg-type]
+            return list(whole)
+        if position.drawn_from is None:
+            return list(self)
+        # RandomSampler draws from its own generator at the end of a pass too: leave that as the pass will leave it.
+        with kept_random_state(torch.default_generator):
+            self._generator.set_state(_from_text(position.drawn_from))
+            return list(self)
+
+    @property
+    def _own_generator(self) -> torch.Generator | None:
+        return self.sampler.generator if self.draws else None
+
+    @property
+    def _generator(self) -> torch.Generator:
+        own = self._own_generator
+        return torch.default_generator if own is None else own
+
+
+def rest_numel(samples: int, world_size: int, drop_last: bool) -> int:
+    """Indices for each rank where `samples` are left. `drop_last`: leave out what does not reach all ranks."""
+    return samples // world_size if drop_last else -(-samples // world_size)
+
+
+def rest_of_pass(indices: Sequence[int], start: int, rank: int, world_size: int, drop_last: bool) -> list[int]:
+    """This rank's part of ``indices[start:]``, equally long on all ranks. What is missing at the end is repeated from
+    the beginning of `indices`, as a DistributedSampler does, so that nothing changes where the ranks are as before."""
+    total = rest_numel(len(indices) - start, world_size, drop_last) * world_size
+    rest = list(indices[start : start + total])
+    rest += itertools.islice(itertools.cycle(indices), total - len(rest))
+    return rest[rank::world_size]
+
+
+def with_indices(loader: DataLoader[Any], indices: Iterable[int]) -> DataLoader[Any]:
+    """A copy of `loader`, which has a BatchSampler, that loads these samples."""
+    batches: Any = loader.batch_sampler
+    other = copy.copy(loader)
+    # DataLoader refuses to set the first one; the second one are persistent workers, busy with the other's indices.
+    vars(other).update(batch_sampler=BatchSampler(indices, batches.batch_size, batches.drop_last), _iterator=None)
+    return other
+
+
+@contextlib.contextmanager
+def kept_random_state(*generators: torch.Generator | None) -> Iterator[None]:
+    """Afterwards the generators are as they were before."""
+    states = [(generator, generator.get_state()) for generator in generators if generator is not None]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _to_text(state: torch.Tensor) -> str:
+    """A generator's state, uint8, in hexadecimal."""
+    return bytes(state.tolist()).hex()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def _fits(text: str, generator: torch.Generator) -> bool:
+    """Whether it is the state of such a generator."""
+    try:
+        torch.Generator(generator.device).set_state(_from_text(text))
+    except (ValueError, RuntimeError):
+        return False
+    return True
