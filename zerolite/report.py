@@ -155,7 +155,7 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "zerolite_report") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "zerolite report") -> int:
     """Print the report and return 0."""
     parser = argparse.ArgumentParser(
         prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -75,6 +75,7 @@ FULL: dict[str, Any] = {
     "dataloader_drop_last": True,
     "dump_state": True,
     "max_consecutive_skipped_steps": 7,
+    "checkpoint": {"keep_last": 3, "timeout_s": 60},
 }
 
 NAMES = [
@@ -206,6 +207,8 @@ def test_defaults() -> None:
         "dataloader_drop_last": False,
         "dump_state": False,
         "max_consecutive_skipped_steps": 50,
+        "checkpoint.keep_last": None,
+        "checkpoint.timeout_s": 300.0,
     }
     assert {path: get(config, path) for path in expected} == expected
     covered = set(expected) | {path for path in plain_paths() if path.startswith(("optimizer.", "scheduler."))}
@@ -344,12 +347,12 @@ INTEGERS = [
     in {
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "initial_scale_power",
         "loss_scale_window", "hysteresis", "min_loss_scale", "stage", "reduce_bucket_size", "allgather_bucket_size",
-        "steps_per_print", "max_consecutive_skipped_steps", "stage3_prefetch_bucket_size",
+        "steps_per_print", "max_consecutive_skipped_steps", "keep_last", "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
         "stage3_max_reuse_distance", "stage3_module_granularity_threshold",
     }
 ]  # fmt: skip
-NUMBERS = ["fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor"]
+NUMBERS = ["fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor", "checkpoint.timeout_s"]
 DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"]
 BOOLEANS = [
     path
@@ -359,7 +362,7 @@ BOOLEANS = [
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 18 and len(BOOLEANS) == 23
+    assert len(INTEGERS) == 19 and len(BOOLEANS) == 23
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 

@@ -1,322 +1,152 @@
 """`zerolite import-deepspeed`: a checkpoint of DeepSpeed's ZeRO stages 1, 2 and 3 becomes one of zerolite.
 
-Master weights, optimizer states, buffers, counters, schedule and loss scale. Needs no DeepSpeed, and runs nothing that
-the files name. Tensors are read when they are written: at most one is in memory, beside what the system keeps of the
-mapped files.
+Master weights, optimizer states, buffers, counters, schedule and loss scale, in one process on the CPU. Needs no
+DeepSpeed, and runs nothing that the files name. Tensors are read when they are written: at most one is in memory,
+beside what the system keeps of the mapped files.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import platform
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from zerolite.checkpoint import plain
-from zerolite.checkpoint.deepspeed_files import Files, Loaded, find_tag, read_files
-from zerolite.checkpoint.deepspeed_groups import Group, as_count, common_number, flat_states, gather, read_groups
-from zerolite.checkpoint.deepspeed_layout import slices
+from zerolite.checkpoint.deepspeed_reader import ImportedCheckpoint, read_deepspeed
+from zerolite.checkpoint.directory import MANIFEST, check_tag
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.inert_pickle import Inert
-from zerolite.checkpoint.safetensors import DTYPES
+from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.pieces import empty_shard, whole
+from zerolite.checkpoint.planner import Shard, ShardSavePlanner
+from zerolite.checkpoint.storage import CheckpointWriter, Commit, now
+from zerolite.checkpoint.together import storage_errors
+from zerolite.version import __version__
+
+DESCRIPTION = """\
+Make a checkpoint of zerolite from one of DeepSpeed (ZeRO stages 1, 2 and 3), with its
+optimizer states. Nothing that the files of the checkpoint name is run: what would need
+that is left out, and said, or the checkpoint is refused."""
+
+EPILOG = """\
+OUT becomes a directory of checkpoints, as engine.load_checkpoint takes it."""
 
 logger = logging.getLogger("zerolite")
 
-# What DeepSpeed writes beside the client's own entries in a file of model states.
-_MODEL_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
-    "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
-    "ds_version checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names".split()
-)
-# Entries of a parameter group that choose an implementation, not what it computes, and the parameters themselves.
-_NOT_SETTINGS = frozenset(
-    "params param_names foreach fused capturable differentiable _ds_source_param_group_id".split()
-)
 
+def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify: bool = True) -> Path:
+    """Write the checkpoint ``tag`` (default: the latest) of DeepSpeed's directory into the directory of checkpoints
+    ``out``, under the same tag. Returns the new checkpoint's directory. What is left out is logged.
 
-class ImportedTensor(NamedTuple):
-    """``values()`` makes the tensor, of this shape and dtype."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    values: Callable[[], torch.Tensor]
-
-
-@dataclass
-class ImportedCheckpoint:
-    """What is in a DeepSpeed checkpoint, in zerolite's terms. ``state``: as in state.json. ``left_out``: what has no
-    place there, a phrase each."""
-
-    directory: Path
-    tag: str
-    stage: int
-    world_size: int
-    deepspeed_version: str
-    config: dict[str, Any]
-    state: dict[str, Any]
-    tensors: list[ImportedTensor]
-    left_out: list[str]
-
-    def shards(self) -> Iterator[ImportedTensor]:
-        """All tensors, with keys as in tensors.json."""
-        return iter(self.tensors)
-
-
-def read_deepspeed(directory: Path, tag: str | None = None, verify: bool = True) -> ImportedCheckpoint:
-    """The checkpoint ``tag`` of the directory that DeepSpeed's ``save_checkpoint`` was given; without a tag the one
-    that its file ``latest`` names, or ``directory`` itself.
-
-    verify: compare the files with their checksums first. Raises CheckpointError for what is missing, damaged, of
-    another kind, or would need unpickling.
+    verify: compare DeepSpeed's files with their checksums, which reads them once more. Raises CheckpointError for a
+    checkpoint that cannot be imported, or if ``out`` has something else with that name.
     """
-    path = find_tag(directory, tag)
-    files = read_files(path, verify)
+    imported = read_deepspeed(directory, tag, verify)
     try:
-        return _Importer(files).result()
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"'{path}' is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error})"
-        ) from error
+        check_tag(imported.tag)
+    except ValueError as error:
+        raise CheckpointError(f"'{imported.directory}' cannot be imported under its name: {error}") from error
+    path = out / imported.tag
+    if path.exists() and not (path / MANIFEST).is_file():
+        raise CheckpointError(f"'{path}' is there already, and is no checkpoint of zerolite; choose another directory")
+    for text in imported.left_out:
+        logger.warning("import-deepspeed: '%s': left out: %s", imported.directory, text)
+    tensors: list[torch.Tensor] = []
+    scalars = imported.state["optimizer"].pop("scalars")
+    state = {key: plain.encode(value, key, tensors) for key, value in imported.state.items()}
+    shards = [*_shards(imported), *(shard for i, t in enumerate(tensors) for shard in _plain_shards(i, t))]
+    writer = CheckpointWriter(Commit(out, _about(imported), state))
+    try:
+        with storage_errors(f"'{imported.directory}' was not imported", lambda: f"'{out}' is as it was"):
+            dcp.save({}, storage_writer=writer, planner=ShardSavePlanner(shards, scalars), no_dist=True)
+    finally:
+        writer.close()
+    return path
 
 
-@dataclass
-class _Importer:
-    files: Files
-    left_out: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.head = self.files.model[0]
-        self.module: dict[str, torch.Tensor] = {}
-        for name, value in self.head.get(dict, "module").items():
-            if isinstance(value, torch.Tensor):
-                self.module[name] = value
-            else:
-                self.left_out.append(f"the entry '{name}' of the model's state, which is no tensor")
-        self.groups, self.settings = read_groups(self.files)
-        self.trained = {name: group for group in self.groups for name in group.shapes}
-        self.tensors: list[ImportedTensor] = []
-
-    def result(self) -> ImportedCheckpoint:
-        parameters = self._parameters()
-        buffers = self._buffers()
-        optimizer = self._optimizer()
-        head = self.head.content
-        config = head.get("ds_config")
-        state = {
-            "parameters": parameters,
-            "buffers": buffers,
-            "optimizer": optimizer,
-            "lr_scheduler": self._lr_scheduler(head.get("lr_scheduler")),
-            "loss_scaler": self._loss_scaler(),
-            "counters": self._counters(config),
-            "window": None,
-            "loaders": [],
-            "client_state": self._client_state(),
-        }
-        return ImportedCheckpoint(
-            directory=self.files.directory,
-            tag=self.files.directory.name,
-            stage=self.files.stage,
-            world_size=self.files.world_size,
-            deepspeed_version=str(head["ds_version"]),
-            config=self._plain(config, "its configuration") if isinstance(config, dict) else {},
-            state=state,
-            tensors=self.tensors,
-            left_out=self.left_out,
-        )
-
-    def _add(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, values: Callable[[], torch.Tensor]) -> None:
-        if dtype not in DTYPES:
-            raise CheckpointError(f"'{self.head.path}': tensor '{key}' is of {dtype}, which no checkpoint can hold")
-        self.tensors.append(ImportedTensor(key, shape, dtype, values))
-
-    def _plain(self, value: Any, where: str) -> Any:
-        """``value`` without what is not plain; that is noted."""
-        if type(value) is dict:
-            kept = {key: self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-            return {key: item for key, item in kept.items() if item is not _NOTHING}
-        try:
-            plain.encode(value, where, [])
-        except TypeError:
-            kind = value.name if isinstance(value, Inert) else type(value).__name__
-            self.left_out.append(f"{where}, which holds a {kind} or is one" if kind in _BOXES else f"{where}, a {kind}")
-            return _NOTHING
-        return value
-
-    # ---------------------------------------------------------------- the model
-
-    def _parameters(self) -> dict[str, Any]:
-        buffers = set(self.head.get(list, "buffer_names"))
-        aliases = self._aliases()
-        found: dict[str, Any] = {}
-        for name in [name for name in self.module if name not in buffers] + list(self.trained):
-            if name in found or name in aliases:
-                continue
-            group = self.trained.get(name)
-            shape, dtype, values = self._trained(name, group) if group is not None else self._frozen(name)
-            self._add(f"parameters/{name}", shape, dtype, values)
-            found[name] = {
-                "shape": list(shape),
-                "dtype": DTYPES[self.module[name].dtype if name in self.module else dtype],
-                "trained": group is not None,
-                "aliases": [alias for alias, kept in aliases.items() if kept == name],
-            }
-        return found
-
-    def _aliases(self) -> dict[str, str]:
-        """The further names of tied parameters, with the one under which it is stored. Below stage 3 DeepSpeed goes by
-        addresses, which all empty parameters share."""
-        shared = self.head.content.get("shared_params") or {}
-        return {
-            alias: name
-            for alias, name in shared.items()
-            if self.files.stage == 3 or alias not in self.module or self.module[alias].numel()
-        }
-
-    def _trained(self, name: str, group: Group) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
-        values = partial(gather, group.masters, group.pieces[name], group.shapes[name])
-        return group.shapes[name], group.masters[0].dtype, values
-
-    def _frozen(self, name: str) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
-        if self.files.stage < 3:
-            value = self.module[name]
-            return tuple(value.shape), value.dtype, lambda: value
-        shape = tuple(self.head.get(torch.Size, "frozen_param_shapes", name))
-        flat = [file.get(torch.Tensor, "frozen_param_fragments", name).flatten() for file in self.files.model]
-        part = -(-math.prod(shape) // len(flat))
-        if any(values.numel() != part for values in flat):
-            raise CheckpointError(
-                f"'{self.files.directory}': expected a part of {part} elements of frozen parameter '{name}' of shape "
-                f"{shape} in the model states of each rank, got {[values.numel() for values in flat]}"
-            )
-        return shape, flat[0].dtype, partial(gather, flat, slices(math.prod(shape), len(flat)), shape)
-
-    def _buffers(self) -> dict[str, Any]:
-        found: dict[str, dict[str, Any]] = {}
-        kept: dict[tuple[Any, ...], str] = {}
-        for name in self.head.get(list, "buffer_names"):
-            value = self.module.get(name)
-            if value is None:
-                continue
-            place = (
-                value.untyped_storage().data_ptr(),
-                value.storage_offset(),
-                value.dtype,
-                value.shape,
-                value.stride(),
-            )
-            first = kept.setdefault(place, name)
-            if first != name and value.numel():  # one buffer under two names
-                found[first]["aliases"].append(name)
-                continue
-            self._add(f"buffers/{name}", tuple(value.shape), value.dtype, partial(_same, value))
-            found[name] = {"shape": list(value.shape), "dtype": DTYPES[value.dtype], "aliases": []}
-        return found
-
-    # ---------------------------------------------------------------- the optimizer
-
-    def _optimizer(self) -> dict[str, Any]:
-        groups: dict[int, dict[str, Any]] = {}
-        scalars: dict[str, dict[str, Any]] = {}
-        for group in self.groups:
-            if group.number not in groups:
-                settings = self.settings[group.number] if self.settings is not None else {}
-                kept = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
-                groups[group.number] = {"names": [], **self._plain(kept, f"parameter group {group.number}")}
-            groups[group.number]["names"] += list(group.shapes)
-            self._add_states(group, scalars)
-            if "step" in groups[group.number]:  # some of DeepSpeed's own optimizers count here
-                count = as_count("step", groups[group.number]["step"])
-                scalars.setdefault("step", {}).update(dict.fromkeys(group.shapes, count))
-        for found in groups.values():
-            found.pop("step", None)
-        if self.settings is None:
-            self.left_out.append("the settings of the parameter groups, which an elastic checkpoint does not hold")
-        listed = list(groups.values())
-        return {"type": _optimizer_type(self.head, listed), "groups": listed, "scalars": scalars}
-
-    def _add_states(self, group: Group, scalars: dict[str, dict[str, Any]]) -> None:
-        for state, value in group.states[0].items():
-            of_ranks = [states.get(state) for states in group.states]
-            if isinstance(value, torch.Tensor) and value.dim() and value.numel() >= group.masters[0].numel():
-                flat = flat_states(group, state, of_ranks)
-                for name, shape in group.shapes.items():
-                    values = partial(gather, flat, group.pieces[name], shape)
-                    self._add(f"optimizer/{state}/{name}", shape, flat[0].dtype, values)
-            elif value is not None:
-                number = common_number(group, state, of_ranks)
-                scalars.setdefault(state, {}).update(dict.fromkeys(group.shapes, number))
-
-    # ---------------------------------------------------------------- the rest
-
-    def _lr_scheduler(self, saved: Any) -> Any:
-        if isinstance(saved, dict) and set(saved) == {"last_batch_iteration"}:
-            return {"last_epoch": saved["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
-        kept = self._plain(saved, "the state of the learning rate schedule")
-        return None if kept is _NOTHING else kept
-
-    def _loss_scaler(self) -> dict[str, Any] | None:
-        if not any(value.dtype == torch.float16 for name, value in self.module.items() if name in self.trained):
-            return None
-        saved = self.files.optimizer[0].content["optimizer_state_dict"].get("loss_scaler")
-        fields = saved.fields if isinstance(saved, Inert) else {}
-        if not isinstance(fields.get("cur_scale"), (int, float)):
-            self.left_out.append("the loss scale, which is not saved in a known way")
-            return None
-        if not fields.get("dynamic"):
-            return {"scale": float(fields["cur_scale"]), "good_steps": 0, "hysteresis_left": 1}
-        good = fields["cur_iter"] - fields["last_overflow_iter"] - 1
-        return {
-            "scale": float(fields["cur_scale"]),
-            # It needs one good step more than zerolite after the start and after an overflow.
-            "good_steps": max(0, good - 1) % fields["scale_window"],
-            "hysteresis_left": max(1, fields["cur_hysteresis"]),
-        }
-
-    def _counters(self, config: Any) -> dict[str, int]:
-        steps = self.head.get(int, "global_steps")
-        found = {"global_steps": steps, "skipped_steps": self.head.get(int, "skipped_steps")}
-        sizes = config if isinstance(config, dict) else {}
-        accumulation = sizes.get("gradient_accumulation_steps")
-        batch, micro = sizes.get("train_batch_size"), sizes.get("train_micro_batch_size_per_gpu")
-        if not isinstance(accumulation, int) and isinstance(batch, int) and isinstance(micro, int) and micro > 0:
-            accumulation = batch // (micro * self.files.world_size)
-        found["micro_steps"] = steps * (accumulation if isinstance(accumulation, int) else 1)
-        return found
-
-    def _client_state(self) -> dict[str, Any]:
-        head = self.head.content
-        for name in ("data_sampler", "random_ltd"):
-            if head.get(name) is not None:
-                self.left_out.append(f"the state of DeepSpeed's {name}")
-        client = {key: value for key, value in head.items() if key not in _MODEL_KEYS}
-        kept: dict[str, Any] = self._plain(client, "client_state")
-        return kept
+def _shards(imported: ImportedCheckpoint) -> Iterator[Shard]:
+    for key, shape, dtype, values in imported.shards():
+        if math.prod(shape):
+            yield Shard(key, shape, dtype, ((0,) * len(shape), shape), values)
+        else:
+            yield empty_shard(key, shape, dtype)
 
 
-_NOTHING: Any = object()
-_BOXES = ("list", "tuple", "set", "OrderedDict", "Counter")
+def _plain_shards(index: int, tensor: torch.Tensor) -> Iterator[Shard]:
+    key = f"client_state/{index}"
+    yield from whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
 
 
-def _same(value: torch.Tensor) -> torch.Tensor:
-    return value
+def _about(imported: ImportedCheckpoint) -> About:
+    parameters = imported.state["parameters"]
+    numels = {name: math.prod(entry["shape"]) for name, entry in parameters.items()}
+    trained = [name for name, entry in parameters.items() if entry["trained"]]
+    return About(
+        tag=imported.tag,
+        saved_at=now(),
+        global_steps=imported.state["counters"]["global_steps"],
+        world_size=imported.world_size,
+        stage=imported.stage,
+        precision={
+            "compute": ", ".join(sorted({entry["dtype"] for entry in parameters.values()})),
+            "master": ", ".join(sorted(imported.master_dtypes)),
+        },
+        config=imported.config,
+        versions={
+            "zerolite": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "deepspeed": imported.deepspeed_version,
+        },
+        parameters={
+            "tensors": len(numels),
+            "elements": sum(numels.values()),
+            "trained_tensors": len(trained),
+            "trained_elements": sum(numels[name] for name in trained),
+        },
+        layout={},
+        # DeepSpeed does not say whether it has left out what is frozen.
+        exclude_frozen_parameters=all(parameters[name]["trained"] or not numel for name, numel in numels.items()),
+    )
 
 
-def _optimizer_type(head: Loaded, groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """As a config names it; None where it is not known."""
-    config = head.content.get("ds_config")
-    named = config.get("optimizer") if isinstance(config, dict) else None
-    if isinstance(named, dict) and isinstance(named.get("type"), str):
-        return str(named["type"])
-    settings = groups[0] if groups else {}
-    if "decoupled_weight_decay" in settings:
-        return "AdamW" if settings["decoupled_weight_decay"] else "Adam"
-    return "SGD" if "nesterov" in settings else None
+# -------------------------------------------------------------------- the command
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="what DeepSpeed's save_checkpoint was given")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; made if it is not there")
+    parser.add_argument("--tag", help="which checkpoint in DIR (default: the one that its file 'latest' names)")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare DeepSpeed's files with their checksums first"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "zerolite import-deepspeed") -> int:
+    """Run the command; 0, or 1 after a sentence on stderr."""
+    options = build_parser(prog).parse_args(argv)
+    try:
+        path = import_deepspeed(options.directory, options.out, options.tag, verify=not options.no_verify)
+    except CheckpointError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    print(f"imported '{options.directory}' to '{path}'")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed import checkpoint as dcp
 
 from zerolite.checkpoint.directory import NoCheckpoint, find
 from zerolite.checkpoint.errors import CheckpointError
@@ -169,8 +169,9 @@ class Loader:
         steps = self._parts.config.gradient_accumulation_steps or 1
         if saved is not None and saved["micro_batches"] != steps:
             raise CheckpointError(
-                f"the checkpoint was saved within a step, whose gradient_accumulation_steps was "
-                f"{saved['micro_batches']} and here is {steps}. Nothing was loaded; set it as it was, or load one saved after engine.step()"
+                "the checkpoint was saved within a step, whose gradient_accumulation_steps was "
+                f"{saved['micro_batches']} and here is {steps}. Nothing was loaded; set it as it was, or load one that "
+                "was saved after engine.step()"
             )
 
     # ---------------------------------------------------------------- doing
@@ -255,7 +256,8 @@ class Loader:
             parts.reducer.used.update(index for index in used if index is not None)
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
-        loaders.load_state_dict(state["loaders"])
+        if state["loaders"]:
+            loaders.load_state_dict(state["loaders"])
         key = f"{RANKS}{self._host.rank}/random"
         if key in plan.reader.tensors:
             load_random_state(plan.reader.read(key), parts.device)
@@ -319,7 +321,7 @@ def _schedule(state: Mapping[str, Any], scheduler: Any, groups: list[int | None]
             )
             logger.warning("%s: the checkpoint %s", _CALL, which)
         return None
-    if saved["type"] != type(scheduler).__name__:
+    if saved["type"] not in (None, type(scheduler).__name__):
         raise CheckpointError(
             f"the schedule in the checkpoint is a {saved['type']}, and the engine's is a {type(scheduler).__name__}. "
             "Nothing was loaded; pass load_lr_scheduler_states=False"

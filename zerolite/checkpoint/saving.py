@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from zerolite.checkpoint import plain
-from zerolite.checkpoint.directory import check_tag, default_tag, newest_complete
+from zerolite.checkpoint.directory import check_tag, default_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
-from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
+from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
 from zerolite.checkpoint.safetensors import DTYPES, as_bytes
 from zerolite.checkpoint.staging import Staging
-from zerolite.checkpoint.storage import CheckpointWriter, Commit, now
-from zerolite.checkpoint.together import on_all_ranks, on_this_rank, storage_errors
+from zerolite.checkpoint.storage import Commit, now
+from zerolite.checkpoint.together import on_all_ranks, on_this_rank
 from zerolite.checkpoint.window_state import window_shards
+from zerolite.checkpoint.writing import write_checkpoint
 from zerolite.comm import HostGroup
 from zerolite.config import ZeroliteConfig
 from zerolite.runtime.step import StepPipeline
@@ -158,21 +158,9 @@ class Saver:
         return _Collected(self._staging.copy(collected.shards), collected.scalars, collected.commit, collected.save_dir)
 
     def _write(self, collected: _Collected, tag: str) -> None:
-        writer = CheckpointWriter(collected.commit)
-        save_dir = collected.save_dir
-        try:
-            with storage_errors(
-                f"checkpoint '{tag}' was not saved", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
-            ):
-                dcp.save(
-                    {},
-                    storage_writer=writer,
-                    planner=ShardSavePlanner(collected.shards, collected.scalars),
-                    process_group=self._host.group,
-                    no_dist=self._host.group is None,
-                )
-        finally:
-            writer.close()
+        write_checkpoint(
+            collected.save_dir, tag, collected.shards, collected.scalars, collected.commit, self._host.group
+        )
 
     # ---------------------------------------------------------------- what is saved
 

@@ -1,5 +1,5 @@
-"""The `zerolite` command: `zerolite [options] script.py args...`, `zerolite [options] -m module args...`, or
-`zerolite report`.
+"""The `zerolite` command: `zerolite [options] script.py args...`, `zerolite [options] -m module args...`, or a command
+that starts nothing, such as `zerolite report`.
 
 Everything up to the launch itself works without torch, so that `--help` and mistakes are answered at once.
 """
@@ -7,6 +7,7 @@ Everything up to the launch itself works without torch, so that `--help` and mis
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import socket
@@ -27,15 +28,30 @@ examples:
   zerolite train.py --config zero2.json
   zerolite --nproc 2 -m mypackage.train --config zero2.json
   zerolite report
+  zerolite inspect runs/gpt/checkpoints --verify
+  zerolite export runs/gpt/checkpoints exported --dtype bf16
 
-`zerolite report [--json] [--build]` starts nothing: it prints versions, devices and which
-kernels can be used here. A file called `report` in the working directory is run instead,
-as any script; `python -m zerolite.report` always reports.
+commands that start nothing, each with a --help of its own:
+  report            versions, devices, and which kernels can be used here
+  inspect           what a checkpoint holds, and whether it is whole
+  export            a checkpoint's model, as Hugging Face loads it
+  import-deepspeed  a checkpoint of DeepSpeed's ZeRO becomes one of zerolite
+A file in the working directory that is called like one of them is run instead, as any
+script.
 
 Options come before the script; what follows it belongs to the script. OMP_NUM_THREADS
 is set to the cores divided by the processes, unless it is set already. The exit status
 is that of the rank that failed first (128 + n if signal n ended it), 0 if none failed,
 and 2 if the command line is wrong."""
+
+
+COMMANDS = {
+    "report": "zerolite.report",
+    "inspect": "zerolite.checkpoint.inspect",
+    "export": "zerolite.checkpoint.export",
+    "import-deepspeed": "zerolite.checkpoint.deepspeed",
+}
+"""What starts nothing, and the module whose `main(argv)` it is, imported when it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,8 @@ class LaunchRequest:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zerolite",
-        usage="zerolite [options] (script.py | -m module) [args ...]\n       zerolite report [--json] [--build]",
+        usage="zerolite [options] (script.py | -m module) [args ...]\n"
+        "       zerolite (report | inspect | export | import-deepspeed) ...",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -190,10 +207,10 @@ def set_thread_count(nproc: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `zerolite` command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["report"] and not os.path.isfile("report"):
-        from zerolite.report import main as print_report
-
-        return print_report(arguments[1:], prog="zerolite report")
+    command = arguments[0] if arguments else ""
+    if command in COMMANDS and not os.path.isfile(command):
+        status: int = importlib.import_module(COMMANDS[command]).main(arguments[1:])
+        return status
     request = parse_command_line(arguments)
     set_thread_count(request.nproc)
     try:

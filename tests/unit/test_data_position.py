@@ -1,0 +1,571 @@
+"""Passes over loaders that are continued from a saved position, on as many ranks as before and on others."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from zerolite.runtime.data_position import position_from
+from zerolite.runtime.dataloader import Loaders, RepeatingLoader, Rows
+
+SIZES = [1, 7, 12, 37, 48]
+
+
+class Ranks:
+    """The loaders of all ranks of a job, in one process."""
+
+    def __init__(self, world_size, size, batch_size=3, route="train", drop_last=False, users=None):
+        """users: makes a DataLoader of a data set and this rank's sampler options."""
+        self.loaders = [Loaders(rank, world_size, "cpu", batch_size, drop_last) for rank in range(world_size)]
+        data = list(range(size))
+        if users is None:
+            self.each = [loaders.make(data, route=route) for loaders in self.loaders]
+        else:
+            self.each = [
+                loaders.prepare(users(data, num_replicas=world_size, rank=rank))
+                for rank, loaders in enumerate(self.loaders)
+            ]
+
+    def passing(self):
+        """The batches of all ranks, batch by batch: rows by rank, and the samples in their order, without repetitions.
+        While one is in hand, the pass is under way on all ranks."""
+        passes = [iter(loader) for loader in self.each]
+        lengths = {len(loader) for loader in self.each}
+        count = 0
+        while batches := [batch for part in passes if (batch := next(part, None)) is not None]:
+            assert len(batches) == len(passes), "ranks have unequally many batches"
+            count += 1
+            lengths |= {len(loader) for loader in self.each}
+            (rows,) = {loaders.rows() for loaders in self.loaders}
+            parts = [batch.tolist() for batch in batches]
+            assert {len(part) for part in parts} == {rows.per_rank}
+            yield parts, [sample for turn in zip(*parts, strict=True) for sample in turn][: rows.samples]
+        assert lengths == {count}
+
+    def whole_pass(self):
+        return [parts for parts, _ in self.passing()]
+
+    def save(self):
+        """What all ranks would save, through JSON."""
+        first, *others = [loaders.state_dict() for loaders in self.loaders]
+        assert all(other == first for other in others)
+        return json.loads(json.dumps(first))
+
+    def load(self, state):
+        for loaders in self.loaders:
+            loaders.load_state_dict(state)
+        return self
+
+    def set_epoch(self, epoch):
+        for loader in self.each:
+            loader.sampler.set_epoch(epoch)
+
+
+def run(ranks, count):
+    """`count` batches of a pass, which is then under way."""
+    passing = ranks.passing()
+    taken = [next(passing) for _ in range(count)]
+    return passing, [parts for parts, _ in taken], [sample for _, samples in taken for sample in samples]
+
+
+def users_loader(shuffle=True, seed=5, drop_last=False, batch_size=3, **more):
+    def make(data, **options):
+        sampler = DistributedSampler(data, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)
+        return DataLoader(data, batch_size=batch_size, sampler=sampler, **more)
+
+    return make
+
+
+# -------------------------------------------------------------------- the same ranks: the same batches
+
+
+@pytest.mark.parametrize("users", [None, users_loader(), users_loader(shuffle=False), users_loader(drop_last=True)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_on_as_many_ranks_the_batches_are_those_of_the_uninterrupted_run(world_size, size, users):
+    whole = Ranks(world_size, size, users=users)
+    expected = [whole.whole_pass() for _ in range(3)]
+    for count in range(1, len(expected[1]) + 1):
+        saved = Ranks(world_size, size, users=users)
+        saved.whole_pass()
+        passing, begun, _ = run(saved, count)
+        state = saved.save()
+        resumed = Ranks(world_size, size, users=users).load(state)
+        assert resumed.save() == state, "a position that was loaded is saved as it was"
+        assert begun + resumed.whole_pass() == expected[1]
+        assert resumed.whole_pass() == expected[2]
+        del passing
+
+
+def test_a_pass_is_continued_more_than_once():
+    expected = Ranks(2, 48).whole_pass()
+    taken, state = [], Ranks(2, 48).save()
+    for count in (1, 3, 2):
+        ranks = Ranks(2, 48).load(state)
+        passing, batches, _ = run(ranks, count)
+        taken += batches
+        state = ranks.save()
+        del passing
+    assert taken + Ranks(2, 48).load(state).whole_pass() == expected
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_dropping_the_last_samples(drop_last):
+    expected = Ranks(2, 23, drop_last=drop_last).whole_pass()
+    saved = Ranks(2, 23, drop_last=drop_last)
+    passing, begun, _ = run(saved, 2)
+    assert begun + Ranks(2, 23, drop_last=drop_last).load(saved.save()).whole_pass() == expected
+    del passing
+
+
+# -------------------------------------------------------------------- other ranks, other batches
+
+
+@pytest.mark.parametrize("before", [(1, 4), (2, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize("after", [(1, 5), (2, 2), (3, 3), (4, 4)])
+@pytest.mark.parametrize("size", SIZES)
+def test_on_other_ranks_no_sample_comes_twice_and_none_is_left_out(before, after, size):
+    for route in ("train", "eval"):
+        order = [sample for _, samples in Ranks(1, size, route=route).passing() for sample in samples]
+        saved = Ranks(*before[:1], size, before[1], route)
+        passing, _, samples = run(saved, min(2, len(saved.each[0])))
+        resumed = Ranks(*after[:1], size, after[1], route).load(saved.save())
+        rest = [sample for _, more in resumed.passing() for sample in more]
+        assert samples + rest == order, route
+        assert sorted(sample for _, more in resumed.passing() for sample in more) == list(range(size))
+        del passing
+
+
+def test_on_other_ranks_dropping_leaves_full_batches():
+    order = Ranks(1, 50, 1, drop_last=True).whole_pass()
+    saved = Ranks(3, 50, 4, drop_last=True)
+    passing, _, samples = run(saved, 2)
+    resumed = Ranks(2, 50, 3, drop_last=True).load(saved.save())
+    rest = list(resumed.passing())
+    assert all(len(part) == 3 for parts, _ in rest for part in parts) and len(rest) == 26 // 6
+    taken = samples + [sample for _, more in rest for sample in more]
+    assert [[[sample]] for sample in taken] == order[:48]
+    del passing
+
+
+def test_the_rows_of_the_rest_of_a_pass():
+    saved = Ranks(2, 23, 4)
+    passing, *_ = run(saved, 1)
+    resumed = Ranks(3, 23, 2).load(saved.save())
+    collected = [[row for batch in loader for row in batch] for loader in resumed.each]
+    assert [each.rows(loader) for each, loader in zip(resumed.loaders, resumed.each, strict=True)] == 3 * [Rows(5, 15)]
+    assert {len(rows) for rows in collected} == {5}
+    resumed.whole_pass()
+    assert resumed.loaders[0].rows(resumed.each[0]) == Rows(8, 23)
+    del passing
+
+
+# -------------------------------------------------------------------- where a pass begins and ends
+
+
+def test_before_the_first_pass_and_between_passes():
+    expected = Ranks(2, 12)
+    passes = [expected.whole_pass() for _ in range(3)]
+    saved = Ranks(2, 12)
+    assert Ranks(2, 12).load(saved.save()).whole_pass() == passes[0]
+    saved.whole_pass()
+    resumed = Ranks(2, 12).load(saved.save())
+    assert [resumed.whole_pass() for _ in range(2)] == passes[1:]
+
+
+def test_after_the_last_batch_nothing_is_left_and_the_next_pass_follows():
+    expected = Ranks(2, 12)
+    passes = [expected.whole_pass() for _ in range(2)]
+    saved = Ranks(2, 12)
+    passing, *_ = run(saved, 2)
+    resumed = Ranks(2, 12).load(saved.save())
+    assert len(resumed.each[0]) == 0
+    assert [resumed.whole_pass() for _ in range(2)] == [[], passes[1]]
+    del passing
+
+
+@pytest.mark.parametrize("users", [None, users_loader()])
+def test_a_pass_that_was_left_is_continued_if_it_is_shuffled(users):
+    expected = Ranks(2, 24, users=users).whole_pass()
+    saved = Ranks(2, 24, users=users)
+    for _ in zip(range(2), saved.passing(), strict=False):
+        pass
+    assert Ranks(2, 24, users=users).load(saved.save()).whole_pass() == expected[2:]
+    saved.set_epoch(7)
+    later = Ranks(2, 24, users=users)
+    later.set_epoch(7)
+    assert Ranks(2, 24, users=users).load(saved.save()).whole_pass() == later.whole_pass()
+
+
+def test_a_pass_in_sequence_that_was_left_has_ended():
+    saved = Ranks(2, 24, route="eval")
+    for _ in zip(range(2), saved.passing(), strict=False):
+        pass
+    assert Ranks(2, 24, route="eval").load(saved.save()).whole_pass() == Ranks(2, 24, route="eval").whole_pass()
+
+
+@pytest.mark.parametrize("users", [None, users_loader()])
+def test_set_epoch_before_the_pass(users):
+    """The same epoch: the pass goes on. Another one: a new pass."""
+    expected = Ranks(2, 24, users=users)
+    expected.set_epoch(3)
+    passes = expected.whole_pass()
+    saved = Ranks(2, 24, users=users)
+    saved.set_epoch(3)
+    passing, *_ = run(saved, 1)
+    resumed, other = (Ranks(2, 24, users=users).load(saved.save()) for _ in range(2))
+    resumed.set_epoch(3)
+    assert (len(resumed.each[0]), resumed.whole_pass()) == (3, passes[1:])
+    other.set_epoch(4)
+    expected.set_epoch(4)
+    assert (len(other.each[0]), other.whole_pass()) == (4, expected.whole_pass())
+    del passing
+
+
+def test_passes_over_one_loader_at_the_same_time():
+    ranks = Ranks(1, 12)
+    (loader,) = ranks.each
+    first = iter(loader)
+    next(first), next(first)
+    second = iter(loader)
+    batch = next(second)
+    resumed = Ranks(1, 12).load(ranks.save())
+    rest = [sample for parts in resumed.whole_pass() for sample in parts[0]]
+    assert sorted(batch.tolist() + rest) == list(range(12)), "that of the pass begun last is saved"
+    assert rest == [sample for part in second for sample in part.tolist()]
+
+
+def test_a_pass_under_way_goes_on_from_the_position():
+    ranks = Ranks(2, 24)
+    passing, _, _ = run(ranks, 1)
+    state = ranks.save()
+    expected = [parts for parts, _ in passing]
+    passing, *_ = run(ranks, 2)
+    ranks.load(state)
+    lengths = [len(loader) for loader in ranks.each]
+    assert lengths == [3, 3]
+    passes = [iter(loader) for loader in ranks.each]
+    again = [[batch.tolist() for batch in batches] for batches in zip(*passes, strict=True)]
+    assert again == expected
+    ranks = Ranks(1, 12)
+    (loader,) = ranks.each
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch.tolist())
+        if number == 1:
+            state = ranks.save()
+        if number == 3:
+            break
+    ranks, taken = Ranks(1, 12), []
+    for batch in ranks.each[0]:
+        taken.append(batch.tolist())
+        if len(taken) == 1:
+            ranks.load(state)
+    assert taken == [seen[0], *seen[2:4]]
+
+
+# -------------------------------------------------------------------- RepeatingLoader
+
+
+@pytest.mark.parametrize("users", [None, users_loader()])
+@pytest.mark.parametrize("count", [1, 4, 5, 8, 11])
+@pytest.mark.parametrize("made_before", [True, False])
+def test_a_repeating_loader_goes_on(users, count, made_before):
+    expected = RepeatingLoader(Ranks(1, 12, users=users).each[0])
+    batches = [next(expected).tolist() for _ in range(24)]
+    saved = Ranks(1, 12, users=users)
+    repeating = RepeatingLoader(saved.each[0])
+    for _ in range(count):
+        next(repeating)
+    resumed = Ranks(1, 12, users=users)
+    before = RepeatingLoader(resumed.each[0])
+    resumed.load(saved.save())
+    repeating = before if made_before else RepeatingLoader(resumed.each[0])
+    assert [next(repeating).tolist() for _ in range(12)] == batches[count : count + 12]
+
+
+@pytest.mark.parametrize("users", [None, users_loader()])
+def test_a_repeating_loader_is_taken_back(users):
+    """Loading in the process that saved, after a few more passes."""
+    ranks = Ranks(1, 12, users=users)
+    repeating = RepeatingLoader(ranks.each[0])
+    for _ in range(6):
+        next(repeating)
+    state = ranks.save()
+    expected = [next(repeating).tolist() for _ in range(10)]
+    ranks.load(state)
+    assert [next(repeating).tolist() for _ in range(10)] == expected
+    ranks.load(state)
+    other = RepeatingLoader(ranks.each[0])
+    assert [next(other).tolist() for _ in range(10)] == expected
+
+
+# -------------------------------------------------------------------- random numbers
+
+
+class Noisy(Dataset):
+    """Each sample and a number from torch's generator."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index, torch.rand(())
+
+
+def numbers(batches):
+    return [[part.tolist() for part in batch] for batch in batches]
+
+
+def one_process(make):
+    loaders = Loaders(0, 1, "cpu", 3, False)
+    return loaders, loaders.prepare(make())
+
+
+def noisy_epochs():
+    return DataLoader(Noisy(), 3, sampler=DistributedSampler(Noisy(), 1, 0))
+
+
+def noisy_drawn():
+    return DataLoader(Noisy(), 3, shuffle=True)
+
+
+def noisy_own():
+    generator = torch.Generator().manual_seed(4)
+    return DataLoader(Noisy(), 3, shuffle=True, generator=generator)
+
+
+def noisy_subset():
+    return DataLoader(Noisy(), 3, sampler=SubsetRandomSampler([1, 4, 5, 7, 9, 10, 11]))
+
+
+def noisy_weighted():
+    return DataLoader(Noisy(), 3, sampler=WeightedRandomSampler([1.0] * 6 + [2.0] * 6, 10))
+
+
+@pytest.mark.parametrize("make", [noisy_drawn, noisy_own])
+def test_random_numbers_after_a_whole_pass(make):
+    torch.manual_seed(1)
+    _, loader = one_process(make)
+    expected = numbers([*loader, *loader])
+    torch.manual_seed(1)
+    loaders, loader = one_process(make)
+    begun = numbers(loader)
+    state, random_state = loaders.state_dict(), torch.get_rng_state()
+    loaders, resumed = one_process(make)
+    loaders.load_state_dict(state)
+    torch.set_rng_state(random_state)
+    assert begun + numbers(resumed) == expected
+
+
+@pytest.mark.parametrize("make", [noisy_epochs, noisy_drawn, noisy_own, noisy_subset, noisy_weighted])
+def test_random_numbers_are_those_of_the_uninterrupted_run(make):
+    """The order of the pass under way, of later ones, and what else is drawn: dropout, noise."""
+    torch.manual_seed(1)
+    _, loader = one_process(make)
+    expected = numbers([*loader, *loader])
+    torch.manual_seed(1)
+    loaders, loader = one_process(make)
+    batches = iter(loader)
+    begun = numbers([next(batches), next(batches)])
+    state, random_state = json.loads(json.dumps(loaders.state_dict())), torch.get_rng_state()
+    torch.manual_seed(2)
+    loaders, resumed = one_process(make)
+    loaders.load_state_dict(state)
+    torch.set_rng_state(random_state)
+    assert begun + numbers([*resumed, *resumed]) == expected
+    assert numbers(make()) != expected[:4], "the order is a random one"
+
+
+def test_drawn_orders_are_continued_with_another_batch_size():
+    torch.manual_seed(1)
+    loaders, loader = one_process(lambda: DataLoader(list(range(20)), 3, shuffle=True))
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loaders.state_dict()
+    expected = [sample for batch in batches for sample in batch.tolist()]
+    loaders, resumed = one_process(lambda: DataLoader(list(range(20)), 5, sampler=RandomSampler(list(range(20)))))
+    loaders.load_state_dict(state)
+    assert [len(batch) for batch in resumed] == [5, 5, 4]
+    loaders.load_state_dict(state)
+    next(iter(resumed))
+    again = loaders.state_dict()
+    assert again[0]["consumed"] == 11
+    loaders.load_state_dict(state)
+    assert [sample for batch in resumed for sample in batch.tolist()] == expected
+
+
+def test_a_sequence_is_continued_on_more_processes():
+    loaders, loader = one_process(lambda: DataLoader(list(range(20)), 3))
+    batches = iter(loader)
+    next(batches)
+    resumed = Ranks(2, 20, route="eval").load(loaders.state_dict())
+    assert [sample for _, samples in resumed.passing() for sample in samples] == list(range(3, 20))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers(persistent):
+    """What they have loaded ahead does not count as given."""
+    users = users_loader(num_workers=2, persistent_workers=persistent)
+    plain = Ranks(1, 30, users=users_loader())
+    expected = [plain.whole_pass() for _ in range(3)]
+    saved = Ranks(1, 30, users=users)
+    passing, begun, _ = run(saved, 3)
+    resumed = Ranks(1, 30, users=users).load(saved.save())
+    assert begun + resumed.whole_pass() == expected[0]
+    resumed.set_epoch(1)
+    plain.set_epoch(1)
+    assert resumed.whole_pass() == plain.whole_pass()
+    del passing
+    passing, *_ = run(resumed, 2)
+    state = resumed.save()
+    rest = [parts for parts, _ in passing]
+    assert resumed.load(state).whole_pass() == rest, "in the process that saved"
+
+
+def test_other_kinds_of_loaders():
+    """A BatchSampler of the user, a class derived from DataLoader, a copy."""
+
+    class Doubling(DataLoader):
+        def __iter__(self):
+            return (2 * batch for batch in super().__iter__())
+
+    def make():
+        data = list(range(20))
+        sampler = DistributedSampler(data, 1, 0, seed=2)
+        return Doubling(data, batch_sampler=BatchSampler(sampler, 3, False))
+
+    loaders, loader = one_process(make)
+    batches = iter(loader)
+    next(batches)
+    rest = [batch.tolist() for batch in batches]
+    loaders, loader = one_process(make)
+    batches = iter(loader)
+    next(batches)
+    state = loaders.state_dict()
+    loaders, loader = one_process(make)
+    loaders.load_state_dict(state)
+    assert [batch.tolist() for batch in copy.copy(loader)] == rest
+    assert [batch.tolist() for batch in loader] == rest
+
+
+# -------------------------------------------------------------------- several loaders, and what does not fit
+
+
+def two(sizes=(24, 10)):
+    loaders = Loaders(0, 1, "cpu", 3, False)
+    return loaders, loaders.make(list(range(sizes[0]))), loaders.make(list(range(sizes[1])), route="eval")
+
+
+def test_positions_of_several_loaders():
+    loaders, training, evaluation = two()
+    expected = [batch.tolist() for batch in training]
+    loaders, training, evaluation = two()
+    batches = iter(training)
+    next(batches)
+    tests = iter(evaluation)
+    next(tests), next(tests)
+    state = loaders.state_dict()
+    assert [(entry["samples"], entry["consumed"]) for entry in state] == [(24, 3), (10, 6)]
+    loaders, training, evaluation = two()
+    loaders.load_state_dict(state)
+    assert [batch.tolist() for batch in training] == expected[1:]
+    assert [batch.tolist() for batch in evaluation] == [[6, 7, 8], [9]]
+
+
+def test_loaders_that_are_gone_do_not_count():
+    loaders, training, evaluation = two()
+    assert len(loaders.state_dict()) == 2
+    del evaluation
+    assert len(loaders.state_dict()) == 1
+    loaders.make([1, 2])
+    assert len(loaders.state_dict()) == 1
+    assert loaders.prepare(training) is training and len(loaders.state_dict()) == 1
+
+
+def changed(state, **entry):
+    return [state[0], {**state[1], **entry}]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state[:1], "expected the 1 loaders .* has made 2 .*in the same order"),
+        (lambda state: [*state, state[0]], "expected the 3 loaders .* has made 2"),
+        (lambda state: changed(state, samples=11), "expected 11 samples in loader 1 .*got 10; give it the same data"),
+        (lambda state: changed(state, consumed=11), "consumed from 0 to samples, got {.*11"),
+        (lambda state: changed(state, consumed=-1), "consumed from 0 to samples"),
+        (lambda state: changed(state, order=None), "expected the position of a loader"),
+        (lambda state: changed(state, epoch="0"), "expected the position of a loader"),
+        (lambda state: [state[0], {"samples": 10}], "expected the position of a loader, samples, order"),
+        (lambda state: [state[0], None], "expected the position of a loader"),
+    ],
+)
+def test_positions_of_other_loaders_are_refused_and_nothing_changes(change, words):
+    saved, training, evaluation = two()
+    batches = iter(training)
+    next(batches)
+    state = change(saved.state_dict())
+    loaders, training, evaluation = two()
+    before = loaders.state_dict()
+    with pytest.raises(ValueError, match=words):
+        loaders.load_state_dict(state)
+    assert loaders.state_dict() == before
+    assert sorted(sample for batch in training for sample in batch.tolist()) == list(range(24))
+
+
+class Reversed(SequentialSampler):
+    def __iter__(self):
+        return reversed(range(len(self.data_source)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (users_loader(seed=1), users_loader(seed=2), "were shuffled with seed 1 and are now shuffled with seed 2"),
+        (users_loader(), users_loader(shuffle=False), "were shuffled with seed 5 and are now in sequence"),
+        (lambda data, **_: DataLoader(data, 3, shuffle=True), None, "were drawn by RandomSampler and are now shuffled"),
+        (
+            lambda data, **_: DataLoader(data, 3, sampler=Reversed(data)),
+            lambda data, **_: DataLoader(data, 3, sampler=Reversed(data)),
+            "Reversed draws its indices in a way of its own",
+        ),
+    ],
+)
+def test_a_pass_that_cannot_be_continued_begins_anew(before, after, words, caplog):
+    saved = Ranks(1, 12, users=before)
+    passing, *_ = run(saved, 2)
+    state = saved.save()
+    resumed = Ranks(1 if after else 2, 12, users=after)
+    with caplog.at_level("WARNING", "zerolite"):
+        resumed.load(state)
+    (said,) = [entry.getMessage() for entry in caplog.records]
+    assert "Loader 0 of this engine had given 6 of 12 samples" in said and words in said and "begins anew" in said
+    assert sorted(sample for _, samples in resumed.passing() for sample in samples) == list(range(12))
+    del passing
+
+
+def test_a_state_of_another_generator_is_not_used(caplog):
+    loaders, loader = one_process(lambda: DataLoader(list(range(12)), 3, shuffle=True))
+    batches = iter(loader)
+    next(batches)
+    (state,) = loaders.state_dict()
+    for text in ("00ff", "not hexadecimal", None):
+        caplog.clear()
+        loaders.load_state_dict([{**state, "drawn_from": text}])
+        assert "the random state that its order was drawn from" in caplog.text
+        assert sorted(sample for batch in loader for sample in batch.tolist()) == list(range(12))
+    assert position_from(state).consumed == 3

@@ -1,0 +1,353 @@
+"""What is in a DeepSpeed checkpoint, in zerolite's terms: tensors by key, and the content of state.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zerolite.checkpoint import plain
+from zerolite.checkpoint.deepspeed_files import Files, find_tag, read_files
+from zerolite.checkpoint.deepspeed_groups import (
+    Group,
+    as_count,
+    common_number,
+    described,
+    flat_states,
+    gather,
+    read_groups,
+)
+from zerolite.checkpoint.deepspeed_layout import slices
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.inert_pickle import Inert
+from zerolite.checkpoint.names import clean
+from zerolite.checkpoint.safetensors import DTYPES
+
+# What DeepSpeed writes beside the client's own entries in a file of model states.
+_MODEL_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
+    "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
+    "ds_version checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names".split()
+)
+# Entries of a parameter group that are no hyperparameters: they choose an implementation, count, or are the parameters.
+_NOT_SETTINGS = frozenset(
+    "params param_names foreach fused capturable differentiable _ds_source_param_group_id".split()
+)
+
+
+class ImportedTensor(NamedTuple):
+    """``values()`` makes the tensor, of this shape and dtype."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: Callable[[], torch.Tensor]
+
+
+@dataclass
+class ImportedCheckpoint:
+    """``state``: as in state.json, not yet encoded. ``left_out``: what has no place there, a phrase each."""
+
+    directory: Path
+    tag: str
+    stage: int
+    world_size: int
+    deepspeed_version: str
+    master_dtypes: set[str]
+    config: dict[str, Any]
+    state: dict[str, Any]
+    tensors: list[ImportedTensor]
+    left_out: list[str]
+
+    def shards(self) -> Iterator[ImportedTensor]:
+        """All tensors, with keys as in tensors.json."""
+        return iter(self.tensors)
+
+
+def read_deepspeed(directory: Path, tag: str | None = None, verify: bool = True) -> ImportedCheckpoint:
+    """The checkpoint ``tag`` of the directory that DeepSpeed's ``save_checkpoint`` was given; without a tag the one
+    that its file ``latest`` names, or ``directory`` itself.
+
+    verify: compare the files with their checksums first. Raises CheckpointError for what is missing, damaged, of
+    another kind, or would need unpickling.
+    """
+    path = find_tag(directory, tag)
+    files = read_files(path, verify)
+    try:
+        return _Importer(files).result()
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"'{path}' is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error})"
+        ) from error
+
+
+@dataclass
+class _Importer:
+    files: Files
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.head = self.files.model[0]
+        self.module: dict[str, torch.Tensor] = {}
+        self.extra: dict[str, Any] = {}  # what modules add to their state by get_extra_state
+        for name, value in self.head.get(dict, "module").items():
+            if name.rpartition(".")[2] == "_extra_state":
+                kept = self._plain(value, f"the extra state '{name}'")
+                if kept is not _NOTHING:
+                    self.extra[clean(name.removesuffix("_extra_state").removesuffix("."))] = kept
+            elif isinstance(value, torch.Tensor):
+                self.module[name] = value
+            else:
+                self.left_out.append(f"the entry '{name}' of the model's state, a {described(value)}")
+        self.groups, self.settings = read_groups(self.files)
+        self.trained = {name: group for group in self.groups for name in group.shapes}
+        self.tensors: list[ImportedTensor] = []
+
+    def result(self) -> ImportedCheckpoint:
+        parameters = self._parameters()
+        buffers = self._buffers()
+        optimizer = self._optimizer()
+        head = self.head.content
+        config = head.get("ds_config")
+        state = {
+            "parameters": parameters,
+            "buffers": buffers,
+            "extra": self.extra,
+            "optimizer": optimizer,
+            "lr_scheduler": self._lr_scheduler(head.get("lr_scheduler"), config),
+            "loss_scaler": self._loss_scaler(),
+            "counters": self._counters(config),
+            "window": None,
+            "loaders": None,
+            "client_state": self._client_state(),
+        }
+        return ImportedCheckpoint(
+            directory=self.files.directory,
+            tag=self.files.directory.name,
+            stage=self.files.stage,
+            world_size=self.files.world_size,
+            deepspeed_version=str(head["ds_version"]),
+            master_dtypes={DTYPES[master.dtype] for group in self.groups for master in group.masters},
+            config=self._plain(config, "its configuration") if isinstance(config, dict) else {},
+            state=state,
+            tensors=self.tensors,
+            left_out=self.left_out,
+        )
+
+    def _add(
+        self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, values: Callable[[], torch.Tensor]
+    ) -> None:
+        if dtype not in DTYPES:
+            raise CheckpointError(f"'{self.head.path}': {kind}{name} is of {dtype}, which no checkpoint can hold")
+        self.tensors.append(ImportedTensor(kind + clean(name), shape, dtype, values))
+
+    def _plain(self, value: Any, where: str) -> Any:
+        """``value`` without what is not plain; that is noted."""
+        if type(value) is dict:
+            kept = {key: self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+            return {key: item for key, item in kept.items() if item is not _NOTHING}
+        try:
+            plain.encode(value, where, [])
+        except TypeError:
+            more = "" if isinstance(value, Inert) else " that holds other objects"
+            self.left_out.append(f"{where}, a {described(value)}{more}")
+            return _NOTHING
+        return value
+
+    # ---------------------------------------------------------------- the model
+
+    def _parameters(self) -> dict[str, Any]:
+        buffers = set(self.head.get(list, "buffer_names"))
+        aliases = self._aliases()
+        found: dict[str, Any] = {}
+        for name in [name for name in self.module if name not in buffers] + list(self.trained):
+            if clean(name) in found or name in aliases:
+                continue
+            group = self.trained.get(name)
+            shape, dtype, values = self._trained(name, group) if group is not None else self._frozen(name)
+            self._add("parameters/", name, shape, dtype, values)
+            found[clean(name)] = {
+                "shape": list(shape),
+                "dtype": DTYPES[self.module[name].dtype if name in self.module else dtype],
+                "trained": group is not None,
+                "aliases": [clean(alias) for alias, kept in aliases.items() if kept == name],
+            }
+        return found
+
+    def _aliases(self) -> dict[str, str]:
+        """The further names of tied parameters, with the one under which it is stored. Below stage 3 DeepSpeed goes by
+        addresses, which all empty parameters share."""
+        shared = self.head.content.get("shared_params") or {}
+        return {
+            alias: name
+            for alias, name in shared.items()
+            if self.files.stage == 3 or alias not in self.module or self.module[alias].numel()
+        }
+
+    def _trained(self, name: str, group: Group) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
+        values = partial(gather, group.masters, group.pieces[name], group.shapes[name])
+        return group.shapes[name], group.masters[0].dtype, values
+
+    def _frozen(self, name: str) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
+        if self.files.stage < 3:
+            value = self.module[name]
+            return tuple(value.shape), value.dtype, lambda: value
+        shape = tuple(self.head.get(torch.Size, "frozen_param_shapes", name))
+        flat = [file.get(torch.Tensor, "frozen_param_fragments", name).flatten() for file in self.files.model]
+        part = -(-math.prod(shape) // len(flat))
+        if any(values.numel() != part for values in flat):
+            raise CheckpointError(
+                f"'{self.files.directory}': expected a part of {part} elements of frozen parameter '{name}' of shape "
+                f"{shape} in the model states of each rank, got {[values.numel() for values in flat]}"
+            )
+        return shape, flat[0].dtype, partial(gather, flat, slices(math.prod(shape), len(flat)), shape)
+
+    def _buffers(self) -> dict[str, Any]:
+        found: dict[str, dict[str, Any]] = {}
+        kept: dict[tuple[Any, ...], str] = {}
+        for name in self.head.get(list, "buffer_names"):
+            value = self.module.get(name)
+            if value is None:
+                continue
+            place = (
+                value.untyped_storage().data_ptr(),
+                value.storage_offset(),
+                value.dtype,
+                value.shape,
+                value.stride(),
+            )
+            first = kept.setdefault(place, name)
+            if first != name and value.numel():  # one buffer under two names
+                found[clean(first)]["aliases"].append(clean(name))
+                continue
+            self._add("buffers/", name, tuple(value.shape), value.dtype, partial(_same, value))
+            found[clean(name)] = {"shape": list(value.shape), "dtype": DTYPES[value.dtype], "aliases": []}
+        return found
+
+    # ---------------------------------------------------------------- the optimizer
+
+    def _optimizer(self) -> dict[str, Any]:
+        groups: dict[int, dict[str, Any]] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        for group in self.groups:
+            settings = dict(self.settings[group.number]) if self.settings is not None else {}
+            if group.number not in groups:
+                kept = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
+                values = self._plain(kept, f"parameter group {group.number}")
+                groups[group.number] = {"names": [], "values": values}
+            groups[group.number]["names"] += [clean(name) for name in group.shapes]
+            self._add_states(group, scalars)
+            if "step" in settings:  # some of DeepSpeed's own optimizers count here
+                _set_number(scalars, "step", group, as_count("step", settings["step"]))
+        if self.settings is None:
+            self.left_out.append("the settings of the parameter groups, which an elastic checkpoint does not hold")
+        return {"type": self._optimizer_type(), "groups": list(groups.values()), "scalars": scalars}
+
+    def _optimizer_type(self) -> str:
+        """The class of torch that keeps the same states, as far as it can be told."""
+        config = self.head.content.get("ds_config")
+        named = config.get("optimizer") if isinstance(config, dict) else None
+        if isinstance(named, dict) and isinstance(named.get("type"), str):
+            kind: str = named["type"]
+            return {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
+        settings = self.settings[0] if self.settings else {}
+        if "decoupled_weight_decay" in settings and "amsgrad" in settings:
+            return "AdamW" if settings["decoupled_weight_decay"] else "Adam"
+        for key, kind in (("momentum_decay", "NAdam"), ("decoupled_weight_decay", "RAdam"), ("nesterov", "SGD")):
+            if key in settings:
+                return kind
+        states = {state for group in self.groups for state in group.states[0]}
+        return "AdamW" if states >= {"exp_avg", "exp_avg_sq"} else "an unknown optimizer"
+
+    def _add_states(self, group: Group, scalars: dict[str, dict[str, Any]]) -> None:
+        for state, value in group.states[0].items():
+            of_ranks = [states.get(state) for states in group.states]
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() >= group.masters[0].numel():
+                flat = flat_states(group, state, of_ranks)
+                for name, shape in group.shapes.items():
+                    values = partial(gather, flat, group.pieces[name], shape)
+                    self._add(f"optimizer/{state}/", name, shape, flat[0].dtype, values)
+            elif value is not None:
+                _set_number(scalars, state, group, common_number(group, state, of_ranks))
+
+    # ---------------------------------------------------------------- the rest
+
+    def _lr_scheduler(self, saved: Any, config: Any) -> dict[str, Any] | None:
+        """``type`` is None where only the client knows it."""
+        if saved is None:
+            return None
+        named = config.get("scheduler") if isinstance(config, dict) else None
+        kind = named.get("type") if isinstance(named, dict) else None
+        kept = self._plain(saved, "the state of the learning rate schedule")
+        if kept is _NOTHING:
+            return None
+        if isinstance(saved, dict) and set(saved) == {"last_batch_iteration"}:
+            kept = {"last_epoch": kept["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
+        return {"type": kind, "state": kept}
+
+    def _loss_scaler(self) -> dict[str, Any] | None:
+        if not any(value.dtype == torch.float16 for name, value in self.module.items() if name in self.trained):
+            return None
+        saved = self.files.optimizer[0].content["optimizer_state_dict"].get("loss_scaler")
+        fields = saved.fields if isinstance(saved, Inert) else {}
+        if not isinstance(fields.get("cur_scale"), (int, float)):
+            self.left_out.append("the loss scale, which is not saved in a known way")
+            return None
+        if not fields.get("dynamic"):
+            return {"scale": float(fields["cur_scale"]), "good_steps": 0, "hysteresis_left": 1}
+        good = fields["cur_iter"] - fields["last_overflow_iter"] - 1
+        return {
+            "scale": float(fields["cur_scale"]),
+            # It needs one good step more than zerolite after the start and after an overflow.
+            "good_steps": max(0, good - 1) % fields["scale_window"],
+            "hysteresis_left": max(1, fields["cur_hysteresis"]),
+        }
+
+    def _counters(self, config: Any) -> dict[str, Any]:
+        steps = self.head.get(int, "global_steps")
+        found: dict[str, Any] = {
+            "global_steps": steps,
+            "skipped_steps": self.head.get(int, "skipped_steps"),
+            "skipped_in_a_row": 0,
+        }
+        found |= {"last_norm": None, "weight_unit": 1.0}
+        sizes = config if isinstance(config, dict) else {}
+        accumulation = sizes.get("gradient_accumulation_steps")
+        batch, micro = sizes.get("train_batch_size"), sizes.get("train_micro_batch_size_per_gpu")
+        if not isinstance(accumulation, int) and isinstance(batch, int) and isinstance(micro, int) and micro > 0:
+            accumulation = batch // (micro * self.files.world_size)
+        return {
+            "global_steps": steps,
+            "skipped_steps": skipped,
+            "skipped_in_a_row": 0,
+            "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
+            "last_norm": None,
+            "weight_unit": 1.0,
+        }
+
+    def _client_state(self) -> dict[str, Any]:
+        head = self.head.content
+        for name in ("data_sampler", "random_ltd"):
+            if head.get(name) is not None:
+                self.left_out.append(f"the state of DeepSpeed's {name}")
+        client = {key: value for key, value in head.items() if key not in _MODEL_KEYS}
+        kept: dict[str, Any] = self._plain(client, "client_state")
+        return kept
+
+
+_NOTHING: Any = object()
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _set_number(scalars: dict[str, dict[str, Any]], state: str, group: Group, number: Any) -> None:
+    scalars.setdefault(state, {}).update({clean(name): number for name in group.shapes})

@@ -1,0 +1,40 @@
+"""The one way in which a checkpoint is written: by all ranks of a group, or by one process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import checkpoint as dcp
+
+from zerolite.checkpoint.directory import newest_complete
+from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
+from zerolite.checkpoint.storage import CheckpointWriter, Commit
+from zerolite.checkpoint.together import storage_errors
+
+
+def write_checkpoint(
+    save_dir: Path, tag: str, shards: Sequence[Shard], scalars: Scalars, commit: Commit | None, group: Any = None
+) -> Path:
+    """Write ``shards``, which may be functions that make the values when they are written, and commit. Returns the
+    checkpoint's directory.
+
+    group: the gloo group of the ranks that write; None for one process alone. commit: on the group's first rank. Raises
+    CheckpointError on all ranks; what was there before is left then. Called on all ranks of the group.
+    """
+    writer = CheckpointWriter(commit)
+    try:
+        with storage_errors(
+            f"checkpoint '{tag}' was not saved", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
+        ):
+            dcp.save(
+                {},
+                storage_writer=writer,
+                planner=ShardSavePlanner(shards, scalars),
+                process_group=group,
+                no_dist=group is None,
+            )
+    finally:
+        writer.close()
+    return save_dir / tag
