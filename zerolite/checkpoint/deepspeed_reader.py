@@ -312,12 +312,6 @@ class _Importer:
 
     def _counters(self, config: Any) -> dict[str, Any]:
         steps = self.head.get(int, "global_steps")
-        found: dict[str, Any] = {
-            "global_steps": steps,
-            "skipped_steps": self.head.get(int, "skipped_steps"),
-            "skipped_in_a_row": 0,
-        }
-        found |= {"last_norm": None, "weight_unit": 1.0}
         sizes = config if isinstance(config, dict) else {}
         accumulation = sizes.get("gradient_accumulation_steps")
         batch, micro = sizes.get("train_batch_size"), sizes.get("train_micro_batch_size_per_gpu")
@@ -325,7 +319,7 @@ class _Importer:
             accumulation = batch // (micro * self.files.world_size)
         return {
             "global_steps": steps,
-            "skipped_steps": skipped,
+            "skipped_steps": self.head.get(int, "skipped_steps"),
             "skipped_in_a_row": 0,
             "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
             "last_norm": None,

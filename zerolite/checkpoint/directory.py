@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -22,9 +23,12 @@ from pathlib import Path
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
 
+logger = logging.getLogger("zerolite")
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete-", ".replaced-", ".removed-"
+MOST_JSON_BYTES = 1 << 30  # of a manifest: 8 bytes per MiB of the checkpoint
+_MOST_LATEST_BYTES = 4096
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
@@ -34,7 +38,8 @@ def default_tag(global_steps: int) -> str:
 
 def check_tag(tag: object) -> str:
     """Raises ValueError for what cannot be the name of a checkpoint."""
-    if not isinstance(tag, str) or not tag or tag != os.path.basename(tag) or tag.startswith(".") or tag == LATEST:
+    text = isinstance(tag, str) and tag == os.path.basename(tag).strip() and tag.isprintable()
+    if not text or not tag or tag.startswith(".") or tag == LATEST:
         raise ValueError(
             f"expected tag to be the name of a directory, without '/', not beginning with '.' and not '{LATEST}', got "
             f"{tag!r}"
@@ -53,25 +58,35 @@ class Complete:
 
 def complete_checkpoints(directory: Path) -> list[Complete]:
     """In order; [] if there is no such directory."""
-    found = []
     try:
-        entries = list(os.scandir(directory))
-    except (FileNotFoundError, NotADirectoryError):
+        candidates = _candidates(directory)
+    except OSError:
         return []
-    for entry in entries:
-        if not entry.name.startswith("."):
-            known = _read_head(Path(entry.path))
-            if known is not None:
-                found.append(known)
-    return sorted(found)
+    heads = (_read_head(path, tag) for tag, path in candidates.items())
+    return sorted(head for head in heads if head is not None)
 
 
-def _read_head(path: Path) -> Complete | None:
+def _candidates(directory: Path) -> dict[str, Path]:
+    """What has a manifest, by tag. Of one that is being replaced, the old one if the new one is not there yet."""
+    names = sorted(entry.name for entry in os.scandir(directory))  # what is being replaced comes first
+    paths = {name.removeprefix(_REPLACED): directory / name for name in names if name.startswith(_REPLACED)}
+    paths = {tag: path for tag, path in paths.items() if _has_manifest(path)}
+    for name in names:
+        if not name.startswith(".") and _has_manifest(directory / name):
+            paths[name] = directory / name
+    return paths
+
+
+def _has_manifest(path: Path) -> bool:
+    return os.path.lexists(path / MANIFEST)
+
+
+def _read_head(path: Path, tag: str) -> Complete | None:
     """What the manifest in ``path`` says of itself; None without a readable one."""
     try:
-        head = json.loads((path / MANIFEST).read_bytes())
-        return Complete(int(head["global_steps"]), str(head["saved_at"]), path.name)
-    except (OSError, ValueError, KeyError, TypeError):
+        head = json.loads(filesystem.read_file(path / MANIFEST, MOST_JSON_BYTES))
+        return Complete(int(head["global_steps"]), str(head["saved_at"]), tag)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -89,31 +104,44 @@ def find(directory: Path, tag: str | None = None) -> Path:
     """The directory of the checkpoint ``tag`` in ``directory``; without a tag the one that ``latest`` names, or, if
     no such file is there, the newest complete one.
 
-    Raises NoCheckpoint if there is no checkpoint at all, CheckpointError if there are others than the one asked for.
+    Raises NoCheckpoint if there is no checkpoint at all, CheckpointError if there are others than the one asked for,
+    if none is readable, and if ``latest`` names what is not there.
     """
+    try:
+        return _find(directory, tag)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"'{error.filename}' cannot be read: {error.strerror}") from error
+
+
+def _find(directory: Path, tag: str | None) -> Path:
     if tag is None and (directory / MANIFEST).is_file():
         return directory  # it is a checkpoint itself
     named = tag if tag is not None else _latest(directory)
     if named is None:
+        candidates = _candidates(directory) if directory.exists() else {}
         found = complete_checkpoints(directory)
-        if not found:
-            raise NoCheckpoint(
-                f"no checkpoint in '{directory}': expected a file '{LATEST}' or directories with a {MANIFEST}"
-            )
-        return directory / found[-1].tag
+        if found:
+            return candidates[found[-1].tag]
+        if candidates:
+            raise CheckpointError(f"no checkpoint in '{directory}' can be read: the {MANIFEST} of each is damaged")
+        raise NoCheckpoint(
+            f"no checkpoint in '{directory}': expected a file '{LATEST}' or directories with a {MANIFEST}"
+        )
     for path in (directory / named, directory / f"{_REPLACED}{named}"):
-        if (path / MANIFEST).is_file():
+        if _has_manifest(path):
             return path
     says = "" if tag is not None else f", which the file '{LATEST}' names"
     state = "has no manifest, so it is not complete" if (directory / named).is_dir() else "is not there"
-    kind = CheckpointError if complete_checkpoints(directory) else NoCheckpoint
+    kind = CheckpointError if tag is None or complete_checkpoints(directory) else NoCheckpoint
     raise kind(f"checkpoint '{named}' in '{directory}'{says}, {state}. {newest_complete(directory)}")
 
 
 def _latest(directory: Path) -> str | None:
     path = directory / LATEST
     try:
-        text = path.read_text(errors="replace").strip()
+        text = filesystem.read_file(path, _MOST_LATEST_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     try:
@@ -145,17 +173,24 @@ def locked(directory: Path) -> Iterator[None]:
                 ) from None
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile have the descriptor too
         os.close(descriptor)
 
 
 def begin(directory: Path, tag: str) -> Path:
-    """A fresh directory in which the checkpoint ``tag`` is written. Removes what killed saves have left. Called by
-    one rank, with the lock."""
+    """A fresh directory in which the checkpoint ``tag`` is written. Removes what killed saves have left. Raises
+    CheckpointError if something else than a checkpoint has the name. Called by one rank, with the lock."""
     for path in sorted(directory.iterdir()):
         if path.name.startswith((_INCOMPLETE, _REMOVED)):
             filesystem.remove(path)
         elif path.name.startswith(_REPLACED):
             _settle(path, directory / path.name.removeprefix(_REPLACED))
+    named = directory / tag
+    if os.path.lexists(named) and not _has_manifest(named) and not (named.is_dir() and not any(named.iterdir())):
+        raise CheckpointError(
+            f"'{named}' is there, and is no checkpoint: it has no {MANIFEST}. Move it away, or save under another tag"
+        )
     path = directory / f"{_INCOMPLETE}{tag}-{secrets.token_hex(4)}"
     filesystem.make_directory(path)
     return path
@@ -163,10 +198,9 @@ def begin(directory: Path, tag: str) -> Path:
 
 def _settle(replaced: Path, path: Path) -> None:
     """A checkpoint was being replaced by another of its name: the old one is back, or gone if the new one is there."""
-    if (path / MANIFEST).is_file():
+    if _has_manifest(path) or not _has_manifest(replaced):
         filesystem.remove(replaced)
-    else:
-        filesystem.remove(path)
+    elif not os.path.lexists(path):
         filesystem.rename(replaced, path)
 
 
@@ -175,14 +209,29 @@ def commit(written: Path, tag: str) -> Path:
     the lock."""
     path = written.parent / tag
     filesystem.sync_directory(written)
-    if path.exists():
-        replaced = written.parent / f"{_REPLACED}{tag}"
+    if not _has_manifest(path):
+        filesystem.rename(written, path)
+        return path
+    replaced = written.parent / f"{_REPLACED}{tag}"
+    try:
         filesystem.rename(path, replaced)
         filesystem.rename(written, path)
-        filesystem.remove(replaced)
-    else:
-        filesystem.rename(written, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # it has moved, or it has not
+            filesystem.rename(replaced, path)
+        raise
+    _remove(replaced)
     return path
+
+
+def _remove(path: Path) -> None:
+    """What is not needed any more, and hinders nobody if it stays until the next save."""
+    try:
+        if not path.name.startswith("."):
+            path = filesystem.rename(path, path.with_name(f"{_REMOVED}{path.name}"))
+        filesystem.remove(path)
+    except OSError as error:
+        logger.warning("'%s' could not be removed: %s", path, error.strerror)
 
 
 def set_latest(directory: Path, tag: str) -> None:
@@ -190,13 +239,12 @@ def set_latest(directory: Path, tag: str) -> None:
     filesystem.replace_file(directory / LATEST, f"{tag}\n".encode())
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints of those with a default tag, and never the latest: tags of the
-    user's own stay. Called by one rank, with the lock."""
-    latest = _latest(directory)
-    ours = [known.tag for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
-    for tag in ours[: len(ours) - keep]:
-        if tag != latest:
-            removed = directory / f"{_REMOVED}{tag}"
-            filesystem.rename(directory / tag, removed)
-            filesystem.remove(removed)
+def prune(directory: Path, keep: int, saved: str) -> None:
+    """Remove all but the ``keep`` checkpoints that were saved last of those with a default tag, and neither ``saved``
+    nor the latest: tags of the user's own stay. Called by one rank, with the lock."""
+    kept = {saved, _latest(directory)}
+    ours = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
+    ours.sort(key=lambda known: (known.tag == saved, known.saved_at))
+    for known in ours[: max(len(ours) - keep, 0)]:
+        if known.tag not in kept:
+            _remove(directory / known.tag)

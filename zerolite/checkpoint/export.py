@@ -130,7 +130,7 @@ def _read(reader: CheckpointReader, key: str, entry: Entry) -> torch.Tensor:
     value = reader.read(key, entry.dtype)
     if entry.dtype is torch.float16 and reader.tensors[key].dtype is not torch.float16 and bool(value.isinf().any()):
         logger.warning(
-            "export: '%s' has values beyond what fp16 holds (±65504), which are infinite in the export; use bf16 or fp32",
+            "export: '%s' has values beyond what fp16 holds (±65504), infinite in the export; use bf16 or fp32",
             entry.name,
         )
     return value

@@ -5,8 +5,10 @@ Nothing else of this package writes, renames or removes. Nothing here hides an e
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,10 +26,32 @@ where tests let a process die or a disk be full."""
 
 
 def make_directory(path: Path, exist_ok: bool = False) -> None:
-    """With its parents."""
+    """With its parents; on the disk when this returns."""
     if not (exist_ok and path.is_dir()):
+        new = [made for made in (path, *path.parents) if not made.exists()]
         before_operation("mkdir", path)
         path.mkdir(parents=True, exist_ok=exist_ok)
+        for made in new:
+            sync_directory(made.parent)
+
+
+def open_file(path: Path) -> int:
+    """A descriptor to read from. Raises OSError for what is no file: to open a pipe would wait for whoever writes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        found = "directory" if stat.S_ISDIR(mode) else "device"
+        raise OSError(errno.EINVAL, f"expected a file, found a {found}", str(path))
+    return descriptor
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All of a file. Raises OSError for one of more than ``most`` bytes."""
+    with open(open_file(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"expected at most {most} bytes, found more", str(path))
+        return file.read(most)
 
 
 def write_file(path: Path, batches: Iterable[Sequence[memoryview]]) -> None:
@@ -84,11 +108,12 @@ def replace_file(path: Path, content: bytes) -> None:
     rename(new, path)
 
 
-def rename(source: Path, target: Path) -> None:
-    """On the disk when this returns."""
+def rename(source: Path, target: Path) -> Path:
+    """On the disk when this returns. Returns ``target``."""
     before_operation("rename", target)
     os.rename(source, target)
     sync_directory(target.parent)
+    return target
 
 
 def remove(path: Path) -> None:

@@ -84,19 +84,16 @@ class Loader:
 
     def _find(self, request: LoadRequest) -> Path | None:
         """Rank 0 looks, and all take what it has found."""
-        found: Path | None = None
-        error: CheckpointError | None = None
-        if self._host.rank == 0:
+
+        def look() -> Path | None:
             try:
-                found = find(Path(request.load_dir), request.tag)
-            except CheckpointError as caught:
-                error = caught
-        found, error = self._host.broadcast((found, error), 0)
-        if isinstance(error, NoCheckpoint) and request.missing_ok:
-            return None
-        if error is not None:
-            raise error
-        return found
+                return find(Path(request.load_dir), request.tag)
+            except NoCheckpoint:
+                if request.missing_ok:
+                    return None
+                raise
+
+        return on_all_ranks(self._host, _CALL, look if self._host.rank == 0 else lambda: None)[0]
 
     # ---------------------------------------------------------------- deciding
 

