@@ -75,6 +75,7 @@ class Loader:
         path = self._find(request)
         if path is None:
             return None, {}
+        self._parts.wake()
         plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, scheduler))
         window = self._read(plan, request)
         if not request.module_only:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zerolite.checkpoint.errors import CheckpointError
+
 _DEEPEST = 200
 _SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
 _MAPPINGS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
@@ -100,14 +102,23 @@ def _advice(value: Any) -> str:
 
 def decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
     """The inverse of :func:`encode`; ``tensor(i)`` gives the i-th tensor. Raises ValueError for what encode never
-    gives."""
+    gives, and the CheckpointError that ``tensor`` raises."""
+    try:
+        return _decode(value, tensor)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
+        raise ValueError(f"it was not written by zerolite ({type(error).__name__}: {error})") from error
+
+
+def _decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return [_decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
-        return {key: decode(item, tensor) for key, item in value.items()}
+        return {key: _decode(item, tensor) for key, item in value.items()}
     if len(value) != 1:
         raise ValueError(f"expected an object with '{tag}' alone, got keys {sorted(value)}")
     return _decode_tagged(tag, value[tag], tensor)
@@ -123,13 +134,16 @@ def _decode_tagged(tag: str, content: Any, tensor: Callable[[int], torch.Tensor]
     if tag == "$dtype":
         return _dtype(content)
     if tag == "$scalar":
-        return torch.tensor(decode(content[1], tensor), dtype=_dtype(content[0]))
+        dtype, number = content
+        if not isinstance(number := _decode(number, tensor), (bool, int, float)):
+            raise ValueError(f"expected a number, got {type(number).__name__}")
+        return torch.tensor(number, dtype=_dtype(dtype))
     if tag == "$tensor":
         return tensor(content)
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](decode(item, tensor) for item in content)
+        return _SEQUENCES[tag](_decode(item, tensor) for item in content)
     if tag in _MAPPINGS:
-        pairs: Sequence[tuple[Any, Any]] = [(decode(key, tensor), decode(item, tensor)) for key, item in content]
+        pairs: Sequence[tuple[Any, Any]] = [(_decode(key, tensor), _decode(item, tensor)) for key, item in content]
         return _MAPPINGS[tag](dict(pairs) if tag == "$counter" else pairs)
     raise ValueError(f"expected one of the tags that zerolite writes, got '{tag}'")
 

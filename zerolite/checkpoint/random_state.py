@@ -28,15 +28,27 @@ def save_random_state(device: torch.device) -> torch.Tensor:
 def load_random_state(saved: torch.Tensor, device: torch.device) -> None:
     """Inverse of :func:`save_random_state`; what is not there stays as it is. Raises ValueError, before anything is
     changed, for what it did not write."""
-    state = plain.decode(json.loads(bytes(saved.tolist())), _no_tensor)
-    if not isinstance(state, dict) or "torch" not in state or "python" not in state:
-        raise ValueError("expected the states of random number generators")
+    try:
+        state = plain.decode(json.loads(bytes(saved.tolist())), _no_tensor)
+        _try(state, device)
+    except Exception as error:  # of four libraries
+        raise ValueError(f"expected the states of random number generators, got others ({error})") from error
     torch.set_rng_state(_tensor(state["torch"]))
     random.setstate(state["python"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+
+
+def _try(state: dict[str, Any], device: torch.device) -> None:
+    """Set them in generators that nobody uses."""
+    torch.Generator().set_state(_tensor(state["torch"]))
+    random.Random().setstate(state["python"])
+    if "cuda" in state and device.type == "cuda":
+        torch.Generator(device).set_state(_tensor(state["cuda"]))
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.RandomState().set_state(tuple(state["numpy"]))
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -80,6 +80,7 @@ class EngineParts:
     config: ZeroliteConfig
     device: torch.device
     host: HostGroup
+    wake: Callable[[], None]  # parameters that have been unfrozen since the last backward are trained from now on
 
 
 class Saver:
@@ -97,6 +98,7 @@ class Saver:
         directory."""
         self.wait()
         self._host.meet(self._parts.config.checkpoint.timeout_s, _CALL)
+        self._parts.wake()
         own: list[UserState] = []
 
         def offer() -> _Offer:

@@ -118,9 +118,18 @@ class CheckpointWriter(StorageWriter):
         directory.commit(path, about.tag)
         self._written_in = None
         if self._commit.save_latest:
-            directory.set_latest(self._commit.save_dir, about.tag)
+            self._set_latest(self._commit.save_dir, about.tag)
         if self._commit.keep_last is not None:
             directory.prune(self._commit.save_dir, self._commit.keep_last, about.tag)
+
+    def _set_latest(self, save_dir: Path, tag: str) -> None:
+        try:
+            directory.set_latest(save_dir, tag)
+        except OSError as error:
+            raise CheckpointError(
+                f"it is complete in '{save_dir}', but the file '{directory.LATEST}' could not be replaced "
+                f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
+            ) from error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -17,17 +17,17 @@ Result = TypeVar("Result")
 
 def on_all_ranks(host: HostGroup, what: str, action: Callable[[], Result]) -> list[Result]:
     """Every rank's result of ``action``, which travels by pickle. If it raises on any rank: there what it raised,
-    elsewhere CheckpointError with the first rank's sentence. Called on all ranks."""
+    elsewhere the same CheckpointError, or one that quotes any other error. Called on all ranks."""
     own, error = _attempt(action)
-    rows = host.gather((own, None if error is None else f"{type(error).__name__}: {error}"))
-    _raise_first(what, error, [sentence for _, sentence in rows])
+    rows = host.gather((own, _told(what, host.rank, error)))
+    _raise_first(error, [told for _, told in rows])
     return [result for result, _ in rows]
 
 
 def on_this_rank(host: HostGroup, what: str, action: Callable[[], Result]) -> Result:
     """The same, but the result stays here."""
     own, error = _attempt(action)
-    _raise_first(what, error, host.gather(None if error is None else f"{type(error).__name__}: {error}"))
+    _raise_first(error, host.gather(_told(what, host.rank, error)))
     return own  # type: ignore[return-value]
 
 
@@ -38,12 +38,19 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | N
         return None, error
 
 
-def _raise_first(what: str, own: Exception | None, sentences: list[str | None]) -> None:
+def _told(what: str, rank: int, error: Exception | None) -> CheckpointError | None:
+    """What the other ranks raise."""
+    if error is None or isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"{what}: rank {rank} stopped with {type(error).__name__}: {error}")
+
+
+def _raise_first(own: Exception | None, told: list[CheckpointError | None]) -> None:
     if own is not None:
         raise own
-    for rank, sentence in enumerate(sentences):
-        if sentence is not None:
-            raise CheckpointError(f"{what}: rank {rank} stopped with {sentence}")
+    for error in told:
+        if error is not None:
+            raise error
 
 
 @contextlib.contextmanager

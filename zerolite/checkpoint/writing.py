@@ -26,7 +26,7 @@ def write_checkpoint(
     writer = CheckpointWriter(commit)
     try:
         with storage_errors(
-            f"checkpoint '{tag}' was not saved", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
+            f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
         ):
             dcp.save(
                 {},

@@ -220,8 +220,8 @@ class ZeroConfig(_Block):
     )
     stage3_gather_16bit_weights_on_model_save: Bool = Field(
         default=False,
-        description="Accepted, without effect: `engine.full_state_dict()` gives whole weights at every stage when it "
-        "is asked to.",
+        description="Accepted, without effect: `engine.full_state_dict()` and `engine.save_16bit_model()` give whole "
+        "weights at every stage when they are asked to.",
     )
     leaf_modules: Annotated[tuple[str, ...], BeforeValidator(Names('["*MoeBlock"]', nullable=False))] = Field(
         default=(),

@@ -172,9 +172,6 @@ def _assemble(
     options = _step_options(config, bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0)
     pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, device)
     boundary = _connect(pipeline, reducer, publisher, scaler, model)
-    parts = EngineParts(
-        ModelState(model, buffer, sharded, comm), pipeline, reducer, config, device, HostGroup(comm, "checkpoint")
-    )
     engine = Engine(
         module=model,
         config=config,
@@ -190,7 +187,6 @@ def _assemble(
         lr_scheduler=None,
         dataloader=None,
         broadcast_buffers=broadcast_buffers,
-        checkpointer=Checkpointer(parts),
     )
     engine.parameter_access = ParameterAccess(pipeline, reducer, buffer, sharded, comm)
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
@@ -225,6 +221,8 @@ def _assemble(
     growth = Growth(model, comm, device, buffer, reducer, sharded, publisher, pipeline, ways, adopts)
     begins = pipeline if partitioned is None else partitioned.coordinator
     begins.on_begin = growth.wake
+    tensors, host = ModelState(model, buffer, sharded, comm), HostGroup(comm, "checkpoint")
+    engine.checkpointer = Checkpointer(EngineParts(tensors, pipeline, reducer, config, device, host, growth.wake))
     sharded.connect(
         step=pipeline.step,
         zero_grad=pipeline.zero_grad,

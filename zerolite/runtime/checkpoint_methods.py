@@ -25,7 +25,7 @@ Path = str | os.PathLike[str]
 class CheckpointMethods:
     """The part of :class:`~zerolite.runtime.engine.Engine` that is about checkpoints and whole models."""
 
-    _checkpointer: Checkpointer
+    checkpointer: Checkpointer
     _comm: Communicator
     _module: torch.nn.Module
     _pipeline: StepPipeline
@@ -75,11 +75,11 @@ class CheckpointMethods:
             bool(async_save),
         )
         with self._pipeline.commands(Command.SAVE):
-            return self._checkpointer.save(request, client_state, self.lr_scheduler, self.loaders)
+            return self.checkpointer.save(request, client_state, self.lr_scheduler, self.loaders)
 
     def follow_save(self) -> None:
         """A save of the ranks that go on. Called by ``Join``."""
-        self._checkpointer.follow_save(self.lr_scheduler)
+        self.checkpointer.follow_save(self.lr_scheduler)
 
     def load_checkpoint(
         self,
@@ -115,12 +115,12 @@ class CheckpointMethods:
             bool(missing_ok),
         )
         with self._pipeline.commands(Command.OTHER):
-            return self._checkpointer.load(request, self.lr_scheduler, self.loaders)
+            return self.checkpointer.load(request, self.lr_scheduler, self.loaders)
 
     def wait_for_checkpoint(self) -> None:
         """Until a checkpoint that is being saved in the background is complete. Raises CheckpointError if that has
         failed. Called on all ranks."""
-        self._checkpointer.wait()
+        self.checkpointer.wait()
 
     # ---------------------------------------------------------------- whole models
 

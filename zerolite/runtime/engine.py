@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from zerolite.accelerator import host_value
-from zerolite.checkpoint.checkpointer import Checkpointer
 from zerolite.comm import Communicator, ControlChannel, local_rank
 from zerolite.config import ZeroliteConfig
 from zerolite.monitor import Monitor, StepLog
@@ -65,7 +64,6 @@ class Engine(CheckpointMethods):
         lr_scheduler: Any,
         dataloader: Any,
         broadcast_buffers: bool,
-        checkpointer: Checkpointer,
     ) -> None:
         self.config = config
         self.device = device
@@ -88,7 +86,6 @@ class Engine(CheckpointMethods):
         self._window = window
         self._boundary = boundary
         self._broadcast_buffers = broadcast_buffers
-        self._checkpointer = checkpointer
         self._join: Join | None = None
         self.monitor = Monitor()  # for values of the user's own; build puts the config's here
         self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled

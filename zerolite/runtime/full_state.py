@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from zerolite.accelerator import host_values
+from zerolite.accelerator import host_value, host_values
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import Entry
-from zerolite.comm import Communicator, HostGroup
+from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.zero.partition_parameters import GatheredParameters
 from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, whole_shape
@@ -154,7 +154,8 @@ def _whole_copy(
 @torch.no_grad()
 def save_16bit_model(
     model: torch.nn.Module,
-    host: HostGroup,
+    comm: Communicator,
+    device: torch.device,
     save_dir: str | Path,
     dtype: torch.dtype,
     masters: Masters,
@@ -170,7 +171,7 @@ def save_16bit_model(
     state = _unguarded_state(model)
     owners = _owners(model, state)
     left_out = sorted(state.keys() - owners.keys())
-    if left_out and host.rank == 0:
+    if left_out and comm.rank == 0:
         logger.warning("save_16bit_model: left out what is no tensor: %s", _listed(left_out))
     if exclude_frozen:
         owners = _training(owners, masters)
@@ -188,14 +189,14 @@ def save_16bit_model(
 
     def get(entry: Entry) -> torch.Tensor | None:
         name = names[entry.name]
-        return _whole_copy(owners[name], state[name], dtype, masters, host.rank == 0)
+        return _whole_copy(owners[name], state[name], dtype, masters, comm.rank == 0)
 
     with contextlib.ExitStack() as stack:
-        _on_rank0(functools.partial(stack.enter_context, writer), host)
+        _on_rank0(functools.partial(stack.enter_context, writer), comm, device)
         for file in plan:
             values = _Gathered(file, get)
-            _on_rank0(functools.partial(writer.write, file, values), host, values)
-        _on_rank0(writer.commit, host)
+            _on_rank0(functools.partial(writer.write, file, values), comm, device, values)
+        _on_rank0(writer.commit, comm, device)
 
 
 def _training(owners: Mapping[str, torch.Tensor], masters: Masters) -> dict[str, torch.Tensor]:
@@ -232,11 +233,13 @@ class _Gathered:
             raise
 
 
-def _on_rank0(work: Callable[[], object], host: HostGroup, values: _Gathered | None = None) -> None:
+def _on_rank0(
+    work: Callable[[], object], comm: Communicator, device: torch.device, values: _Gathered | None = None
+) -> None:
     """Rank 0 does ``work``, for which the others only iterate over ``values``. If it raises, all ranks do: the others
     CheckpointError. Called on all ranks."""
     failure: Exception | None = None
-    if host.rank == 0:
+    if comm.rank == 0:
         try:
             work()
         except Exception as error:
@@ -245,11 +248,16 @@ def _on_rank0(work: Callable[[], object], host: HostGroup, values: _Gathered | N
             failure = error
     if values is not None:
         deque(values, maxlen=0)  # also what rank 0 has not asked for
-    told = host.broadcast(None if failure is None else str(failure) or type(failure).__name__, 0)
+    text = b"" if failure is None else (str(failure) or type(failure).__name__).encode()
+    length = torch.tensor(len(text), device=device)
+    comm.broadcast(length, "checkpoint")
+    if not (count := int(host_value(length))):
+        return
+    sent = torch.tensor(list(text) if text else [0] * count, dtype=torch.uint8, device=device)
+    comm.broadcast(sent, "checkpoint")
     if failure is not None:
         raise failure
-    if told is not None:
-        raise CheckpointError(f"rank 0: {told}")
+    raise CheckpointError(f"rank 0: {bytes(int(code) for code in host_values(sent)).decode()}")
 
 
 @torch.no_grad()

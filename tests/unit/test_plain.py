@@ -1,0 +1,260 @@
+"""Plain data goes through JSON and comes back equal, types included; anything else is refused with its place."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pickle
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from zerolite.checkpoint import plain
+
+
+def through_json(value: Any) -> Any:
+    tensors: list[torch.Tensor] = []
+    encoded = plain.encode(value, "client_state", tensors)
+    return plain.decode(json.loads(json.dumps(encoded)), tensors.__getitem__)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """In types too, and NaN to NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, float):
+        return math.copysign(1, one) == math.copysign(1, other) and (one == other or (one != one and other != other))
+    if isinstance(one, dict):
+        return len(one) == len(other) and all(equal(a, b) for a, b in zip(one.items(), other.items(), strict=True))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+VALUES: dict[str, Any] = {
+    "none": None,
+    "bools": [True, False],
+    "numbers": [0, -1, 2**70, 1.5, -0.0, 1e-320, 5e300, 0.1],
+    "not finite": [math.inf, -math.inf, math.nan],
+    "strings": ["", "é\n\0😀", "$float", "\ud800"],
+    "bytes": [b"", bytes(range(256))],
+    "tuples": ((), (1, (2.5, "x")), [(), []]),
+    "sets": [set(), {1, "a", (2, 3)}, frozenset({None, 1.5}), {frozenset({1})}],
+    "dict": {"a": {"b": [{"c": {}}]}},
+    "keys": {1: "int", "1": "str", None: 0, (1, 2): "tuple", 1.5: 0, b"b": 0, True + 1: 2},
+    "dollar keys": {"$float": "nan", "$": {"$tensor": 0}, "$dict": []},
+    "true and one": [{True: "bool"}, {1: "int"}, {1.0: "float"}],
+    "order": {"z": 1, "a": 2, "m": 3},
+    "ordered": OrderedDict([("z", 1), ("a", 2)]),
+    "ordered, keys": OrderedDict([(2, "b"), (1, "a")]),
+    "counter": Counter({"a": 3, 4: -1}),
+    "dtypes": [torch.float32, torch.bfloat16, torch.int64, torch.bool],
+    "devices": [torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")],
+    "sizes": [torch.Size([]), torch.Size([2, 3])],
+    "tensors": [torch.arange(6.0).view(2, 3), torch.empty(0, 4), torch.ones(3, dtype=torch.bfloat16)],
+    "scalars": [
+        torch.tensor(0.1),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor(-0.0),
+        torch.tensor(3),
+        torch.tensor(2**62),
+        torch.tensor(True),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor(65504.0, dtype=torch.float16),
+        torch.tensor(math.inf),
+        torch.tensor(-math.inf, dtype=torch.float16),
+    ],
+    "in a tensor's place": {"$tensor": torch.ones(2)},
+    "deep": [[[[[[[[[[[[[[[[[[[["end"]]]]]]]]]]]]]]]]]]]],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_round_trip(name: str) -> None:
+    value = VALUES[name]
+    result = through_json(value)
+    assert equal(value, result), f"{value!r} became {result!r}"
+
+
+def test_a_number_that_is_not_one_stays_so() -> None:
+    assert torch.isnan(through_json(torch.tensor(math.nan)))
+
+
+def test_a_complex_scalar_goes_with_the_tensors() -> None:
+    value = torch.tensor(1 + 2j)
+    assert equal(through_json(value), value)
+
+
+def test_parameters_come_back_as_tensors_without_gradients() -> None:
+    result = through_json(torch.nn.Parameter(torch.ones(2)))
+    assert type(result) is torch.Tensor and not result.requires_grad
+
+
+def test_numpy_comes_back_as_pythons_and_torchs() -> None:
+    result = through_json(
+        {
+            "float": numpy.float64(0.1),
+            "half": numpy.float32(1.5),
+            "int": numpy.int64(7),
+            "bool": numpy.bool_(True),
+            "array": numpy.arange(4, dtype=numpy.int32),
+            "no dimension": numpy.array(2.5),
+        }
+    )
+    assert equal(result["float"], 0.1) and equal(result["half"], 1.5)
+    assert equal(result["int"], 7) and equal(result["bool"], True)
+    assert equal(result["array"], torch.arange(4, dtype=torch.int32))
+    assert equal(result["no dimension"], 2.5)
+
+
+def test_the_same_sets_give_the_same_text() -> None:
+    names = [f"name {i}" for i in range(50)]
+    texts = {json.dumps(plain.encode(set(order), "s", [])) for order in (names, names[::-1])}
+    assert len(texts) == 1
+
+
+class Thing:
+    pass
+
+
+class Text(str):
+    pass
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Stateful:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+Pair = namedtuple("Pair", "a b")
+
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "object": ({"a": [1, {"b": Thing()}]}, ["client_state['a'][1]['b']", "Thing"]),
+    "lambda": ({"f": lambda: 0}, ["client_state['f']", "function"]),
+    "class": ({"c": Thing}, ["client_state['c']", "type"]),
+    "module": ({"m": torch.nn.Linear(1, 1)}, ["client_state['m']", "Linear", "save its state_dict()"]),
+    "with a state_dict": ({"s": Stateful()}, ["client_state['s']", "save its state_dict()"]),
+    "namespace": ({"args": argparse.Namespace(a=1)}, ["client_state['args']", "save vars(...) of it"]),
+    "path": ({"p": Path("x")}, ["client_state['p']", "save str(...) of it"]),
+    "in a tuple": (((1, Thing()),), ["client_state[0][1]"]),
+    "in a set": ({1, Pair}, ["an element of client_state"]),
+    "as a key": ({Pair: 1}, ["a key of client_state"]),
+    "under a key": ({3: Thing()}, ["client_state[3]"]),
+    "named tuple": (Pair(1, 2), ["Pair"]),
+    "default dict": (defaultdict(list), ["defaultdict"]),
+    "user dict": (UserDict(), ["UserDict"]),
+    "kind of a string": (Text("a"), ["Text"]),
+    "kind of an int": (Level.LOW, ["Level"]),
+    "complex": (1j, ["complex"]),
+    "range": (range(3), ["range"]),
+    "bytearray": (bytearray(2), ["bytearray"]),
+    "array of objects": (numpy.array([Thing()]), ["ndarray"]),
+    "array of strings": (numpy.array(["a"]), ["ndarray"]),
+    "sparse tensor": ({"t": torch.eye(2).to_sparse()}, ["client_state['t']", "sparse"]),
+    "meta tensor": ({"t": torch.empty(2, device="meta")}, ["client_state['t']", "meta"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_plain_is_refused_with_its_place(name: str) -> None:
+    value, words = REFUSED[name]
+    with pytest.raises(TypeError) as raised:
+        plain.encode(value, "client_state", [])
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize("cls", [list, dict])
+def test_what_contains_itself_is_refused(cls: type) -> None:
+    value: Any = cls()
+    value.append(value) if cls is list else value.update(a=value)
+    with pytest.raises(TypeError, match="does it contain itself"):
+        plain.encode(value, "client_state", [])
+
+
+def execute(*ignored: Any) -> None:
+    raise AssertionError("executed")
+
+
+CRAFTED: dict[str, Any] = {
+    "unknown tag": {"$pickle": "gASV"},
+    "two tags": {"$tuple": [], "$set": []},
+    "a tag and a key": {"$tuple": [], "a": 1},
+    "dtype of a module": {"$dtype": "torch.nn"},
+    "dtype of a function": {"$dtype": "torch.load"},
+    "dtype of a path": {"$dtype": "torch.hub.load"},
+    "dtype with underscores": {"$dtype": "torch.__dict__"},
+    "scalar of no dtype": {"$scalar": ["torch.load", 1.0]},
+    "float": {"$float": "eval"},
+    "nested": [{"a": {"$tuple": [{"$float": "x"}]}}],
+    "device": {"$device": "cpu; rm"},
+    "bytes": {"$bytes": "not base64!"},
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_json_is_refused(name: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        plain.decode(CRAFTED[name], lambda index: torch.zeros(1))
+
+
+WRONG_TYPES: list[Any] = [
+    {"$tuple": 3},
+    {"$set": [[1]]},
+    {"$dict": [[[1], 2]]},
+    {"$dict": [1]},
+    {"$counter": [[1, 2, 3]]},
+    {"$size": ["a"]},
+    {"$float": [1]},
+    {"$float": None},
+    {"$bytes": 5},
+    {"$dtype": 5},
+    {"$dtype": None},
+    {"$device": 10**40},
+    {"$device": [1]},
+    {"$scalar": 1},
+    {"$scalar": []},
+    {"$scalar": ["torch.float32", [1, 2]]},
+    {"$scalar": ["torch.float32", "a"]},
+    {"$scalar": ["torch.int8", 10**30]},
+    {"$scalar": ["torch.float32"]},
+    {"$tensor": "a"},
+    {"$tensor": -10},
+    {"$tensor": None},
+    {"$tensor": 10**30},
+]
+
+
+@pytest.mark.parametrize("value", WRONG_TYPES, ids=str)
+def test_content_of_a_wrong_type_is_a_value_error(value: Any) -> None:
+    tensors = [torch.zeros(1)]
+
+    def tensor(index: int) -> torch.Tensor:
+        if type(index) is not int or not 0 <= index < len(tensors):
+            raise ValueError(f"expected the index of a tensor, got {index!r}")
+        return tensors[index]
+
+    with pytest.raises(ValueError):
+        plain.decode(value, tensor)
+
+
+def test_nothing_of_a_pickle_is_looked_at() -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return execute, ()
+
+    content = pickle.dumps(Thing)
+    assert through_json({"$bytes": content}) == {"$bytes": content}
+    with pytest.raises(TypeError, match="Evil"):
+        plain.encode(Evil(), "client_state", [])

@@ -1,0 +1,122 @@
+"""Random number generators that go on where they were."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from zerolite.checkpoint.random_state import load_random_state, save_random_state
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def undisturbed() -> Any:
+    """What other tests draw does not depend on these."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    yield
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+
+
+def draw() -> list[Any]:
+    normal = [random.gauss(0, 1), float(numpy.random.normal())]  # each keeps a second value for the next call
+    return [*torch.randn(5).tolist(), torch.rand(()).item(), random.random(), random.randrange(99), *normal]
+
+
+def test_everything_goes_on() -> None:
+    torch.manual_seed(1)
+    random.seed(2)
+    numpy.random.seed(3)
+    draw()  # odd numbers of normal values have been drawn
+    saved = save_random_state(CPU)
+    expected = [draw() for _ in range(3)]
+    torch.manual_seed(4)
+    random.seed(5)
+    numpy.random.seed(6)
+    load_random_state(saved, CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_saving_draws_nothing() -> None:
+    torch.manual_seed(1)
+    random.seed(2)
+    numpy.random.seed(3)
+    expected = draw()
+    torch.manual_seed(1)
+    random.seed(2)
+    numpy.random.seed(3)
+    saved = save_random_state(CPU)
+    assert draw() == expected
+    assert saved.dtype == torch.uint8 and saved.dim() == 1
+    json.loads(bytes(saved.tolist()))
+
+
+def changed(saved: torch.Tensor, **entries: Any) -> torch.Tensor:
+    state = {**json.loads(bytes(saved.tolist())), **entries}
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def without(saved: torch.Tensor, key: str) -> torch.Tensor:
+    state = json.loads(bytes(saved.tolist()))
+    del state[key]
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def test_what_is_not_there_stays_as_it_is() -> None:
+    saved = without(save_random_state(CPU), "numpy")
+    before = draw()
+    state = numpy.random.get_state()
+    load_random_state(saved, CPU)
+    assert numpy.random.get_state()[2:] == state[2:]
+    assert draw()[:8] == before[:8]
+
+
+@pytest.mark.parametrize("key", ["torch", "python"])
+def test_what_must_be_there_is_missed(key: str) -> None:
+    with pytest.raises(ValueError, match="random number generators"):
+        load_random_state(without(save_random_state(CPU), key), CPU)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"torch": {"$bytes": "AAAA"}},
+        {"torch": 3},
+        {"torch": {"$tensor": 0}},
+        {"python": 3},
+        {"python": {"$tuple": [3, {"$tuple": [1, 2]}, None]}},
+        {"python": {"$tuple": [99, {"$tuple": []}, None]}},
+        {"numpy": ["MT19937", [1, 2], 3, 0, 0.0]},
+        {"numpy": ["other", [], 3, 0, 0.0]},
+        {"numpy": 3},
+    ],
+    ids=str,
+)
+def test_what_was_not_saved_by_us_is_refused_before_anything_changes(entries: dict[str, Any]) -> None:
+    saved = save_random_state(CPU)
+    expected = draw()
+    load_random_state(saved, CPU)
+    with pytest.raises(ValueError):
+        load_random_state(changed(saved, **entries), CPU)
+    assert draw() == expected
+
+
+def test_numpy_is_saved_only_where_it_is_used() -> None:
+    program = (
+        "import json, sys, torch\n"
+        "sys.modules.pop('numpy', None)\n"
+        "from zerolite.checkpoint.random_state import save_random_state, load_random_state\n"
+        "saved = save_random_state(torch.device('cpu'))\n"
+        "assert 'numpy' not in json.loads(bytes(saved.tolist()))\n"
+        "load_random_state(saved, torch.device('cpu'))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
