@@ -53,8 +53,9 @@ from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
 from zerolite.runtime.step import StepOptions, StepPipeline
+from zerolite.runtime.zero.bucket_state import ReductionOptions
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
-from zerolite.runtime.zero.grad_reducer import GradReducer, ReductionOptions
+from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
 from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel, whole_shape
 from zerolite.runtime.zero.publisher import Publisher

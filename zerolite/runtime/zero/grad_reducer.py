@@ -16,99 +16,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zerolite.accelerator import host_values
-from zerolite.comm import Communicator, Pending
+from zerolite.comm import Communicator
 from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
+from zerolite.runtime.zero.bucket_state import HALF, BucketPool, BucketState, ReductionOptions, WindowSums
 from zerolite.runtime.zero.buffer import destinations, zero_slot
 from zerolite.runtime.zero.held_gradient import HeldGradient, ShownGradients
 from zerolite.runtime.zero.launch_plan import LaunchPlan
-from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
-
-_HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class ReductionOptions:
-    """How gradients are summed. Dtypes are None where the gradient's own dtype is kept.
-
-    accumulate_dtype: of sums over several contributions; several_expected: whether there will be several
-    (accumulation > 1); communication_dtype(bucket): what travels. The division by world_size is split in three
-    exact products: arrival_factor while a gradient is moved into its bucket (free; only used where it is a power of
-    two), predivide before the sum, the rest after it.
-    """
-
-    reduce_each_pass: bool
-    shard: bool
-    use_reduce_scatter: bool
-    accumulate_dtype: torch.dtype | None
-    several_expected: bool
-    communication_dtype: Callable[[Bucket], torch.dtype | None]
-    arrival_factor: float
-    predivide: float
-    copy_on_arrival: bool
-    overlap: bool  # launch during backward, and let one reduction run while the next bucket fills
-
-
-@dataclass
-class _BucketState:
-    bucket: Bucket
-    local: torch.Tensor | None = None
-    reduced: torch.Tensor | None = None
-    written: set[int] = field(default_factory=set)  # slots that `local` holds something of
-    held: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients not yet copied (copy_on_arrival off)
-    filler: BucketFiller | None = None  # small gradients are held until all are there, and moved in one call
-    expected: int = 0  # contributions in a pass
-    missing: int = 0  # contributions that this pass still waits for
-    launched: bool = False
-    late: bool = False  # got a gradient in this pass after it was launched
-    pending: Pending | None = None
-    sent: torch.Tensor | None = None  # what `pending` reduces
-    staged: bool = False  # `local` is the communicator's memory
-
-
-@dataclass(frozen=True)
-class WindowSums:
-    """Gradients between the passes of a window. local: this rank's sums that no reduction has seen, flat, by parameter.
-    reduced: means over ranks by bucket, full at stage 0, this rank's part above. passes_in_local: backwards that
-    ``local`` holds."""
-
-    local: dict[int, torch.Tensor]
-    reduced: dict[int, torch.Tensor]
-    passes_in_local: int
-    passes_in_window: int
-
-
-class _BucketPool:
-    """Full buckets to use again, on the CPU only.
-
-    A large allocation there is new memory from the kernel every time, and touching it for the first time costs
-    several times a copy. CUDA's caching allocator has no such cost.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._free: list[torch.Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor [numel]."""
-        for index, tensor in enumerate(self._free):
-            if tensor.numel() == numel and tensor.dtype == dtype:
-                return self._free.pop(index)
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def clear(self) -> None:
-        self._free.clear()
-
-    def give_back(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu":
-            self._free.append(tensor)
-            del self._free[: -self._limit]
+from zerolite.runtime.zero.layout import PartitionLayout, Slot
 
 
 class GradReducer:
@@ -133,7 +53,7 @@ class GradReducer:
         self._comm = comm
         self._options = options
         self._pass_reduces = pass_reduces
-        self._states: list[_BucketState] = []
+        self._states: list[BucketState] = []
         self._passes_in_window = 0
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
         self._fires: list[int] = []  # contributions of each parameter in this pass
@@ -150,7 +70,7 @@ class GradReducer:
         self._factor = options.arrival_factor  # in this pass, with the share
         self._reducing = False
         self._next = 0  # the next bucket to launch in this pass
-        self._in_flight: list[_BucketState] = []
+        self._in_flight: list[BucketState] = []
         self._plan: LaunchPlan | None = None
         self._learning = False  # when each bucket's last gradient comes
         self._launching = False  # a bucket is being filled to be launched at once
@@ -170,9 +90,9 @@ class GradReducer:
         device = self.parameters[0].device
         for bucket in layout.buckets[len(self._states) :]:
             filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
-            self._states.append(_BucketState(bucket, filler=filler))
+            self._states.append(BucketState(bucket, filler=filler))
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
-        self._pool = _BucketPool(3 if self._options.shard else len(layout.buckets))
+        self._pool = BucketPool(3 if self._options.shard else len(layout.buckets))
         more = len(self.parameters) - len(self._expected)
         self._expected += [1] * more
         self._fires += [0] * more
@@ -335,7 +255,7 @@ class GradReducer:
             state.held[slot.index] = gradient
         self._count(state, slot)
 
-    def _count(self, state: _BucketState, slot: Slot) -> None:
+    def _count(self, state: BucketState, slot: Slot) -> None:
         """A contribution to the pass has come; its bucket is launched if it was the last."""
         if not slot.numel:
             return
@@ -347,7 +267,7 @@ class GradReducer:
         elif state.missing == 0 and self._reducing and self._options.overlap and self._learned:
             self._launch_ready()
 
-    def _put(self, state: _BucketState, slot: Slot, gradient: torch.Tensor) -> None:
+    def _put(self, state: BucketState, slot: Slot, gradient: torch.Tensor) -> None:
         """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
         accumulate_dtype."""
         options = self._options
@@ -356,7 +276,7 @@ class GradReducer:
             for low, high in state.bucket.gaps:
                 state.local[low:high].zero_()
         first = slot.index not in state.written
-        if not first and options.accumulate_dtype is not None and state.local.dtype in _HALF:
+        if not first and options.accumulate_dtype is not None and state.local.dtype in HALF:
             state.local, state.staged = state.local.to(options.accumulate_dtype), False
         factor = self._factor
         strides = self.strides[slot.index]
@@ -369,15 +289,15 @@ class GradReducer:
                 place.copy_(values)
         state.written.add(slot.index)
 
-    def _new_local(self, state: _BucketState, gradient: torch.Tensor) -> torch.Tensor:
+    def _new_local(self, state: BucketState, gradient: torch.Tensor) -> torch.Tensor:
         options = self._options
         dtype = gradient.dtype
-        asked = self._accumulate_dtype(state)
+        asked = options.sum_dtype(self._own_dtype(state))
         if options.several_expected and not options.reduce_each_pass and asked is not None:
             dtype = asked
         return self._memory_for(state, dtype, gradient.device)
 
-    def _put_held(self, state: _BucketState) -> None:
+    def _put_held(self, state: BucketState) -> None:
         """Move the held gradients into ``local``, where none of them is yet: in one call if that is possible."""
         held, state.held = state.held, {}
         if state.local is None and state.filler is not None and held:
@@ -395,7 +315,7 @@ class GradReducer:
         for index in sorted(held):
             self._put(state, self.layout.slots[index], held[index])
 
-    def _memory_for(self, state: _BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _memory_for(self, state: BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised full bucket; where it can be and its reduction is next, one that travels without a copy."""
         options = self._options
         exchanged = options.shard and options.use_reduce_scatter and self._reducing
@@ -426,7 +346,7 @@ class GradReducer:
                 self._launch(self._states[self._next])
             self._next += 1
 
-    def _launch(self, state: _BucketState) -> None:
+    def _launch(self, state: BucketState) -> None:
         """Start the reduction of one bucket, after the one before has ended: one is in flight while another fills."""
         options = self._options
         self._wait_for_all()
@@ -436,7 +356,7 @@ class GradReducer:
         finally:
             self._launching = False
         self.probes.append(local.sum(dtype=torch.float32))
-        wanted = self._travelling_dtype(state)
+        wanted = options.travelling_dtype(state.bucket, self._own_dtype(state), self._passes_in_local)
         if local.dtype != wanted:
             own, local = local, local.to(wanted)
             if not state.staged:
@@ -458,20 +378,7 @@ class GradReducer:
         if not options.overlap:
             self._wait_for_all()
 
-    def _travelling_dtype(self, state: _BucketState) -> torch.dtype:
-        """The dtype in which a bucket is sent. It follows from what all ranks know: what this rank's bucket happens
-        to hold (nothing, or several contributions) must not decide it."""
-        options = self._options
-        asked = options.communication_dtype(state.bucket)
-        if asked is not None:
-            return asked
-        summed = (options.several_expected and not options.reduce_each_pass) or self._passes_in_local > 1
-        accumulate = self._accumulate_dtype(state)
-        if summed and accumulate is not None:
-            return accumulate
-        return self.parameters[state.bucket.slots[0].index].dtype
-
-    def _complete_local(self, state: _BucketState) -> torch.Tensor:
+    def _complete_local(self, state: BucketState) -> torch.Tensor:
         """``local`` with zeros where no gradient came."""
         self._put_held(state)
         if state.local is None:
@@ -488,7 +395,7 @@ class GradReducer:
         while self._in_flight:
             self._complete(self._in_flight.pop(0))
 
-    def _complete(self, state: _BucketState) -> None:
+    def _complete(self, state: BucketState) -> None:
         """Wait for one reduction and add its mean to ``reduced``."""
         options = self._options
         assert state.pending is not None
@@ -505,21 +412,11 @@ class GradReducer:
         if sent is not None and state.reduced.data_ptr() != sent.data_ptr():
             self._pool.give_back(sent)
 
-    def _reduced_dtype(self, state: _BucketState) -> torch.dtype:
-        """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as
-        there is one."""
-        options = self._options
-        parameter_dtype = self.parameters[state.bucket.slots[0].index].dtype
-        accumulate = self._accumulate_dtype(state)
-        if accumulate is not None and (options.several_expected or state.reduced is not None):
-            return accumulate
-        return parameter_dtype
+    def _reduced_dtype(self, state: BucketState) -> torch.dtype:
+        return self._options.reduced_dtype(self._own_dtype(state), adds=state.reduced is not None)
 
-    def _accumulate_dtype(self, state: _BucketState) -> torch.dtype | None:
-        """Of sums over several contributions to a bucket: as asked for, but no narrower than fp32 parameters are."""
-        asked = self._options.accumulate_dtype
-        own = self.parameters[state.bucket.slots[0].index].dtype
-        return asked if asked is None or own in _HALF else torch.promote_types(asked, own)
+    def _own_dtype(self, state: BucketState) -> torch.dtype:
+        return self.parameters[state.bucket.slots[0].index].dtype
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -571,7 +468,7 @@ class GradReducer:
             # Both reductions are one contribution, kept as a single one would be.
             for state in late_states:
                 assert state.reduced is not None
-                state.reduced = state.reduced.to(self.parameters[state.bucket.slots[0].index].dtype)
+                state.reduced = state.reduced.to(self._own_dtype(state))
         plan.learn(values[len(self._states) :])
 
     # ---------------------------------------------------------------- what the step reads
