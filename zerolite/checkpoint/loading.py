@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from zerolite.runtime.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
 _CALL = "engine.load_checkpoint"
+_FLAGS = ("amsgrad", "centered", "momentum")  # choose which states torch's optimizers keep
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Loader:
         if path is None:
             return None, {}
         self._parts.wake()
-        plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, scheduler))
+        plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, scheduler, loaders))
         window = self._read(plan, request)
         if not request.module_only:
             on_this_rank(self._host, _CALL, lambda: self._resume(plan, window, scheduler, loaders))
@@ -98,7 +100,7 @@ class Loader:
 
     # ---------------------------------------------------------------- deciding
 
-    def _plan(self, path: Path, request: LoadRequest, scheduler: Any) -> _Plan:
+    def _plan(self, path: Path, request: LoadRequest, scheduler: Any, loaders: Any) -> _Plan:
         parts = self._parts
         parts.pipeline.check_between_steps()
         if not path.is_dir():
@@ -120,14 +122,21 @@ class Loader:
             check_complete("parameter", missing, unexpected)
         if reader.manifest.about.exclude_frozen_parameters:
             match = _without_excluded(match, state["parameters"], reader)
-        groups = match_groups(_names_of_groups(parts), state["optimizer"]["groups"], match.names)
+        trains = {
+            name: other
+            for name, other in match.names.items()
+            if here[name]["trained"] and state["parameters"][other]["trained"] and math.prod(here[name]["shape"])
+        }
+        groups = match_groups(_names_of_groups(parts), state["optimizer"]["groups"], trains)
         whole = not request.module_only
-        kinds = self._kinds(reader) if whole and request.optimizer_states else None
+        kinds = self._kinds(reader, groups) if whole and request.optimizer_states else None
         schedule = None
         if whole and request.lr_scheduler_states:
             schedule = _schedule(state, scheduler, groups)
         if whole:
             self._check_window(state["window"])
+            if state["loaders"]:
+                loaders.check_state_dict(state["loaders"])
         return _Plan(reader, match, buffers, kinds, groups, schedule)
 
     def _buffers(self, stored: Mapping[str, Mapping[str, Any]], strict: bool) -> list[str]:
@@ -144,7 +153,9 @@ class Loader:
             raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
         return common
 
-    def _kinds(self, reader: CheckpointReader) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    def _kinds(
+        self, reader: CheckpointReader, groups: list[int | None]
+    ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         """The stored states. Raises CheckpointError if they are another optimizer's."""
         kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
         for key, stored in reader.tensors.items():
@@ -161,7 +172,23 @@ class Loader:
                 f"the checkpoint has the states {', '.join(sorted(kinds))} of {saved}, and the optimizer here is "
                 f"{here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
             )
+        if kinds and expected is None:
+            self._check_flags(reader.state["optimizer"]["groups"], groups)
         return kinds
+
+    def _check_flags(self, stored: Sequence[Mapping[str, Any]], matched: list[int | None]) -> None:
+        """Groups that keep their own values need the states that these choose."""
+        for group, index in zip(self._parts.model.optimizer.param_groups, matched, strict=True):
+            for flag in _FLAGS if index is None else ():
+                other = [
+                    number for number, of in enumerate(stored) if bool(of["values"].get(flag)) != bool(group.get(flag))
+                ]
+                if other:
+                    raise CheckpointError(
+                        f"param group {other[0]} in the checkpoint was saved with {flag}="
+                        f"{stored[other[0]]['values'].get(flag)!r}, and here it is {group.get(flag)!r}, so that the "
+                        "states are others. Nothing was loaded; pass load_optimizer_states=False to begin with new ones"
+                    )
 
     def _check_window(self, saved: Mapping[str, Any] | None) -> None:
         steps = self._parts.config.gradient_accumulation_steps or 1

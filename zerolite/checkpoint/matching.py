@@ -86,7 +86,7 @@ def match_groups(
     here: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], names: Mapping[str, str]
 ) -> list[int | None]:
     """For each param group here, the stored one that has the same parameters, as far as both models have them; None if
-    there is none. Groups: ``names``. names: as in :class:`Match`."""
+    there is none. Groups: ``names``. names: of those that are trained in both, stored by here."""
     known = set(names.values())
     by_members = {frozenset(group["names"]) & known: index for index, group in enumerate(stored)}
     result = []
@@ -99,7 +99,7 @@ def match_groups(
 def reordered(state: Mapping[str, Any], order: Sequence[int | None], stored: int) -> dict[str, Any]:
     """A torch scheduler's state whose lists by param group follow the groups here: ``order`` is from
     :func:`match_groups`, ``stored`` the number of stored groups. Raises CheckpointError if they cannot."""
-    if list(order) == list(range(stored)):
+    if list(order) == list(range(stored)) or len(order) == stored == 1:
         return dict(state)
 
     def of_groups(key: str, value: list[Any]) -> list[Any]:
