@@ -310,4 +310,5 @@ def _groups(model: ModelState) -> list[dict[str, Any]]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().to("cpu").contiguous()))
+    host = tensor.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
+    return zlib.crc32(as_bytes(host))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from zerolite.runtime.data_position import EpochSampler, position_from
+from zerolite.runtime.data_position import EpochSampler, Position, position_from
 from zerolite.runtime.tracked_loader import Pass, Rows, TrackedLoader, share_of
 
 logger = logging.getLogger("zerolite")
@@ -134,9 +134,25 @@ class Loaders:
         """The next batch of each loader is the one after those that the ranks together had been given when `state` was
         saved, also where the number of ranks or the batch size is another one. A pass under way goes on from there.
 
-        Warns where a pass cannot be continued; it begins anew. Raises ValueError, and changes nothing, where the
-        loaders are not as many or have not as many samples as those of `state`.
+        Warns where a pass cannot be continued; it begins anew. Raises ValueError, and changes nothing, where
+        :meth:`check_state_dict` does.
         """
+        positions = self.check_state_dict(state)
+        for number, (loader, position) in enumerate(zip(self._made.values(), positions, strict=True)):
+            obstacle = loader.restore(position)
+            if obstacle and self._rank == 0:
+                logger.warning(
+                    "Loader %d of this engine had given %d of %d samples of a pass that cannot be continued, because "
+                    "%s. The pass begins anew, so these samples come again.",
+                    number,
+                    position.consumed,
+                    position.samples,
+                    obstacle,
+                )
+
+    def check_state_dict(self, state: list[dict[str, int | str | None]]) -> list[Position]:
+        """What is in `state`. Raises ValueError where the loaders are not as many, or have not as many samples, as
+        those of which it was saved."""
         loaders = list(self._made.values())
         positions = [position_from(entry) for entry in state]
         if len(positions) != len(loaders):
@@ -151,17 +167,7 @@ class Loaders:
                     f"expected {position.samples} samples in loader {number} of this engine, as when its position was "
                     f"saved, got {loader.share.total}; give it the same data, and make the loaders in the same order"
                 )
-        for number, (loader, position) in enumerate(zip(loaders, positions, strict=True)):
-            obstacle = loader.restore(position)
-            if obstacle and self._rank == 0:
-                logger.warning(
-                    "Loader %d of this engine had given %d of %d samples of a pass that cannot be continued, because "
-                    "%s. The pass begins anew, so these samples come again.",
-                    number,
-                    position.consumed,
-                    position.samples,
-                    obstacle,
-                )
+        return positions
 
 
 def build_dataloader(

@@ -1,0 +1,257 @@
+"""Checkpoints made by hand, models that engines write, and reading what was written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zerolite
+from tests import models
+from tests.distributed.cases.training import BATCHES, LOSSES, make_engine
+from zerolite.checkpoint import filesystem
+from zerolite.checkpoint.boxes import boxes_of_range
+from zerolite.checkpoint.checksums import entry_of
+from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
+from zerolite.checkpoint.safetensors import Entry, Header, as_bytes, build_header, read_header, tensor_on
+from zerolite.runtime import full_state
+
+Tensors = dict[str, torch.Tensor]
+
+# -------------------------------------------------------------------- a checkpoint without an engine
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "embed.weight": {"shape": [11, 5], "dtype": "BF16", "trained": True, "aliases": ["head.weight", "again.weight"]},
+    "gain": {"shape": [], "dtype": "BF16", "trained": True, "aliases": []},
+    "empty": {"shape": [0, 3], "dtype": "BF16", "trained": True, "aliases": []},
+    "frozen.weight": {"shape": [4, 4], "dtype": "BF16", "trained": False, "aliases": []},
+    "norm.weight": {"shape": [5], "dtype": "F32", "trained": True, "aliases": []},
+}
+BUFFERS: dict[str, Any] = {
+    "norm.mean": torch.float32,
+    "norm.calls": torch.int64,
+    "frozen.wide": torch.float64,
+}
+
+
+def contents() -> Tensors:
+    """Of a checkpoint with :data:`PARAMETERS` and :data:`BUFFERS`, by its keys."""
+    made = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, about in PARAMETERS.items():
+        values = torch.randn(about["shape"], generator=made)
+        tensors[f"parameters/{name}"] = values if about["trained"] else values.bfloat16()
+    for name, dtype in BUFFERS.items():
+        tensors[f"buffers/{name}"] = (torch.randn(3, generator=made) * 100).to(dtype)
+    tensors["optimizer/exp_avg/embed.weight"] = torch.randn(11, 5, generator=made)
+    return tensors
+
+
+def make_checkpoint(
+    path: Path, tensors: Tensors, parameters: dict[str, Any], buffers: Any = (), **about: Any
+) -> dict[str, bytes]:
+    """A checkpoint of two ranks, of which each has a half of every tensor. Gives its files."""
+    parts: list[dict[str, Any]] = [{}, {}]
+    places: list[tuple[str, Any, str, str]] = []  # key, box, file, name in the file
+    for key, tensor in tensors.items():
+        half = (tensor.numel() + 1) // 2
+        for rank, (start, numel) in enumerate(((0, half), (half, tensor.numel() - half))):
+            for box in boxes_of_range(tensor.shape, start, numel):
+                name = f"{key}@{','.join(map(str, box[0]))}"
+                parts[rank][name] = tensor[tuple(slice(low, low + n) for low, n in zip(*box, strict=True))].contiguous()
+                places.append((key, box, f"rank_{rank:05d}.safetensors", name))
+    files, starts = {}, {}
+    for rank, part in enumerate(parts):
+        header, of_part = build_header([Entry(n, t.dtype, tuple(t.shape)) for n, t in part.items()], {"format": "pt"})
+        files[f"rank_{rank:05d}.safetensors"] = header + b"".join(as_bytes(t) for t in part.values())
+        starts.update(zip(part, of_part, strict=True))
+    index = {
+        key: StoredTensor(
+            tuple(tensor.shape),
+            tensor.dtype,
+            tuple(StoredBox(box, file, starts[name]) for of, box, file, name in places if of == key),
+        )
+        for key, tensor in tensors.items()
+    }
+    files[INDEX] = index_to_json(index)
+    files[STATE] = json.dumps({"parameters": parameters, "buffers": {name: {} for name in buffers}}).encode()
+    facts: dict[str, Any] = {
+        "saved_at": "2026-01-02T03:04:05.000000+00:00",
+        "global_steps": 12,
+        "world_size": 2,
+        "stage": 3,
+        "precision": {"compute": "bfloat16", "masters": "float32"},
+        "config": {"bf16": {"enabled": True}},
+        "versions": {"zerolite": "0.1", "torch": "2.13"},
+        "parameters": {"tensors": 5, "elements": 77, "trained_tensors": 4, "trained_elements": 61},
+        "layout": {},
+        "exclude_frozen_parameters": False,
+    }
+    manifest = Manifest(About(**{"tag": path.name, **facts, **about}), {n: entry_of(f) for n, f in files.items()})
+    files["manifest.json"] = manifest.to_json()
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return files
+
+
+# -------------------------------------------------------------------- what was written
+
+
+def read_file(path: Path) -> tuple[Header, Tensors]:
+    buffer = bytearray(path.read_bytes())
+    with path.open("rb") as file:
+        header = read_header(file, len(buffer))
+    return header, {n: tensor_on(buffer, s.dtype, s.shape, s.start).clone() for n, s in header.tensors.items()}
+
+
+def read_model(directory: Path) -> tuple[Tensors, dict[str, str]]:
+    """Tensors and the aliases in the metadata, as readers find them: one file, or those of the index."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    tensors: Tensors = {}
+    metadata: dict[str, str] = {}
+    weight_map = {} if single.exists() else json.loads(index.read_bytes())["weight_map"]
+    for path in [single] if single.exists() else sorted({directory / name for name in weight_map.values()}):
+        header, found = read_file(path)
+        assert header.metadata["format"] == "pt"
+        assert not found.keys() & tensors.keys()
+        assert all(stored.start % stored.dtype.itemsize == 0 for stored in header.tensors.values())
+        assert single.exists() or all(weight_map[name] == path.name for name in found)
+        tensors |= found
+        metadata |= header.metadata
+    assert single.exists() or tensors.keys() == weight_map.keys()
+    del metadata["format"]
+    return tensors, metadata
+
+
+# -------------------------------------------------------------------- faults
+
+
+@contextlib.contextmanager
+def failing(at: int, kind: int = errno.ENOSPC, only: str | None = None) -> Iterator[list[str]]:
+    """The operation ``at`` (of those called ``only``) on the file system raises, as do all that follow but removals.
+    Gives the operations so far."""
+    done: list[str] = []
+
+    def before(operation: str, path: Path) -> None:
+        if only is None or operation == only:
+            done.append(operation)
+            if len(done) > at and operation != "remove":
+                raise OSError(kind, os.strerror(kind), str(path))
+
+    filesystem.before_operation = before
+    try:
+        yield done
+    finally:
+        filesystem.before_operation = filesystem._nothing
+
+
+# -------------------------------------------------------------------- engines
+
+
+def _trained(config: dict[str, Any], model: str) -> Any:
+    engine = make_engine(config, model)
+    engine.backward(LOSSES[model](engine, BATCHES[model](0, 0, engine.rank)))
+    engine.step()
+    return engine
+
+
+def states_and_files(config: dict[str, Any], model: str, directory: Path, sizes: list[str]) -> dict[str, Any]:
+    """After one step: state dicts in all dtypes, masters; the model in files of each of ``sizes``, what of it trains,
+    and a checkpoint."""
+    engine = _trained(config, model)
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    result: dict[str, Any] = {
+        "states": {
+            str(dtype): engine.full_state_dict(dtype=dtype)
+            for dtype in (None, torch.float32, torch.bfloat16, torch.float16)
+        },
+        "rank 0": engine.full_state_dict(rank0_only=True, dtype=torch.float32),
+        "masters": dict(zip(trained, zerolite.get_full_master(trained.values()), strict=True)),
+    }
+    try:
+        engine.full_state_dict(dtype=torch.int8)
+    except ValueError as error:
+        result["refused"] = str(error)
+    for size in sizes:
+        engine.save_16bit_model(directory / size, max_shard_size=size)
+    engine.save_16bit_model(str(directory / "trained"), exclude_frozen_parameters=True)
+    engine.save_checkpoint(directory / "checkpoints")
+    return result
+
+
+def full_disk(config: dict[str, Any], model: str, directory: Path) -> dict[str, Any]:
+    """A model is there; rank 0 fails at each point of writing another. Says what each rank is told, and trains on."""
+    engine = _trained(config, model)
+    engine.save_16bit_model(directory, max_shard_size="500B")
+    before = read_model(directory)[0] if engine.rank == 0 else {}
+    engine.backward(LOSSES[model](engine, BATCHES[model](1, 0, engine.rank)))
+    engine.step()
+    said, kept = [], []
+    for at in (0, 1, 2, 5):  # operations called "write": header, first tensors, another file
+        with failing(at if engine.rank == 0 else 10**6, only="write"):
+            try:
+                engine.save_16bit_model(directory, max_shard_size="500B")
+            except zerolite.checkpoint.errors.CheckpointError as error:
+                said.append(str(error))
+        if engine.rank == 0:
+            after = read_model(directory)[0]
+            kept.append(all(torch.equal(after[name], value) for name, value in before.items()))
+            kept.append(not list(directory.glob(".*")))
+    engine.save_16bit_model(directory, max_shard_size="500B")
+    loss = LOSSES[model](engine, BATCHES[model](2, 0, engine.rank))
+    return {"said": said, "kept": kept, "state": engine.full_state_dict(), "loss": float(loss.detach())}
+
+
+def alive_while_saving(config: dict[str, Any], model: str, directory: Path) -> list[int]:
+    """How many whole tensors that were gathered for a file are alive when the next one is asked for."""
+    engine = _trained(config, model)
+    gathered: list[Any] = []
+    counts: list[int] = []
+    original = full_state._whole_copy
+
+    def counted(*args: Any) -> Any:
+        counts.append(sum(reference() is not None for reference in gathered))
+        copy = original(*args)
+        if copy is not None:
+            gathered.append(weakref.ref(copy.untyped_storage()))
+        return copy
+
+    full_state._whole_copy = counted  # type: ignore[assignment]
+    try:
+        engine.save_16bit_model(directory)
+    finally:
+        full_state._whole_copy = original
+    return counts
+
+
+def wrapped(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A model with a layer in torch's checkpoint_wrapper, whose name is not part of the state dict's names."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = models.build(models.Mlp)
+    model.first = checkpoint_wrapper(model.first)
+    engine = zerolite.initialize(model, config)
+    engine.save_16bit_model(directory)
+    return {"state": engine.full_state_dict(), "fp32": engine.full_state_dict(dtype=torch.float32)}
+
+
+def adapters(config: dict[str, Any], directory: Path) -> None:
+    """LoRA in a small Llama, trained for a step: the whole model and the adapters alone."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    model = get_peft_model(models.build(models.hugging_face_llama), LoraConfig(r=2, init_lora_weights=False))
+    engine = zerolite.initialize(model, config)
+    engine.backward(models.token_loss(engine, models.token_batch(0, 0, engine.rank)))
+    engine.step()
+    engine.save_16bit_model(directory / "all")
+    engine.save_16bit_model(directory / "adapters", exclude_frozen_parameters=True)
+    engine.save_checkpoint(directory / "checkpoints", exclude_frozen_parameters=True)

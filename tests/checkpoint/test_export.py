@@ -1,0 +1,446 @@
+"""Models in safetensors files: exported from a checkpoint, and written by an engine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import models
+from tests.checkpoint.cases.export import (
+    BUFFERS,
+    PARAMETERS,
+    contents,
+    failing,
+    make_checkpoint,
+    read_file,
+    read_model,
+)
+from tests.distributed.configs import ADAMW, PARTITIONED, config
+from tests.pool import Pools
+from zerolite.checkpoint import export
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.huggingface import ModelWriter, parse_size, plan_files
+from zerolite.checkpoint.safetensors import TORCH_DTYPES, Entry
+
+CASES = "tests.checkpoint.cases.export"
+FLOATS = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoints" / "global_step12"
+    make_checkpoint(path, contents(), PARAMETERS, BUFFERS)
+    return path
+
+
+def expected(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    stored = contents()
+    wanted = {n: stored[f"parameters/{n}"].to(dtype or TORCH_DTYPES[about["dtype"]]) for n, about in PARAMETERS.items()}
+    for name, own in BUFFERS.items():
+        wanted[name] = stored[f"buffers/{name}"].to(dtype if dtype is not None and own.is_floating_point else own)
+    return wanted
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], what: str) -> None:
+    """Names in any order, dtypes, shapes and bits."""
+    assert one.keys() == other.keys(), what
+    different = [n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])]
+    assert not different, f"{what}: {different} differ"
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+# -------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("1.5 kb", 1500),
+        ("2GiB", 2**31),
+        ("7", 7),
+        (7, 7),
+        ("3B", 3),
+        ("1TB", 10**12),
+        ("1mb", 10**6),
+    ],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "0.1B", "5 G B", "5XB", "1e9", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size such as '5GB'"):
+        parse_size(text)
+
+
+def test_files_are_filled_in_order_and_hold_at_most_what_was_asked_for() -> None:
+    sizes = {"a": 6, "b": 4, "c": 1, "big": 30, "d": 10, "none": 0}
+    entries = [Entry(name, torch.uint8, (size,)) for name, size in sizes.items()]
+    files = plan_files(entries, "10B", {"x": "c", "y": "a", "z": "a"})
+    assert [[entry.name for entry in file.entries] for file in files] == [["a", "b"], ["c"], ["big"], ["d", "none"]]
+    assert [file.name for file in files] == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    assert files[0].metadata == {"y": "a", "z": "a", "format": "pt"}
+    assert files[1].metadata == {"x": "c", "format": "pt"}
+    assert [file.name for file in plan_files(entries, "51B", {})] == ["model.safetensors"]
+    assert [file.name for file in plan_files([], "51B", {})] == ["model.safetensors"]
+
+
+# -------------------------------------------------------------------- from a checkpoint
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", ["5GB", "60B"])
+def test_a_checkpoint_is_exported(checkpoint: Path, tmp_path: Path, dtype: str | None, size: str) -> None:
+    out = tmp_path / "deep" / "model"
+    exported = export.export_checkpoint(checkpoint, out, FLOATS[dtype], size)
+    got, aliases = read_model(out)
+    assert_same(got, expected(FLOATS[dtype]), "exported tensors")
+    assert aliases == {"head.weight": "embed.weight", "again.weight": "embed.weight"}
+    assert exported.tensors == len(got)
+    assert exported.nbytes == sum(value.nbytes for value in got.values())
+    assert sorted(path.name for path in exported.files) == [name for name in listing(out) if "index" not in name]
+    if size == "60B":
+        assert len(exported.files) > 2
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": exported.nbytes}
+
+
+def test_only_what_trains(checkpoint: Path, tmp_path: Path) -> None:
+    export.export_checkpoint(checkpoint, tmp_path / "out", exclude_frozen=True)
+    got, aliases = read_model(tmp_path / "out")
+    assert got.keys() == {"embed.weight", "gain", "empty", "norm.weight", "norm.mean", "norm.calls"}
+    assert aliases.keys() == {"head.weight", "again.weight"}
+
+
+def test_frozen_parameters_that_were_not_saved_are_asked_about(tmp_path: Path) -> None:
+    stored = {key: value for key, value in contents().items() if key != "parameters/frozen.weight"}
+    make_checkpoint(tmp_path / "c", stored, PARAMETERS, BUFFERS, exclude_frozen_parameters=True)
+    with pytest.raises(CheckpointError, match=r"'frozen.weight'.*Pass --exclude-frozen-parameters"):
+        export.export_checkpoint(tmp_path / "c", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export.export_checkpoint(tmp_path / "c", tmp_path / "out", exclude_frozen=True)
+    assert "frozen.weight" not in read_model(tmp_path / "out")[0]
+
+
+def test_an_earlier_export_is_replaced_whatever_its_files_and_others_stay(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    foreign = ("config.json", "model-00001-of-00077.safetensors", "pytorch_model.bin", "model.safetensors.bak")
+    for name in foreign:
+        (out / name).write_text(name)
+    for size in ("60B", "100B", "5GB", "100B", "100B", "5GB"):
+        exported = export.export_checkpoint(checkpoint, out, torch.bfloat16, size)
+        index = ["model.safetensors.index.json"] * (size != "5GB")
+        assert listing(out) == sorted([*foreign, *(path.name for path in exported.files), *index])
+        assert_same(read_model(out)[0], expected(torch.bfloat16), size)
+    assert all((out / name).read_text() == name for name in foreign)
+
+
+@pytest.mark.parametrize(("first", "second"), [("5GB", "5GB"), ("5GB", "60B"), ("60B", "5GB"), ("60B", "60B")])
+def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
+    checkpoint: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    out = tmp_path / "out"
+    outcomes = []
+    for at in range(200):
+        export.export_checkpoint(checkpoint, out, torch.float32, first)
+        try:
+            with failing(at, errno.EIO):
+                export.export_checkpoint(checkpoint, out, torch.bfloat16, second)
+        except CheckpointError as error:
+            assert f"'{out}" in str(error) and "Input/output error" in str(error)
+        else:
+            break
+        if (out / "model.safetensors").exists() or (out / "model.safetensors.index.json").exists():
+            found = read_model(out)[0]
+            outcomes.append(str(found["gain"].dtype))
+            assert_same(found, expected(found["gain"].dtype), f"operation {at}")
+        else:
+            outcomes.append("none")
+        assert not list(out.glob(".model*incomplete"))
+    assert at > 5
+    assert outcomes[0] == "torch.float32"
+    assert_same(read_model(out)[0], expected(torch.bfloat16), "at last")
+    if first == second == "5GB":
+        assert "none" not in outcomes
+
+
+def test_leftovers_of_a_killed_export_are_removed(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / ".model-00001-of-00002.safetensors.incomplete").write_text("half")
+    (tmp_path / ".model.safetensors.incomplete").write_text("half")
+    before = listing(tmp_path)
+    export.export_checkpoint(checkpoint, tmp_path)
+    assert listing(tmp_path) == ["checkpoints", "model.safetensors"] and len(before) == 3
+
+
+def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export.export_checkpoint(checkpoint, out)
+    path = checkpoint / "rank_00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors' is damaged.*expected checksum"):
+        export.export_checkpoint(checkpoint, out, torch.float32, "60B")
+    assert listing(out) == ["model.safetensors"]
+    assert_same(read_model(out)[0], expected(None), "the earlier export")
+
+
+def test_a_value_that_does_not_fit_the_plan_is_refused(tmp_path: Path) -> None:
+    plan = plan_files([Entry("a", torch.float32, (2,))], "1GB", {})
+    with pytest.raises(ValueError, match=r"'a': expected torch.float32 \(2,\), got torch.float32 \(3,\)"):
+        with ModelWriter(tmp_path, plan) as writer:
+            writer.write(plan[0], [torch.zeros(3)])
+    assert listing(tmp_path) == []
+
+
+# -------------------------------------------------------------------- the command
+
+
+def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.main([str(checkpoint.parent), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert f"8 tensors, 190 B, of '{checkpoint}' to {tmp_path / 'out' / 'model.safetensors'}" in said.out
+    assert export.main([str(checkpoint), str(tmp_path / "out"), "--max-shard-size", "0.1kB"]) == 0
+    assert f"files and model.safetensors.index.json in '{tmp_path / 'out'}'" in capsys.readouterr().out
+    assert_same(read_model(tmp_path / "out")[0], expected(None), "without --dtype")
+
+
+def test_mistakes_are_sentences(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nothing").mkdir()
+    for arguments, says in (
+        ((tmp_path / "nothing", tmp_path / "out"), f"no checkpoint in '{tmp_path / 'nothing'}'"),
+        ((tmp_path / "nowhere", tmp_path / "out"), f"no checkpoint in '{tmp_path / 'nowhere'}'"),
+        ((checkpoint, tmp_path / "file"), f"expected '{tmp_path / 'file'}' to be a directory"),
+        ((checkpoint, tmp_path / "file" / "deeper"), f"'{tmp_path / 'file' / 'deeper'}' could not be written"),
+    ):
+        assert export.main([str(argument) for argument in arguments]) == 1
+        said = capsys.readouterr()
+        assert said.err.startswith("zerolite export: ") and says in said.err and said.out == ""
+    assert listing(tmp_path) == ["checkpoints", "file", "nothing"]
+    for wrong in (["--max-shard-size", "much"], ["--dtype", "int8"], []):
+        with pytest.raises(SystemExit) as ended:
+            export.main(["a", "b", *wrong] if wrong else ["a"])
+        assert ended.value.code == 2
+    assert "expected a size such as '5GB'" in capsys.readouterr().err
+
+
+def test_progress_is_for_terminals(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert export.main([str(checkpoint), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\r") == 9 and "80 B of 224 B" in said and said.endswith("224 B of 224 B\r\033[K")
+
+
+def test_values_beyond_fp16_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    about = {"shape": [2], "dtype": "BF16", "trained": True, "aliases": []}
+    values = {"parameters/large": torch.tensor([1e5, 1.0]), "parameters/small": torch.tensor([6e4, 1.0])}
+    make_checkpoint(tmp_path / "c", values, {"large": about, "small": about})
+    for dtype, told in (("bf16", False), ("fp16", True)):
+        assert export.main([str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", dtype]) == 0
+        assert ("'large' has values beyond what fp16 holds" in caplog.text) == told
+        assert "'small'" not in caplog.text
+
+
+MEASURED = """
+import re, sys
+from zerolite.checkpoint import export
+def status(name):
+    return int(re.search(name + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1])
+options = sys.argv[1:]
+export.build_parser("x").parse_args(options)
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = status("VmRSS")
+assert export.main(options) == 0
+print("peak", status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
+    tensors = {f"parameters/{i}": torch.full((1 << 21,), float(i)) for i in range(12)}  # 8 MiB each
+    about = {"shape": [1 << 21], "dtype": "BF16", "trained": True, "aliases": []}
+    make_checkpoint(tmp_path / "c", tensors, {str(i): about for i in range(12)})
+    peaks = []
+    for dtype in ("fp32", "bf16"):
+        command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / dtype), "--dtype", dtype]
+        # Freed memory goes back at once, as that of tensors above 32 MiB always does.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert ran.returncode == 0, ran.stderr
+        peaks.append(int(ran.stdout.split("peak")[1]) / 1024)
+    assert max(peaks) < 8 * 1.5 + 6, peaks  # MiB: the tensor, half of it as it is stored, and what reading itself takes
+
+
+# -------------------------------------------------------------------- other readers
+
+
+@pytest.mark.parametrize("size", ["5GB", "60B"])
+def test_the_safetensors_library_loads_it_into_a_module(checkpoint: Path, tmp_path: Path, size: str) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    export.export_checkpoint(checkpoint, tmp_path / "out", max_shard_size=size)
+    loaded = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        loaded |= library.load_file(path)
+    assert_same(loaded, expected(None), "what the library reads")
+
+
+def make_hugging_face_checkpoint(path: Path, model: Any) -> dict[str, torch.Tensor]:
+    """Of fp32 masters that bf16 does not hold. Gives them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    masters = {n: p.detach() + torch.randn(p.shape) * 1e-4 for n, p in model.named_parameters()}
+    about = {
+        name: {"shape": list(p.shape), "dtype": "BF16", "trained": True, "aliases": names[id(p)][1:]}
+        for name, p in model.named_parameters()
+    }
+    make_checkpoint(path, {f"parameters/{name}": value for name, value in masters.items()}, about)
+    return masters
+
+
+@pytest.mark.parametrize("kind", [models.hugging_face_gpt2, models.hugging_face_llama])
+@pytest.mark.parametrize("size", ["5GB", "2KB"])
+def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
+    pytest.importorskip("transformers")
+    model = models.build(kind)
+    masters = make_hugging_face_checkpoint(tmp_path / "c", model)
+    out = tmp_path / "out"
+    for dtype in (torch.float32, torch.bfloat16):
+        export.export_checkpoint(tmp_path / "c", out, dtype, size)
+        model.config.save_pretrained(out)
+        loaded, told = type(model).from_pretrained(out, dtype=dtype, output_loading_info=True)
+        assert not any(told.values()), told
+        assert_same(
+            {name: p.detach() for name, p in loaded.named_parameters()},
+            {name: value.to(dtype) for name, value in masters.items()},
+            "what from_pretrained has loaded",
+        )
+
+
+# -------------------------------------------------------------------- from an engine
+
+STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "0": (0, None),
+    "1": (1, None),
+    "2": (2, None),
+    "3": (3, PARTITIONED["moving"]),
+    "3-defaults": (3, PARTITIONED["defaults"]),
+}
+OVER_STAGES = pytest.mark.parametrize(
+    "stage", [pytest.param(name, marks=pytest.mark.slow if name in ("1", "3-defaults") else ()) for name in STAGES]
+)
+
+
+def settings(stage: str, precision: str) -> dict[str, Any]:
+    number, zero = STAGES[stage]
+    return config(number, precision, 1, 0.0, ADAMW, zero)
+
+
+@OVER_STAGES
+def test_whole_states_in_any_dtype_and_the_model_in_files(pools: Pools, stage: str, tmp_path: Path) -> None:
+    for precision, model in (("bf16", "OddModel"), ("fp16", "OddModel"), ("fp32", "ConvNet")):
+        directory = tmp_path / precision
+        sizes = ["1GB", "200B"]
+        arguments = {"config": settings(stage, precision), "model": model, "directory": directory, "sizes": sizes}
+        ranks = pools(2).run(f"{CASES}:states_and_files", arguments)
+        half = torch.float16 if precision == "fp16" else torch.bfloat16
+        for number, rank in enumerate(ranks):
+            for name, master in rank["masters"].items():
+                assert_same({name: rank["states"]["torch.float32"][name]}, {name: master}, "master")
+            fp32 = rank["states"]["torch.float32"]
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                got = rank["states"][str(dtype)]
+                assert {value.dtype for value in got.values() if value.is_floating_point()} == {dtype}
+                assert_same(got, {n: v.to(got[n].dtype) for n, v in fp32.items()}, f"{dtype}")
+            own = rank["states"]["None"]
+            assert_same(own, {n: v.to(own[n].dtype) for n, v in fp32.items()}, "compute dtype")
+            assert own.keys() == models.build(getattr(models, model)).state_dict().keys()
+            assert "expected dtype to be None or one of torch.float32" in rank["refused"]
+            assert_same(rank["rank 0"], fp32 if number == 0 else {}, "rank 0 only")
+        if precision != "fp32":
+            assert any((m != m.to(half).float()).any() for m in ranks[0]["masters"].values())  # masters do differ
+        wanted = ranks[0]["states"][str(half)]
+        tied = {"head.weight": "embed.weight"} if model == "OddModel" else {}
+        for size in sizes:
+            tensors, aliases = read_model(directory / size)
+            assert aliases == tied
+            assert_same(tensors, {n: v for n, v in wanted.items() if n not in tied}, size)
+        assert len(list((directory / "200B").glob("model-*"))) > 2
+        left_out = set(tied) | ({"frozen.weight", "frozen.bias"} if model == "OddModel" else set())
+        trained = read_model(directory / "trained")[0]
+        assert trained.keys() == wanted.keys() - left_out
+        states = ranks[0]["states"]  # of rank 0, whose buffers are saved
+        for of, exclude, dtype in (
+            (states["None"], False, None),
+            (trained, True, half),
+            (states["torch.float32"], False, torch.float32),
+        ):
+            export.export_checkpoint(directory / "checkpoints", directory / "out", dtype, "300B", exclude)
+            tensors, aliases = read_model(directory / "out")
+            assert aliases == tied
+            assert_same(tensors, {n: v for n, v in of.items() if n not in tied}, "exported from its checkpoint")
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_adapters_alone(pools: Pools, stage: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    pools(2).run(f"{CASES}:adapters", {"config": settings(stage, "bf16"), "directory": tmp_path})
+    everything, alone = read_model(tmp_path / "all")[0], read_model(tmp_path / "adapters")[0]
+    assert len(alone) == 8 and all("lora_" in name for name in alone)
+    assert_same(alone, {name: everything[name] for name in alone}, "adapters")
+    export.export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", exclude_frozen=True)
+    assert_same(read_model(tmp_path / "out")[0], alone, "exported adapters")
+    model = peft.get_peft_model(models.build(models.hugging_face_llama).bfloat16(), peft.LoraConfig(r=2))
+    loaded = model.load_state_dict(alone, strict=False)
+    assert not loaded.unexpected_keys and not any("lora_" in name for name in loaded.missing_keys)
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(pools: Pools, stage: str, tmp_path: Path) -> None:
+    arguments = {"config": settings(stage, "bf16"), "model": "OddModel", "directory": tmp_path}
+    first, second = pools(2).run(f"{CASES}:full_disk", arguments)
+    assert len(first["said"]) == len(second["said"]) == 4
+    for own, told in zip(first["said"], second["said"], strict=True):
+        assert own.startswith(f"'{tmp_path}/model") and own.endswith("could not be written: No space left on device")
+        assert told == f"rank 0: {own}"
+    assert first["kept"] == [True] * 8
+    assert_same(first["state"], second["state"], "after the failures")
+    tensors = read_model(tmp_path)[0]
+    assert_same(tensors, {name: first["state"][name] for name in tensors}, "written at last")
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_an_engine_writes_one_tensor_at_a_time(pools: Pools, stage: str, tmp_path: Path) -> None:
+    arguments = {"config": settings(stage, "bf16"), "model": "OddModel", "directory": tmp_path}
+    for counts in pools(2).run(f"{CASES}:alive_while_saving", arguments):
+        assert counts == [0] * 13
+
+
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_names_are_those_of_the_model_inside_wrappers(pools: Pools, stage: str, tmp_path: Path) -> None:
+    plain = models.build(models.Mlp).state_dict()
+    for rank in pools(2).run(f"{CASES}:wrapped", {"config": settings(stage, "fp32"), "directory": tmp_path}):
+        assert_same(rank["state"], plain, "whole state")
+        assert_same(rank["fp32"], plain, "whole state in fp32")
+    assert_same(read_model(tmp_path)[0], {n: v.bfloat16() for n, v in plain.items()}, "in a file")
+    assert list(read_file(tmp_path / "model.safetensors")[0].tensors) == list(plain)

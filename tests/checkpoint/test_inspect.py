@@ -1,0 +1,112 @@
+"""`zerolite inspect`: what a checkpoint holds, and a sentence for everything that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.cases.export import BUFFERS, PARAMETERS, contents, make_checkpoint
+from zerolite.checkpoint import inspect
+
+RANK_1 = "rank_00001.safetensors"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoints" / "global_step12"
+    make_checkpoint(path, contents(), PARAMETERS, BUFFERS)
+    return path
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str], verify: bool) -> None:
+    assert inspect.main([str(checkpoint.parent), *["--verify"][:verify]]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    lines = [" ".join(line.split()) for line in said.out.splitlines()]
+    for expected in (
+        f"checkpoint {checkpoint}",
+        "saved 2026-01-02T03:04:05.000000+00:00, at step 12",
+        "ranks 2, stage 3",
+        "precision compute bfloat16, masters float32",
+        "versions zerolite 0.1, torch 2.13",
+        "parameters tensors 5, elements 77, trained tensors 4, trained elements 61",
+        "parameters 5 77 276 B",
+        "optimizer/exp_avg 1 55 220 B",
+        "buffers 3 9 60 B",
+    ):
+        assert expected in lines
+    assert f"{RANK_1} {(checkpoint / RANK_1).stat().st_size / 1000:.2f} KB" in lines
+    assert ("every byte of 4 files" in said.out) == verify
+
+
+def test_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main([str(checkpoint), "--json", "--verify"]) == 0
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    files = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != "manifest.json"}
+    assert said["files"] == files and said["bytes"] == sum(files.values())
+    assert (said["path"], said["tag"], said["global_steps"], said["stage"]) == (str(checkpoint), "global_step12", 12, 3)
+    assert said["tensors"]["parameters"] == {"tensors": 5, "elements": 77, "bytes": 276}
+    assert said["config"] == {"bf16": {"enabled": True}}
+    assert said["problems"] == [] and said["verified"] is True
+
+
+def test_what_is_wrong_is_said_for_each_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(checkpoint / RANK_1, -1)
+    assert inspect.main([str(checkpoint)]) == 0  # nobody has read it
+    capsys.readouterr()
+    assert inspect.main([str(checkpoint), "--verify"]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and f"zerolite inspect: '{checkpoint / RANK_1}' is damaged" in said.err
+    assert "ranks        2, stage 3" in said.out and "every byte" not in said.out
+    first = checkpoint / "rank_00000.safetensors"
+    first.write_bytes(first.read_bytes()[:-3])
+    assert inspect.main([str(checkpoint), "--verify", "--json"]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 2
+    size = first.stat().st_size
+    assert f"'{first}' is damaged: expected {size + 3} bytes, found {size}" in said.err
+    assert json.loads(said.out)["verified"] is False and len(json.loads(said.out)["problems"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("rank_00000.safetensors", "rank_00000.safetensors' cannot be read"),
+        ("tensors.json", "tensors.json' cannot be read"),
+        ("state.json", "state.json' cannot be read"),
+        ("manifest.json", "no checkpoint in"),
+    ],
+)
+def test_a_missing_file_is_named_without_verify(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    (checkpoint / name).unlink()
+    assert inspect.main([str(checkpoint)]) == 1
+    said = capsys.readouterr()
+    assert says in said.err and said.err.count("\n") == 1
+
+
+def test_a_damaged_manifest(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_text(path.read_text().replace('"stage": 3', '"stage": 2'))
+    assert inspect.main([str(checkpoint)]) == 1
+    said = capsys.readouterr()
+    assert f"zerolite inspect: '{path}' is damaged: expected checksum" in said.err and said.out == ""
+
+
+def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert inspect.main([str(path), "--json"]) == 1
+        said = capsys.readouterr()
+        assert f"no checkpoint in '{path}'" in said.err
+        assert "no checkpoint in" in json.loads(said.out)["problems"][0]
