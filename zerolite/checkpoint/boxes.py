@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -79,10 +80,15 @@ class BoxIndex:
 
 
 def covers(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes that do not overlap make up all of a tensor of ``shape``."""
+    """Whether boxes make up all of a tensor of ``shape``, each element once."""
     inside = all(
         low >= 0 and size > 0 and low + size <= length
         for offsets, sizes in boxes
         for low, size, length in zip(offsets, sizes, shape, strict=True)
     )
-    return inside and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
+    return inside and sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) and not _overlap(boxes)
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    index = BoxIndex(boxes)
+    return any(sum(1 for _ in islice(index.meeting(box), 2)) > 1 for box in boxes)

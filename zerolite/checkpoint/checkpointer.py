@@ -34,7 +34,7 @@ class Checkpointer:
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
         """Returns the checkpoint's directory, or None, and the client state."""
-        self._saver.wait()
+        self._saver.wait_for_all()
         return self._loader.load(request, scheduler, loaders)
 
     def wait(self) -> None:

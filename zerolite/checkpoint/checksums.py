@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from zerolite.checkpoint.manifest import BLOCK_BYTES, FileEntry
 
 
 class BlockChecksums:
-    """Of a file that is written from its beginning to its end: computed in a thread, beside the writing."""
+    """Of a file that is written from its beginning to its end: computed in a thread, beside the writing. (An executor's
+    thread takes no work once the program ends, when a save in the background may still be going on.)"""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "zerolite-checksums")
-        self._waiting: list[Future[None]] = []
+        self._work: queue.SimpleQueue[Sequence[memoryview] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="zerolite-checksums")
         self._finished: list[int] = []
         self._current = 0
         self._filled = 0  # bytes of the current block
         self._bytes = 0
+        self._thread.start()
 
     def add(self, parts: Sequence[memoryview]) -> None:
-        """The next bytes of the file; they must not change until :meth:`finish`, or :meth:`wait`."""
-        self._waiting.append(self._thread.submit(self._add, parts))
+        """The next bytes of the file; they must not change until :meth:`wait`, which follows each call."""
+        self._work.put(parts)
+
+    def wait(self) -> None:
+        """For what was added."""
+        self._done.get()
+
+    def finish(self) -> FileEntry:
+        """The last call."""
+        self._work.put(None)
+        self._thread.join()
+        if self._filled:
+            self._close_block()
+        return FileEntry(self._bytes, "".join(f"{value:08x}" for value in self._finished))
+
+    def _run(self) -> None:
+        while (parts := self._work.get()) is not None:
+            self._add(parts)
+            self._done.put(None)
 
     def _add(self, parts: Sequence[memoryview]) -> None:
         for part in parts:
@@ -38,19 +59,6 @@ class BlockChecksums:
     def _close_block(self) -> None:
         self._finished.append(self._current)
         self._current = self._filled = 0
-
-    def wait(self) -> None:
-        """For all that was added."""
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            future.result()
-
-    def finish(self) -> FileEntry:
-        self.wait()
-        self._thread.shutdown()
-        if self._filled:
-            self._close_block()
-        return FileEntry(self._bytes, "".join(f"{value:08x}" for value in self._finished))
 
 
 def entry_of(content: bytes) -> FileEntry:

@@ -36,7 +36,7 @@ _MODEL_KEYS = frozenset(
 )
 # Entries of a parameter group that are no hyperparameters: they choose an implementation, count, or are the parameters.
 _NOT_SETTINGS = frozenset(
-    "params param_names foreach fused capturable differentiable _ds_source_param_group_id".split()
+    ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable", "_ds_source_param_group_id")
 )
 
 
@@ -240,11 +240,13 @@ class _Importer:
             settings = dict(self.settings[group.number]) if self.settings is not None else {}
             if group.number not in groups:
                 kept = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
+                if not kept.pop("bias_correction", True):  # torch's optimizers always correct
+                    self.left_out.append(f"parameter group {group.number}['bias_correction'], which is False")
                 values = self._plain(kept, f"parameter group {group.number}")
                 groups[group.number] = {"names": [], "values": values}
             groups[group.number]["names"] += [clean(name) for name in group.shapes]
             self._add_states(group, scalars)
-            if "step" in settings:  # some of DeepSpeed's own optimizers count here
+            if "step" in settings and "step" not in group.states[0]:  # optimizers that count in the param group
                 _set_number(scalars, "step", group, as_count("step", settings["step"]))
         if self.settings is None:
             self.left_out.append("the settings of the parameter groups, which an elastic checkpoint does not hold")

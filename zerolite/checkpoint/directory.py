@@ -38,8 +38,8 @@ def default_tag(global_steps: int) -> str:
 
 def check_tag(tag: object) -> str:
     """Raises ValueError for what cannot be the name of a checkpoint."""
-    text = isinstance(tag, str) and tag == os.path.basename(tag).strip() and tag.isprintable()
-    if not text or not tag or tag.startswith(".") or tag == LATEST:
+    plain = isinstance(tag, str) and tag == os.path.basename(tag).strip() and tag.isprintable()
+    if not isinstance(tag, str) or not plain or not tag or tag.startswith(".") or tag == LATEST:
         raise ValueError(
             f"expected tag to be the name of a directory, without '/', not beginning with '.' and not '{LATEST}', got "
             f"{tag!r}"

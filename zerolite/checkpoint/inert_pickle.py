@@ -50,6 +50,9 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it has items of a {self.name}")
+
     def __repr__(self) -> str:
         return f"<an object of {self.name}>"
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box, covers
-from zerolite.checkpoint.directory import MANIFEST
+from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import DTYPES, TORCH_DTYPES
 
@@ -22,6 +23,7 @@ VERSION = 1
 INDEX = "tensors.json"
 STATE = "state.json"
 BLOCK_BYTES = 1 << 20
+MOST_DIMENSIONS = 64  # what torch's operators take
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,21 @@ class About:
     exclude_frozen_parameters: bool
 
 
+_KINDS: dict[str, type] = {
+    "tag": str,
+    "saved_at": str,
+    "global_steps": int,
+    "world_size": int,
+    "stage": int,
+    "precision": dict,
+    "config": dict,
+    "versions": dict,
+    "parameters": dict,
+    "layout": dict,
+    "exclude_frozen_parameters": bool,
+}
+
+
 @dataclass(frozen=True)
 class Manifest:
     about: About
@@ -75,31 +92,46 @@ def read_manifest(path: Path) -> Manifest:
     later version."""
     file = path / MANIFEST
     try:
-        body = json.loads(file.read_bytes())
+        return _manifest(file, json.loads(filesystem.read_file(file, MOST_JSON_BYTES)))
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"'{file}' cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"'{file}' is damaged: it is not JSON ({error})") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"'{file}' is damaged: expected JSON as zerolite writes it, found {error!r}") from error
+
+
+def _manifest(file: Path, body: Any) -> Manifest:
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"'{file}': expected the manifest of a {FORMAT}, got another file")
-    if not isinstance(body.get("version"), int) or body["version"] > VERSION:
+    if type(body["version"]) is not int or not 1 <= body["version"] <= VERSION:
+        by = body["versions"].get("zerolite", "?") if isinstance(body.get("versions"), dict) else "?"
         raise CheckpointError(
-            f"'{file}' has format version {body.get('version')}, written by zerolite "
-            f"{body.get('versions', {}).get('zerolite', '?')}; this one reads versions up to {VERSION}: update it"
+            f"'{file}' has format version {body['version']!r}, written by zerolite {by}; this one reads versions up to "
+            f"{VERSION}: update it"
         )
     found = body.pop("crc32", None)
     expected = _checksum(body)
     if found != expected:
         raise CheckpointError(f"'{file}' is damaged: expected checksum {expected}, found {found}")
-    names = About.__dataclass_fields__
-    about = About(**{name: body[name] for name in names})
-    return Manifest(about, {name: _file_entry(file, name, value) for name, value in body["files"].items()})
+    about = About(**{name: body[name] for name in About.__dataclass_fields__})
+    for name, kind in _KINDS.items():
+        value = getattr(about, name)
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            raise CheckpointError(f"'{file}' is damaged: expected {name} to be of {kind.__name__}, found {value!r:.80}")
+    files = {name: _file_entry(file, name, value) for name, value in body["files"].items()}
+    for name in (INDEX, STATE):
+        if name not in files:
+            raise CheckpointError(f"'{file}' is damaged: it has no entry of the file '{name}'")
+    return Manifest(about, files)
 
 
 def _file_entry(file: Path, name: str, value: dict[str, Any]) -> FileEntry:
-    entry = FileEntry(int(value["bytes"]), str(value["crc32"]))
-    if name != Path(name).name or len(entry.crc32) != 8 * math.ceil(entry.bytes / BLOCK_BYTES):
-        raise CheckpointError(f"'{file}' is damaged: its entry of the file '{name}' makes no sense")
+    entry = FileEntry(value["bytes"], value["crc32"])
+    plain = bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
+    sizes = type(entry.bytes) is int and entry.bytes >= 0 and type(entry.crc32) is str
+    if not plain or not sizes or len(entry.crc32) != 8 * -(-entry.bytes // BLOCK_BYTES):
+        raise CheckpointError(f"'{file}' is damaged: its entry of the file {name!r:.80} makes no sense")
     return entry
 
 
@@ -153,7 +185,8 @@ def index_from_json(file: Path, content: bytes, files: Mapping[str, FileEntry]) 
         tensors = {key: _stored_tensor(entry, body["files"]) for key, entry in body["tensors"].items()}
         for key, tensor in tensors.items():
             _check(key, tensor, files)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        _check_sum(tensors, files)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"'{file}' is damaged: {error}") from error
     return tensors
 
@@ -172,8 +205,20 @@ def _check(key: str, tensor: StoredTensor, files: Mapping[str, FileEntry]) -> No
     )
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"tensor '{key}' has a size or place that is no number")
+    if len(tensor.shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in tensor.shape) >= 2**63:
+        raise ValueError(f"tensor '{key}' has the shape {str(tensor.shape):.80}, which no tensor has")
     if not covers([box.box for box in tensor.boxes], tensor.shape):
         raise ValueError(f"the parts of tensor '{key}' do not make up its shape {tensor.shape}")
     for box in tensor.boxes:
         if box.start + math.prod(box.box[1]) * tensor.dtype.itemsize > files[box.file].bytes:
             raise ValueError(f"a part of tensor '{key}' ends behind the end of '{box.file}'")
+
+
+def _check_sum(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileEntry]) -> None:
+    """That the tensors are no larger than the files: who reads them needs no more memory than that."""
+    room = {name: entry.bytes for name, entry in files.items()}
+    for key, tensor in tensors.items():
+        for box in tensor.boxes:
+            room[box.file] -= math.prod(box.box[1]) * tensor.dtype.itemsize
+            if room[box.file] < 0:
+                raise ValueError(f"tensor '{key}' has bytes of '{box.file}' that others have too")

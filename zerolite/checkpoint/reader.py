@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint import plain
+from zerolite.checkpoint import filesystem, plain
 from zerolite.checkpoint.boxes import Box
 from zerolite.checkpoint.directory import complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
@@ -55,22 +55,38 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest: Manifest = read_manifest(path)
+        self._client_tensors: dict[int, torch.Tensor] = {}
+        try:
+            self.manifest: Manifest = read_manifest(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {self._others()}") from error
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """What is stored, by key."""
-        return index_from_json(self.path / INDEX, self.content(INDEX), self.manifest.files)
+        content = self.content(INDEX)
+        try:
+            return index_from_json(self.path / INDEX, content, self.manifest.files)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {self._others()}") from error
 
     @cached_property
     def state(self) -> dict[str, Any]:
         """What is stored beside the model's and the optimizer's tensors."""
+        content = self.content(STATE)
         try:
-            decoded = plain.decode(json.loads(self.content(STATE)), lambda index: self.read(f"client_state/{index}"))
-        except (ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"'{self.path / STATE}' is damaged: {error}") from error
-        assert isinstance(decoded, dict)
+            decoded = plain.decode(json.loads(content), self._client_tensor)
+            if not isinstance(decoded, dict):
+                raise ValueError(f"expected an object, found a {type(decoded).__name__}")
+        except (RecursionError, ValueError) as error:
+            raise CheckpointError(f"'{self.path / STATE}' is damaged: {error}. {self._others()}") from error
         return decoded
+
+    def _client_tensor(self, index: int) -> torch.Tensor:
+        """The same one for the same number: it takes no more memory than there is in the files."""
+        if index not in self._client_tensors:
+            self._client_tensors[index] = self.read(f"client_state/{index}")
+        return self._client_tensors[index]
 
     def check_sizes(self) -> None:
         """That every file is there and as long as it was."""
@@ -160,7 +176,7 @@ class _CheckedFile:
         self._others = others
         self._last: tuple[int, bytearray] = (-1, bytearray())  # a block that was read for a part of it
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = filesystem.open_file(path)
         except OSError as error:
             raise self._problem(f"cannot be read: {error.strerror}") from error
         found = os.fstat(self._descriptor).st_size

@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from zerolite.version import __version__
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
 _CALL = "engine.save_checkpoint"
+_in_background: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()  # by process group
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Saver:
     def save(self, request: SaveRequest | None, user: Callable[[], UserState], scheduler: Any) -> str:
         """Called on all ranks; ``request`` is None on those that have finished their batches. Returns the checkpoint's
         directory."""
-        self.wait()
+        self.wait_for_all()
         self._host.meet(self._parts.config.checkpoint.timeout_s, _CALL)
         self._parts.wake()
         own: list[UserState] = []
@@ -115,7 +117,6 @@ class Saver:
         users = own[0] if own else None
         if source:  # a rank that goes on while the first one has finished
             users = self._host.broadcast(users, source)
-        assert users is not None
         tag = agreed.tag or default_tag(self._parts.pipeline.global_steps)
 
         def collect() -> _Collected:
@@ -140,9 +141,12 @@ class Saver:
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        """The same, before the process group ends."""
+    def wait_for_all(self) -> None:
+        """The same, and until those of other engines, which use the same group, have ended."""
         self.wait()
+        other = _in_background.pop(self._host.group, None) if self._host.group is not None else None
+        if other is not None:
+            other.join()
 
     def _begin(self, collected: _Collected, tag: str) -> None:
         def run() -> None:
@@ -154,6 +158,8 @@ class Saver:
                     logger.error("%s, in the background: %s", _CALL, error)
 
         self._running = threading.Thread(target=run, name="zerolite-checkpoint")
+        if self._host.group is not None:
+            _in_background[self._host.group] = self._running
         self._running.start()
 
     def _staged(self, collected: _Collected) -> _Collected:
@@ -179,7 +185,7 @@ class Saver:
         return _Offer(request, weight, tuple(sorted(parts.reducer.used)), buffers)
 
     def _collect(
-        self, offers: Sequence[_Offer], agreed: SaveRequest, tag: str, user: UserState, scheduler: Any
+        self, offers: Sequence[_Offer], agreed: SaveRequest, tag: str, user: UserState | None, scheduler: Any
     ) -> _Collected:
         parts, rank = self._parts, self._host.rank
         shards, scalars = parts.model.shards(agreed.exclude_frozen)
@@ -205,6 +211,7 @@ class Saver:
                 shards += whole(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
         commit = None
         if rank == 0:
+            assert user is not None, "this rank's own, or what it was sent"
             encoded, tensors = self._encoded(state, user, scheduler)
             for index, tensor in enumerate(tensors):
                 key = f"{CLIENT}{index}"

@@ -27,28 +27,35 @@ class HostGroup:
 
     def meet(self, timeout_s: float, what: str) -> None:
         """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, which says who is missing
-        from ``what``. It goes through the store of the rendezvous, where who does not come hinders nobody."""
+        from ``what``, and at once on a rank that comes when the others have given up. It goes through the store of the
+        rendezvous, where who does not come hinders nobody."""
         if self.group is None:
             return
         store = _get_default_store()
-        meeting = f"{self._key}/{self._meetings}"
-        store.set(f"{meeting}/{self.rank}", "here")
-        if self._meetings:
-            store.delete_key(f"{self._key}/{self._meetings - 1}/{self.rank}")
+        meeting, last = f"{self._key}/{self._meetings}", f"{self._key}/{self._meetings - 1}"
         self._meetings += 1
-        if store.add(f"{meeting}/count", 1) == self.world_size:
-            store.set(f"{meeting}/all", "here")
+        store.set(f"{meeting}/{self.rank}", "here")
+        everybody = store.add(f"{meeting}/count", 1) == self.world_size
+        # Whether all have come or somebody has given up is decided once, by who is first at this counter.
+        if everybody and store.add(f"{meeting}/decided", 1) == 1:
+            store.set(f"{meeting}/outcome", "all")
         try:
-            store.wait([f"{meeting}/all"], timedelta(seconds=timeout_s))
+            store.wait([f"{meeting}/outcome"], timedelta(seconds=timeout_s))
         except RuntimeError as error:
             missing = [rank for rank in range(self.world_size) if not store.check([f"{meeting}/{rank}"])]
+            if store.add(f"{meeting}/decided", 1) == 1:
+                store.set(f"{meeting}/outcome", "given up")
             if missing:
-                ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-                raise RuntimeError(
-                    f"{what}: {ranks} did not take part within {timeout_s:g} s; all ranks must make this call, in the "
-                    "same place (not inside `if rank == 0`), and rank(s) that are slow need a longer timeout"
-                ) from error
-            raise
+                raise RuntimeError(_without(missing, timeout_s, what)) from error
+        if store.get(f"{meeting}/outcome") != b"all":
+            raise RuntimeError(
+                f"{what}: the other ranks have given up waiting for this one; it came more than {timeout_s:g} s after "
+                "them, or has left out an earlier call that they have made"
+            )
+        if self._meetings > 1:  # everybody has left the one before
+            store.delete_key(f"{last}/{self.rank}")
+            for name in ("count", "decided", "outcome") if self.rank == 0 else ():
+                store.delete_key(f"{last}/{name}")
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order."""
@@ -65,3 +72,11 @@ class HostGroup:
         box = [value]
         dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, source), group=self.group)
         return box[0]
+
+
+def _without(missing: list[int], timeout_s: float, what: str) -> str:
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return (
+        f"{what}: {ranks} did not take part within {timeout_s:g} s; all ranks must make this call, in the same place "
+        "(not inside `if rank == 0`), and ranks that are slow need a longer timeout"
+    )

@@ -78,6 +78,7 @@ class Loaders:
         self._running: list[Pass] = []
         self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()  # by number
         self._numbers = itertools.count()
+        self._waiting: list[Position] = []  # of loaders that have not been made yet
 
     def make(
         self,
@@ -110,7 +111,12 @@ class Loaders:
             return loader
         share = share_of(loader, self._rank, self._world_size)
         tracked = TrackedLoader(loader, share, self._rank, self._running)
-        self._made[next(self._numbers)] = tracked
+        number = next(self._numbers)
+        self._made[number] = tracked
+        if self._waiting:
+            position = self._waiting.pop(0)
+            same = position.samples == share.total
+            self._report(number, position, tracked.restore(position) if same else f"it has {share.total} samples now")
         return tracked
 
     def rows(self, loader: Any = None) -> Rows | None:
@@ -134,34 +140,32 @@ class Loaders:
         """The next batch of each loader is the one after those that the ranks together had been given when `state` was
         saved, also where the number of ranks or the batch size is another one. A pass under way goes on from there.
 
-        Warns where a pass cannot be continued; it begins anew. Raises ValueError, and changes nothing, where
-        :meth:`check_state_dict` does.
+        Loaders are told apart by their order: the positions of those that are not made yet wait for them. Warns where a
+        pass cannot be continued; it begins anew. Raises ValueError, and changes nothing, where :meth:`check_state_dict`
+        does.
         """
         positions = self.check_state_dict(state)
-        for number, (loader, position) in enumerate(zip(self._made.values(), positions, strict=True)):
-            obstacle = loader.restore(position)
-            if obstacle and self._rank == 0:
-                logger.warning(
-                    "Loader %d of this engine had given %d of %d samples of a pass that cannot be continued, because "
-                    "%s. The pass begins anew, so these samples come again.",
-                    number,
-                    position.consumed,
-                    position.samples,
-                    obstacle,
-                )
+        loaders = list(self._made.values())
+        self._waiting = positions[len(loaders) :]
+        for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
+            self._report(number, position, loader.restore(position))
+
+    def _report(self, number: int, position: Position, obstacle: str | None) -> None:
+        if obstacle and position.consumed and self._rank == 0:
+            logger.warning(
+                "Loader %d of this engine had given %d of %d samples of a pass that cannot be continued, because %s. "
+                "The pass begins anew, so these samples come again.",
+                number,
+                position.consumed,
+                position.samples,
+                obstacle,
+            )
 
     def check_state_dict(self, state: list[dict[str, int | str | None]]) -> list[Position]:
-        """What is in `state`. Raises ValueError where the loaders are not as many, or have not as many samples, as
-        those of which it was saved."""
-        loaders = list(self._made.values())
+        """What is in `state`. Raises ValueError where a loader has not as many samples as that of which it was
+        saved."""
         positions = [position_from(entry) for entry in state]
-        if len(positions) != len(loaders):
-            raise ValueError(
-                f"expected the {len(positions)} loaders whose positions were saved, but this engine has made "
-                f"{len(loaders)} that are known to it and still exist; make the same ones, in the same order, before "
-                "the positions are loaded (engine.deepspeed_io, engine.prepare_loader, training_data)"
-            )
-        for number, (loader, position) in enumerate(zip(loaders, positions, strict=True)):
+        for number, (loader, position) in enumerate(zip(self._made.values(), positions, strict=False)):
             if position.samples != loader.share.total:
                 raise ValueError(
                     f"expected {position.samples} samples in loader {number} of this engine, as when its position was "
