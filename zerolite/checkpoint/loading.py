@@ -20,6 +20,7 @@ from zerolite.checkpoint.planner import Target, TargetLoadPlanner
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.saving import EngineParts
+from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
 from zerolite.checkpoint.together import on_all_ranks, on_this_rank, storage_errors
 from zerolite.checkpoint.window_state import WindowLoad, begin_window
@@ -81,7 +82,8 @@ class Loader:
         plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, scheduler, loaders))
         window = self._read(plan, request)
         if not request.module_only:
-            on_this_rank(self._host, _CALL, lambda: self._resume(plan, window, scheduler, loaders))
+            resume = lambda: plan.reader.trust(lambda: self._resume(plan, window, scheduler, loaders))  # noqa: E731
+            on_this_rank(self._host, _CALL, resume)
         self._report(plan, request)
         return str(path), plan.reader.state["client_state"]
 
@@ -112,6 +114,7 @@ class Loader:
         if self._host.rank == 0:
             reader.check_sizes()
         state = reader.state
+        reader.trust(lambda: check_state(state))
         here = parts.model.described()
         match = match_parameters(here, state["parameters"], loose=not request.strict)
         buffers = self._buffers(state["buffers"], request.strict)
@@ -129,6 +132,10 @@ class Loader:
         }
         groups = match_groups(_names_of_groups(parts), state["optimizer"]["groups"], trains)
         whole = not request.module_only
+        for group, index in zip(parts.model.optimizer.param_groups, groups, strict=True):
+            if index is not None:
+                values = state["optimizer"]["groups"][index]["values"]
+                reader.trust(lambda group=group, values=values: check_hyperparameters(group, values))  # type: ignore[misc]
         kinds = self._kinds(reader, groups) if whole and request.optimizer_states else None
         schedule = None
         if whole and request.lr_scheduler_states:
@@ -225,7 +232,7 @@ class Loader:
                 parts.model, parts.reducer, reader.tensors, names, saved, self._host.rank, self._host.world_size
             )
 
-        window = on_this_rank(self._host, _CALL, make_room)
+        window = on_this_rank(self._host, _CALL, lambda: reader.trust(make_room))
         if window is not None:
             targets += window.targets
         with storage_errors(f"{_CALL}, of '{reader.path}'", lambda: "The engine holds a part of it: load another one"):

@@ -155,7 +155,9 @@ class TargetLoadPlanner(LoadPlanner):
             stored = self._stored[target.key]
             if target.key not in known:
                 known[target.key] = BoxIndex([box.box for box in stored.boxes])
+            found = 0
             for position, common in known[target.key].meeting(target.box):
+                found += math.prod(common[1])
                 source = stored.boxes[position].box
                 items.append(
                     ReadItem(
@@ -166,6 +168,11 @@ class TargetLoadPlanner(LoadPlanner):
                         storage_offsets=_relative(common, source),
                         lengths=torch.Size(common[1]),
                     )
+                )
+            if found != math.prod(target.box[1]):
+                raise CheckpointError(
+                    f"the tensor '{target.key}' of the checkpoint has the shape {tuple(stored.shape)}, in which "
+                    f"{target.box[1]} elements from {target.box[0]} on are not"
                 )
         return LoadPlan(items)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from zerolite.checkpoint.manifest import (
 )
 from zerolite.checkpoint.safetensors import as_bytes
 
+Result = TypeVar("Result")
 _CHUNK_BYTES = 8 * BLOCK_BYTES
 
 
@@ -81,6 +82,18 @@ class CheckpointReader:
         except (RecursionError, ValueError) as error:
             raise CheckpointError(f"'{self.path / STATE}' is damaged: {error}. {self._others()}") from error
         return decoded
+
+    def trust(self, use: Callable[[], Result]) -> Result:
+        """The result of ``use``, which takes state.json for what zerolite writes. Raises CheckpointError where it is
+        not."""
+        try:
+            return use()
+        except CheckpointError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"'{self.path / STATE}' is damaged, or does not fit: {type(error).__name__}: {error}. {self._others()}"
+            ) from error
 
     def _client_tensor(self, index: int) -> torch.Tensor:
         """The same one for the same number: it takes no more memory than there is in the files."""

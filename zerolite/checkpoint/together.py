@@ -67,3 +67,8 @@ def storage_errors(what: str, remedy: Callable[[], str]) -> Iterator[None]:
         if not isinstance(error, (CheckpointError, OSError)):
             said = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{what}: rank {rank}: {said}. {remedy()}".replace(". . ", ". ")) from error
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # of a collective
+        first = str(error).splitlines()[0]
+        raise CheckpointError(f"{what}: a rank has ended, or cannot be reached ({first}). {remedy()}") from error

@@ -27,10 +27,13 @@ class HostGroup:
 
     def meet(self, timeout_s: float, what: str) -> None:
         """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, which says who is missing
-        from ``what``, and at once on a rank that comes when the others have given up. It goes through the store of the
-        rendezvous, where who does not come hinders nobody."""
-        if self.group is None:
-            return
+        from ``what``. It goes through the store of the rendezvous, where who does not come hinders nobody. A rank that
+        comes when the others have given up, or has left out a call of theirs, waits for them at their next one."""
+        while self.group is not None and not self._met(timeout_s, what):
+            pass
+
+    def _met(self, timeout_s: float, what: str) -> bool:
+        """One meeting; False if it has been given up before this rank came."""
         store = _get_default_store()
         meeting, last = f"{self._key}/{self._meetings}", f"{self._key}/{self._meetings - 1}"
         self._meetings += 1
@@ -48,14 +51,12 @@ class HostGroup:
             if missing:
                 raise RuntimeError(_without(missing, timeout_s, what)) from error
         if store.get(f"{meeting}/outcome") != b"all":
-            raise RuntimeError(
-                f"{what}: the other ranks have given up waiting for this one; it came more than {timeout_s:g} s after "
-                "them, or has left out an earlier call that they have made"
-            )
+            return False
         if self._meetings > 1:  # everybody has left the one before
             store.delete_key(f"{last}/{self.rank}")
             for name in ("count", "decided", "outcome") if self.rank == 0 else ():
                 store.delete_key(f"{last}/{name}")
+        return True
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order."""
