@@ -56,6 +56,7 @@ LAYERS = {
     "zerolite.runtime.full_state": 4,
     "zerolite.runtime.arguments": 5,
     "zerolite.runtime.step": 5,
+    "zerolite.runtime.step_outcome": 5,
     "zerolite.zero": 5,
     "zerolite.runtime.growth": 6,
     "zerolite.runtime.parameter_access": 5,

@@ -191,7 +191,7 @@ def _assemble(
     )
     engine.parameter_access = ParameterAccess(pipeline, reducer, buffer, sharded, comm)
     known = weakref.ref(engine)  # the pipeline does not keep its engine alive
-    pipeline.gone = lambda indices: _gone(model, buffer, indices)
+    pipeline.unused.gone = lambda indices: _gone(model, buffer, indices)
     pipeline.on_applied = lambda: _step_scheduler(known())
     pipeline.on_settled = lambda norm: _print_progress(known(), norm)
     hooks = _watch_loading(model, pipeline) + start_monitoring(engine, model, pipeline, reducer, scaler, comm)

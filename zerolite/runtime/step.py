@@ -7,7 +7,6 @@ first backward, before anything can change it, and the loss scaler is told the o
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from zerolite.runtime.grad_stats import (
     clip_coefficient_on_device,
 )
 from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.runtime.step_outcome import StepCounters, UnusedParameters, mean_weight
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.publisher import Publisher
@@ -85,8 +85,7 @@ class StepPipeline:
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
         self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
         self.on_zero_grad: Callable[[], None] = lambda: None
-        self.gone: Callable[[list[int]], list[int]] = lambda indices: []  # which of these the model has no longer
-        self._last_used: frozenset[int] | None = None
+        self.unused = UnusedParameters(options.ignore_unused)
         self.collect_writes: Callable[[], None] = lambda: None  # stage 3: from whole parameters into their shards
         self.trace: TraceCheck | None = None  # stage 3's schedule, whose trace the ranks compare
         self._written: set[int] = set()  # parameters into which somebody has loaded values
@@ -99,13 +98,8 @@ class StepPipeline:
         self._scaler = scaler
         self._options = options
         self._device = device
-        self.micro_steps = 0  # backwards so far
-        self._global_steps = 0
-        self._skipped_steps = 0
-        self._skipped_in_a_row = 0
-        self._last_norm: float | None = None
+        self._counters = StepCounters()
         self._unsettled: _Unsettled | None = None
-        self._weight_unit = 1.0
         self._unpublished = False  # masters are ahead of the parameters
         self.commands: Commands = unannounced
         self._last_vote = 0  # for this rank's trace, in the last step's statistics
@@ -163,14 +157,14 @@ class StepPipeline:
             self._reducer.share = 1.0  # a weight says all about how much a rank counts
         self._reducer.begin_pass(reducing, end_with_backward, void=weight == 0)
         self._window.on_backward(scaled, weight)
-        self.micro_steps += 1
+        self._counters.micro_steps += 1
 
     def weight_unit(self) -> float:
         """What weights are divided by before they multiply anything, so that fp16 gradients keep their size: about the
         mean weight of the step before, a power of two, the same on all ranks and for the whole window; 1 where there
         is no loss scale."""
         self.window_scale()
-        return self._weight_unit
+        return self._counters.weight_unit
 
     def _check_weighted(self, weighted: bool) -> None:
         if self._window.weighted not in (None, weighted):
@@ -240,7 +234,7 @@ class StepPipeline:
         """L2 norm of the window's gradient, unscaled, before clipping; of the last step if no gradient is pending."""
         if self._window.empty or self._updated:
             self.settle()
-            return self._last_norm
+            return self._counters.last_norm
         return self.stats().get().norm / self.divisor()
 
     def clip(self, max_norm: float) -> float:
@@ -283,9 +277,9 @@ class StepPipeline:
             self._unsettled = _Unsettled(stats, divisor)
             return
         outcome = stats.get()
-        divisor = self._own_divisor() * _mean_weight(outcome)
+        divisor = self._own_divisor() * mean_weight(outcome)
         if outcome.finite or not self._options.check_finite:
-            self._check_unused(outcome)
+            self.unused.check(outcome.used, self._buffer.layout.slots)
             norm = outcome.norm / divisor
             factor = (clip_coefficient(norm, self._max_norm) if self._max_norm else 1.0) / divisor
             self._update_buckets(factor, outcome.used, None, publish)
@@ -377,16 +371,21 @@ class StepPipeline:
             outcome = unsettled.stats.get()
             if outcome.weight == 0 or outcome.mixed or (self._options.check_finite and not outcome.finite):
                 self._optimizer.method.forget_last()
-            self._settle(outcome, unsettled.divisor * _mean_weight(outcome))
+            self._settle(outcome, unsettled.divisor * mean_weight(outcome))
 
     @property
     def global_steps(self) -> int:
-        return self._global_steps + (self._unsettled is not None)
+        return self._counters.global_steps + (self._unsettled is not None)
 
     @property
     def skipped_steps(self) -> int:
         self.settle()
-        return self._skipped_steps
+        return self._counters.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Backwards so far."""
+        return self._counters.micro_steps
 
     @property
     def scale(self) -> float:
@@ -415,7 +414,7 @@ class StepPipeline:
         if not (self._window.empty or self._updated):
             scale = {"loss_scale": self._loss_scale, "max_norm": self._max_norm, "flush_factor": self._flush_factor}
             window = {**scale, "counts": self._window.state_dict(), "micro_batches": self._window.micro_batches}
-        counters = {name.lstrip("_"): getattr(self, name) for name in _COUNTERS}
+        counters = self._counters.state_dict()
         return {"counters": counters, "window": window, "loss_scaler": self._scaler and self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -423,8 +422,7 @@ class StepPipeline:
         ValueError if what was saved makes no sense."""
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
-        for name in _COUNTERS:
-            setattr(self, name, state["counters"][name.lstrip("_")])
+        self._counters.load_state_dict(state["counters"])
         window = state["window"]
         if window is not None:
             self._window.load_state_dict(window["counts"])
@@ -436,7 +434,7 @@ class StepPipeline:
     def divisor(self) -> float:
         """What the accumulated gradient must be divided by: the loss scale, less what a partial window lacks, and the
         mean weight. Called on all ranks."""
-        return self._own_divisor() * (_mean_weight(self.stats().get()) if self._window.weighted else 1.0)
+        return self._own_divisor() * (mean_weight(self.stats().get()) if self._window.weighted else 1.0)
 
     def _own_divisor(self) -> float:
         """The same without what only all ranks know."""
@@ -481,100 +479,21 @@ class StepPipeline:
             self._publisher.end_step()
 
     def _settle(self, outcome: GradStats, divisor: float) -> None:
-        self._global_steps += 1
-        self._last_norm = outcome.norm / divisor
         self._agreed = outcome.agreed
-        if outcome.weight and self._scaler is not None and math.isfinite(outcome.weight):
-            self._weight_unit *= 2.0 ** round(math.log2(outcome.weight))
         skipped = self._options.check_finite and not outcome.finite
-        if skipped:
-            self._skipped_steps += 1
-            self._skipped_in_a_row += 1
-            if self._comm.rank == 0:
-                logger.warning("%s", self._describe_skip(outcome))
-        else:
-            self._skipped_in_a_row = 0
+        norm = self._counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
+        if skipped and self._comm.rank == 0:
+            logger.warning("%s", self._describe(outcome))
+        if not skipped:
             self.on_applied()
         change = self._scaler.update(skipped) if self._scaler else None
-        self.on_settled(self._last_norm)
+        self.on_settled(norm)
         if skipped:
-            self._raise_if_hopeless(outcome, at_minimum=change is not None and change.at_minimum)
+            minimum = change.after if change is not None and change.at_minimum else None
+            self._counters.raise_if_hopeless(self._describe(outcome), self._options.max_skipped_in_a_row, minimum)
 
-    def _describe_skip(self, outcome: GradStats) -> str:
-        names = [self._buffer.layout.slots[index].name for index in outcome.bad_parameters]
-        where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        ranks = ", ".join(map(str, outcome.bad_ranks))
-        source = (
-            f"from rank {ranks}" if ranks else "although every rank's own gradients are finite (their sum overflows)"
-        )
-        return (
-            f"step {self._global_steps} skipped on all ranks: non-finite gradient {where}{more}, {source}; "
-            f"{self._skipped_in_a_row} in a row, {self._skipped_steps} in all"
-        )
-
-    def _raise_if_hopeless(self, outcome: GradStats, at_minimum: bool) -> None:
-        limit = self._options.max_skipped_in_a_row
-        if at_minimum:
-            assert self._scaler is not None
-            raise FloatingPointError(
-                f"{self._describe_skip(outcome)}. The fp16 loss scale is at its minimum, {self._scaler.scale:g}, "
-                "and cannot fall "
-                'further. Try bf16 ("bf16": {"enabled": true}), or look for the cause in that parameter and rank.'
-            )
-        if limit and self._skipped_in_a_row >= limit:
-            raise FloatingPointError(
-                f"{self._describe_skip(outcome)}. max_consecutive_skipped_steps is {limit}: training has stopped. "
-                "Look at the data and "
-                "the loss of that rank, lower the learning rate, or clip the gradients."
-            )
-
-    def _check_unused(self, outcome: GradStats) -> None:
-        slots = self._buffer.layout.slots
-        if len(outcome.used) == len(slots):
-            self._last_used = outcome.used
-            return
-        if outcome.used != self._last_used:
-            gone = self.gone([index for index in range(len(slots)) if index not in outcome.used])
-            if gone:
-                raise RuntimeError(
-                    f"parameter '{slots[gone[0]].name}' is not in the model any more ({len(gone)} in all): it was "
-                    "replaced after zerolite.initialize by an object that nothing trains (module.x = nn.Parameter(), "
-                    "load_state_dict(assign=True), nn.utils.parametrizations); do that before zerolite.initialize, or "
-                    "write the values into the parameter that is there"
-                )
-            self._last_used = outcome.used
-        if self._options.ignore_unused:
-            return
-        unused = [slot.name for slot in slots if slot.index not in outcome.used and slot.numel]
-        if unused:
-            raise RuntimeError(
-                f"zero_optimization.ignore_unused_parameters is false and {len(unused)} parameters got no "
-                "gradient on any rank: "
-                f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
-                "set the key to true."
-            )
-
-
-_COUNTERS = ("micro_steps", "_global_steps", "_skipped_steps", "_skipped_in_a_row", "_last_norm", "_weight_unit")
-
-
-def _mean_weight(outcome: GradStats) -> float:
-    """What a sum over weighted gradients is divided by to be the joint batch's. Raises RuntimeError, on all ranks, if
-    there is no such thing."""
-    if outcome.mixed:
-        raise RuntimeError(
-            "engine.backward: some ranks gave a weight in this step and others did not; pass weight= on all ranks, or "
-            "on none"
-        )
-    if outcome.weight is None:
-        return 1.0
-    if not 0 < outcome.weight < math.inf:
-        raise RuntimeError(
-            f"engine.backward: the weights of this step are {outcome.weight:g} per rank on average, and the mean over "
-            "nothing has no gradient; leave such a step out: engine.zero_grad() on all ranks instead of engine.step()"
-        )
-    return outcome.weight
+    def _describe(self, outcome: GradStats) -> str:
+        return self._counters.describe_skip(outcome, self._buffer.layout.slots)
 
 
 def _vote(trace: TraceCheck | None) -> int:
