@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,26 @@ class Report:
             together, so that all of them stop after the same step.
     """
 
-    def __init__(self, engine: Any, directory: Path, steps: int, started: float, max_minutes: float) -> None:
-        """started: `time.perf_counter()` at the start of the run."""
+    def __init__(
+        self, engine: Any, directory: Path, steps: int, started: float, max_minutes: float, step: int = 0
+    ) -> None:
+        """started: `time.perf_counter()` at the start of this process. step: how many are behind the run, which goes on
+        in the files of an earlier one; 0: they begin anew."""
         self.engine, self.directory, self.started, self.max_minutes = engine, directory, started, max_minutes
         self.out_of_time = False
         self.loss_sum = torch.zeros((), device=engine.device)
         self.micro_batches = self.tokens = 0
         self.seconds = 0.0  # of training since the last line, validation not counted
+        self.earlier_s = 0.0  # elapsed in the runs that this one continues
         self.resumed = time.perf_counter()
         self.file = None
         if engine.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            self.file = (directory / "metrics.jsonl").open("w", buffering=1)
-        self.bar = tqdm(total=steps, disable=engine.rank != 0, mininterval=0.5, unit="step", dynamic_ncols=True)
+            if step > 0:
+                self.earlier_s = cut_off(directory / "metrics.jsonl", step)
+            self.file = (directory / "metrics.jsonl").open("a" if step > 0 else "w", buffering=1)
+        options: dict[str, Any] = {"mininterval": 0.5, "unit": "step", "dynamic_ncols": True}
+        self.bar = tqdm(total=steps, initial=step, disable=engine.rank != 0, **options)
 
     def add(self, loss: Tensor, tokens: int) -> None:
         """Takes note of a micro-batch, without waiting for the device."""
@@ -82,9 +90,23 @@ class Report:
         """One line of metrics.jsonl. What is not finite becomes null, since JSON has no word for it."""
         if self.file is None:
             return
-        values["elapsed_s"] = round(time.perf_counter() - self.started, 3)
+        values["elapsed_s"] = round(self.earlier_s + time.perf_counter() - self.started, 3)
         finite = {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
         self.file.write(json.dumps(finite) + "\n")
+
+
+def cut_off(metrics: Path, step: int) -> float:
+    """Cuts off the lines behind `step`, which are written again, and one that was not finished. Returns the seconds
+    that had elapsed at the last one that stays."""
+    metrics.touch()
+    kept, elapsed_s = 0, 0.0
+    for text in metrics.read_bytes().splitlines(keepends=True):
+        line = json.loads(text) if text.endswith(b"\n") else {"step": math.inf}
+        if line["step"] > step:
+            break
+        kept, elapsed_s = kept + len(text), line["elapsed_s"]
+    os.truncate(metrics, kept)
+    return elapsed_s
 
 
 def mean_over_ranks(engine: Any, *values: Tensor | float) -> list[float]:

@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 2 train.py --config configs/zero2.json
     srun --ntasks 2 python train.py --config configs/zero2.json
     python train.py --config configs/zero2.json
+    zerolite --nproc 4 train.py --config configs/zero3.json --resume    go on where a run was stopped
 
-The corpus is the source of Python's standard library, unless --data gives another. The run writes metrics.jsonl and
-loss.png to --out and prints a generated sample at the end.
+The corpus is the source of Python's standard library, unless --data gives another. The run writes metrics.jsonl,
+loss.png and checkpoints to --out and prints a generated sample at the end.
 """
 
 import argparse
@@ -36,8 +37,9 @@ def parse_arguments() -> argparse.Namespace:
         "--out",
         type=Path,
         default=Path("runs/gpt"),
-        help="directory of metrics.jsonl and loss.png (default: %(default)s)",
+        help="directory of metrics.jsonl, loss.png and checkpoints (default: %(default)s)",
     )
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --out, if there is one")
     add("--steps", type=int, help="optimizer steps (default: total_num_steps of the schedule in the config)")
     add(
         "--max-minutes", type=float, default=2.5, help="stop training after so long; inf = never (default: %(default)s)"
@@ -49,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--width", type=int, default=256, help="(default: %(default)s)")
     add("--log-every", type=int, default=10, help="steps between two lines of metrics (default: %(default)s)")
     add("--eval-every", type=int, default=100, help="steps between two validations (default: %(default)s)")
+    add("--save-every", type=int, default=100, help="steps between two checkpoints, 0 = none (default: %(default)s)")
     add(
         "--eval-crops",
         type=int,
@@ -61,8 +64,9 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("context", "layers", "heads", "width", "log_every", "eval_every", "eval_crops"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} expects 1 or more, got {getattr(args, name)}")
-    if args.steps is not None and args.steps < 0:
-        parser.error(f"--steps expects 0 or more, got {args.steps}")
+    for name in ("steps", "save_every"):
+        if (getattr(args, name) or 0) < 0:
+            parser.error(f"--{name.replace('_', '-')} expects 0 or more, got {getattr(args, name)}")
     if not args.prompt:
         parser.error("--prompt expects at least one character")
     return args
@@ -80,36 +84,52 @@ def main() -> None:
     model = GPT(GPTConfig(context=args.context, layers=args.layers, heads=args.heads, width=args.width))
     engine = zerolite.initialize(model, args.config)
     steps = args.steps if args.steps is not None else steps_of_schedule(engine)
-    report = Report(engine, args.out, steps, STARTED, args.max_minutes)
+    checkpoint, progress = None, {}
+    if args.resume:
+        checkpoint, progress = engine.load_checkpoint(args.out / "checkpoints", missing_ok=True)
+    progress = progress or {"step": 0, "crops": 0}
+    report = Report(engine, args.out, steps, STARTED, args.max_minutes, progress["step"])
     report.say(describe(corpus, model, engine, steps))
+    if args.resume:
+        report.say(f"resumes from {checkpoint}" if checkpoint else "found no checkpoint to resume from: starts anew")
 
-    train(engine, corpus, steps, args, report)
+    train(engine, corpus, steps, args, report, **progress)
+    engine.wait_for_checkpoint()
     if args.sample_bytes > 0:
         report.say(generate_sample(engine, args))
     report.close()
     zerolite.destroy()
 
 
-def train(engine: Any, corpus: Corpus, steps: int, args: argparse.Namespace, report: Report) -> None:
-    """An ordinary loop, in which the engine takes the place of the model and of the optimizer."""
+def train(
+    engine: Any, corpus: Corpus, steps: int, args: argparse.Namespace, report: Report, step: int, crops: int
+) -> None:
+    """An ordinary loop, in which the engine takes the place of the model and of the optimizer. step, crops: how many
+    are behind it, of all processes together."""
     micro_batch = micro_batch_size(engine)
-    validate(engine, corpus, 0, args, report)
-    for step in range(1, steps + 1):
+    if step == 0:
+        validate(engine, corpus, 0, args, report)
+    while step < steps and not report.out_of_time:
         lr = engine.get_lr()[0]  # this step's: engine.step() moves the schedule on
         for _ in range(engine.gradient_accumulation_steps):
-            first = (engine.micro_steps * engine.world_size + engine.rank) * micro_batch
-            x, y = random_crops(corpus.train, args.context, first, micro_batch, args.seed)
+            x, y = random_crops(corpus.train, args.context, crops + engine.rank * micro_batch, micro_batch, args.seed)
             loss = engine(x.to(engine.device), y.to(engine.device))
             engine.backward(loss)
             engine.step()  # updates the weights after the last micro-batch of the step
             report.add(loss, tokens=x.numel())
-        if step % args.log_every == 0 or step == steps:
+            crops += engine.world_size * micro_batch
+        step += 1
+        saves = args.save_every > 0 and step % args.save_every == 0
+        if step % args.log_every == 0 or saves or step == steps:
             report.log(step, lr)
-        if step % args.eval_every == 0 or step == steps or report.out_of_time:
+        last = step == steps or report.out_of_time
+        if step % args.eval_every == 0 or last:
             validate(engine, corpus, step, args, report)
-        if report.out_of_time:
-            report.say(f"stopped after {step} of {steps} steps, because --max-minutes {args.max_minutes:g} are over")
-            break
+        if saves or (args.save_every > 0 and last):
+            progress = {"step": step, "crops": crops}
+            engine.save_checkpoint(args.out / "checkpoints", client_state=progress, async_save=True)
+    if step < steps:
+        report.say(f"stopped after {step} of {steps} steps, because --max-minutes {args.max_minutes:g} are over")
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def script(config: Path, text: Path, out: Path, *more: str) -> list[str]:
         "4",
         "--eval-every",
         "12",
+        "--save-every",
+        "0",
     ]
     return [str(GPT / "train.py"), *arguments, *TINY, *more]
 
@@ -210,6 +213,58 @@ def test_max_minutes(text: Path, tmp_path: Path) -> None:
     assert "a sample of 20 bytes" in result.stdout
 
 
+def saved(out: Path) -> set[str]:
+    return {path.name for path in (out / "checkpoints").iterdir() if not path.name.startswith(".")}
+
+
+@pytest.fixture(scope="module")
+def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of two processes at stage 2 has left that saved at step 12 and was killed after step 16."""
+    directory = tmp_path_factory.mktemp("stopped")
+    out = directory / "out"
+    more = ["--steps", "12", "--save-every", "8", "--resume"]
+    result = run([*COMMAND, "--nproc", "2", *script(write_config(directory), text, out, *more)])
+    assert result.returncode == 0, result.stderr
+    assert "found no checkpoint to resume from: starts anew" in result.stdout
+    assert saved(out) == {"latest", "global_step8", "global_step12"}
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 16, "loss": 9.0, "elapsed_s": 1e6}\n{"step": 16, "val_')
+    return out
+
+
+def resume(stopped: Path, tmp_path: Path, launcher: list[str], config: Path, text: Path) -> Metrics:
+    out = tmp_path / "out"
+    shutil.copytree(stopped, out)
+    result = run([*launcher, *script(config, text, out, "--resume", "--save-every", "8")])
+    assert f"resumes from {out / 'checkpoints' / 'global_step12'}" in result.stdout, result.stderr
+    metrics = check_run(result, out)
+    assert saved(out) == {"latest", "global_step16", "global_step24"}
+    elapsed = [line["elapsed_s"] for line in metrics]
+    assert elapsed == sorted(elapsed)
+    return metrics
+
+
+def test_resume_at_another_stage(
+    text: Path, tmp_path: Path, stopped: Path, zerolite_run: Callable[[str], Metrics]
+) -> None:
+    """The numbers of a run that was not interrupted; but for the last digit of the norm at stage 3."""
+    config = write_config(tmp_path, "zero3")
+    metrics = resume(stopped, tmp_path, [*COMMAND, "--nproc", "2"], config, text)
+    for line, expected in zip(learning(metrics), learning(zerolite_run("zero2")), strict=True):
+        assert line[:-1] == expected[:-1]
+        assert (line[-1] or 0.0) == pytest.approx(expected[-1] or 0.0, rel=1e-14, abs=0)
+
+
+@pytest.mark.slow
+def test_resume_alone(text: Path, tmp_path: Path, stopped: Path, zerolite_run: Callable[[str], Metrics]) -> None:
+    """One process goes on with the crops that two would have seen."""
+    config = write_config(tmp_path, gradient_accumulation_steps=2)
+    metrics = resume(stopped, tmp_path, [sys.executable], config, text)
+    for line, expected in zip(metrics, zerolite_run("zero2"), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert line.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=1e-5)
+
+
 def test_unknown_key(text: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, gradient_cliping=1.0)
     result = run([sys.executable, *script(config, text, tmp_path / "out")])
@@ -318,6 +373,22 @@ def test_model_sees_only_the_past() -> None:
 def test_model_size() -> None:
     model = load_module("model")
     assert 2e6 < sum(p.numel() for p in model.GPT(model.GPTConfig()).parameters()) < 4e6
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "elapsed_s"),
+    [
+        ("", 0, 0.0),
+        ('{"step": 4, "elapsed_s": 1.5}\n', 1, 1.5),
+        ('{"step": 4, "elapsed_s": 1.5}\n{"step": 8, "elapsed_s": 2.5}\n{"step": 12, "elapsed_s": 3.5}\n', 2, 2.5),
+        ('{"step": 4, "elapsed_s": 1.5}\n{"step": 8, "el', 1, 1.5),
+    ],
+)
+def test_lines_behind_a_checkpoint_are_cut_off(tmp_path: Path, text: str, kept: int, elapsed_s: float) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    assert load_module("report").cut_off(path, 8) == elapsed_s
+    assert path.read_text() == "".join(text.splitlines(keepends=True)[:kept])
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

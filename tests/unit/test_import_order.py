@@ -61,6 +61,7 @@ LAYERS = {
     "zerolite.runtime.growth": 6,
     "zerolite.runtime.parameter_access": 5,
     "zerolite.runtime.join": 6,
+    "zerolite.runtime.decisions": 5,
     "zerolite.runtime.engine": 6,
     "zerolite.runtime.build_stage3": 7,
     "zerolite.runtime.build": 7,

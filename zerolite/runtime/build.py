@@ -1,4 +1,4 @@
-"""Config and model to an engine: every decision that depends on the config is taken here, once."""
+"""Config and model to an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerolite.comm import (
     local_rank,
     second_communicator,
 )
-from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.config import ZeroliteConfig, load_config
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.arguments import (
     OWNERS,
@@ -43,6 +43,13 @@ from zerolite.runtime.build_stage3 import (
     start_stage3,
     watch_writes,
 )
+from zerolite.runtime.decisions import (
+    communication_dtypes,
+    loss_scaler,
+    precision_of,
+    reduction_options,
+    step_options,
+)
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.fp32_modules import Fp32Modules
 from zerolite.runtime.growth import Growth, Parameters, Ways
@@ -51,9 +58,8 @@ from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.parameter_access import ParameterAccess
-from zerolite.runtime.precision import DTYPES, GraphBoundary, Precision
-from zerolite.runtime.step import StepOptions, StepPipeline
-from zerolite.runtime.zero.bucket_state import ReductionOptions
+from zerolite.runtime.precision import GraphBoundary, Precision
+from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
@@ -105,7 +111,7 @@ def initialize(
     comm = create_communicator(device)
     resolved = given.resolve(comm.world_size)
     policy = STAGES[resolved.zero_optimization.stage]
-    precision = _precision(resolved)
+    precision = precision_of(resolved)
     fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
     precision = dataclasses.replace(precision, keeps_fp32=fp32.holds)
     if not policy.shard_parameters:
@@ -114,9 +120,8 @@ def initialize(
     groups = param_groups_of(model, optimizer, model_parameters)
     make_inner = optimizer_maker(optimizer, resolved, policy, groups)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
-    engine = _assemble(
-        model, resolved, policy, precision, fp32, comm, device, make_inner, groups, broadcast_buffers, adopts
-    )
+    assembly = _Assembly(model, resolved, policy, precision, fp32, comm, device)
+    engine = assembly.build(make_inner, groups, broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(lr_scheduler, resolved, engine.optimizer)
     engine.loaders.collate_fn = collate_fn
     if training_data is not None:
@@ -129,120 +134,162 @@ def initialize(
 # -------------------------------------------------------------------- the parts
 
 
-def _assemble(
-    model: torch.nn.Module,
-    config: ZeroliteConfig,
-    policy: StagePolicy,
-    precision: Precision,
-    fp32: Fp32Modules,
-    comm: Communicator,
-    device: torch.device,
-    make_inner: Any,
-    groups: Groups,
-    broadcast_buffers: bool,
-    adopts: bool,
-) -> Engine:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
-    trained = [p for p in model.parameters() if id(p) in chosen]
-    check_trained(trained, names, meta_allowed=policy.shard_parameters)
-    _check_same_model(model, comm, device)
-    communication = _communication_dtypes(model, config, precision)
-    specs = _parameter_specs(trained, names, precision, communication)
-    partitioned = None
-    if policy.shard_parameters:
-        partitioned = PartitionedModel(model, comm, second_communicator(comm, device), device)
-        buffer = partitioned_buffer(partitioned, trained, specs, config, precision, comm, device)
-    else:
-        layout = PartitionLayout.build(specs, comm.world_size, bucket_numel(specs, config))
-        buffer = ParameterBuffer(layout, trained, comm.rank, policy.shard_optimizer)
-        _fill(buffer, precision, comm, device)
-    _synchronize_rest(model, trained, precision, comm, device)
+class _Assembly:
+    """Builds an engine part by part: each method needs what those before it have made. All of it is called on all ranks
+    in the same order."""
 
-    accumulation = config.gradient_accumulation_steps or 1
-    window = AccumulationWindow(accumulation)
-    by_index = [communication(p) for p in trained]
-    reduction = _reduction_options(config, policy, precision, comm, accumulation, by_index)
-    strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
-    reducer = GradReducer(buffer.layout, trained, comm, reduction, window.next_backward_closes, strides)
-    sharded = ShardedOptimizer(make_inner, groups, buffer, precision.update_dtype, kernel_chooser(comm, device))
-    overlap_forward = config.zero_optimization.overlap_comm is True and not policy.shard_parameters
-    gather = policy.shard_optimizer and not policy.shard_parameters
-    publisher = Publisher(buffer, comm, gather=gather, overlap_forward=overlap_forward)
-    scaler = _loss_scaler(config)
-    options = _step_options(config, bucket_numel(specs, config) // comm.world_size if policy.shard_parameters else 0)
-    pipeline = StepPipeline(buffer, reducer, sharded, publisher, comm, window, scaler, options, device)
-    boundary = _connect(pipeline, reducer, publisher, scaler, model)
-    engine = Engine(
-        module=model,
-        config=config,
-        device=device,
-        comm=comm,
-        precision=precision,
-        pipeline=pipeline,
-        reducer=reducer,
-        publisher=publisher,
-        optimizer=sharded,
-        window=window,
-        boundary=boundary,
-        lr_scheduler=None,
-        dataloader=None,
-        broadcast_buffers=broadcast_buffers,
-    )
-    engine.parameter_access = ParameterAccess(pipeline, reducer, buffer, sharded, comm)
-    known = weakref.ref(engine)  # the pipeline does not keep its engine alive
-    pipeline.unused.gone = lambda indices: _gone(model, buffer, indices)
-    pipeline.on_applied = lambda: _step_scheduler(known())
-    pipeline.on_settled = lambda norm: _print_progress(known(), norm)
-    hooks = _watch_loading(model, pipeline) + start_monitoring(engine, model, pipeline, reducer, scaler, comm)
-    fp32.attach()
-    if partitioned is not None:
-        hooks += start_stage3(partitioned, engine, pipeline, publisher, reducer)
-    weakref.finalize(engine, _remove_hooks, reducer.handles, publisher.handles, hooks, fp32.handles)
-    for parameter in trained:
-        OWNERS[parameter] = known
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: ZeroliteConfig,
+        policy: StagePolicy,
+        precision: Precision,
+        fp32: Fp32Modules,
+        comm: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.model, self.config, self.policy = model, config, policy
+        self.precision, self.fp32 = precision, fp32
+        self.comm, self.device = comm, device
+        self.partitioned: PartitionedModel | None = None
+        self.communication = communication_dtypes(model, config, precision)
 
-    def layout_of(parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
-        fp32.attach()
-        added = _parameter_specs(parameters, names, precision, communication)
-        if partitioned is not None:
-            return sliced_layout(partitioned, parameters, added, config, comm)
-        return PartitionLayout.build(added, comm.world_size, bucket_numel(specs, config))
+    def build(self, make_inner: Any, groups: Groups, broadcast_buffers: bool, adopts: bool) -> Engine:
+        """make_inner, groups: of the optimizer. adopts: whether parameters that are unfrozen later join its group."""
+        trained = self._trained(groups)
+        self._make_buffer(trained)
+        _synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
+        self._make_pipeline(trained, make_inner, groups)
+        engine = self._make_engine(broadcast_buffers)
+        self._install(engine, trained)
+        self._let_grow(engine, adopts)
+        return engine
 
-    def tell(parameters: Parameters) -> None:
-        by_index.extend(communication(p) for p in parameters)
+    def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        trained = [p for p in self.model.parameters() if id(p) in chosen]
+        check_trained(trained, names, meta_allowed=self.policy.shard_parameters)
+        _check_same_model(self.model, self.comm, self.device)
+        self.specs = _parameter_specs(trained, names, self.precision, self.communication)
+        return trained
+
+    def _make_buffer(self, trained: list[torch.nn.Parameter]) -> None:
+        model, config, precision, comm, device = self.model, self.config, self.precision, self.comm, self.device
+        self.buffer: ParameterBuffer
+        if self.policy.shard_parameters:
+            self.partitioned = PartitionedModel(model, comm, second_communicator(comm, device), device)
+            self.buffer = partitioned_buffer(self.partitioned, trained, self.specs, config, precision, comm, device)
+        else:
+            layout = PartitionLayout.build(self.specs, comm.world_size, bucket_numel(self.specs, config))
+            self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer)
+            _fill(self.buffer, precision, comm, device)
+
+    def _make_pipeline(self, trained: list[torch.nn.Parameter], make_inner: Any, groups: Groups) -> None:
+        config, policy, comm, buffer = self.config, self.policy, self.comm, self.buffer
+        accumulation = config.gradient_accumulation_steps or 1
+        self.window = AccumulationWindow(accumulation)
+        self.by_index = [self.communication(p) for p in trained]
+        reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index)
+        strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
+        closes = self.window.next_backward_closes
+        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides)
+        choose = kernel_chooser(comm, self.device)
+        self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
+        self.publisher = Publisher(
+            buffer,
+            comm,
+            gather=policy.shard_optimizer and not policy.shard_parameters,
+            overlap_forward=config.zero_optimization.overlap_comm is True and not policy.shard_parameters,
+        )
+        self.scaler = loss_scaler(config)
+        numel = bucket_numel(self.specs, config) // comm.world_size if policy.shard_parameters else 0
+        self.pipeline = StepPipeline(
+            buffer,
+            self.reducer,
+            self.sharded,
+            self.publisher,
+            comm,
+            self.window,
+            self.scaler,
+            step_options(config, numel),
+            self.device,
+        )
+
+    def _make_engine(self, broadcast_buffers: bool) -> Engine:
+        engine = Engine(
+            module=self.model,
+            config=self.config,
+            device=self.device,
+            comm=self.comm,
+            precision=self.precision,
+            pipeline=self.pipeline,
+            reducer=self.reducer,
+            publisher=self.publisher,
+            optimizer=self.sharded,
+            window=self.window,
+            boundary=_connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.model),
+            lr_scheduler=None,
+            dataloader=None,
+            broadcast_buffers=broadcast_buffers,
+        )
+        engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.comm)
+        return engine
+
+    def _install(self, engine: Engine, trained: list[torch.nn.Parameter]) -> None:
+        """The engine's hooks; it keeps the parts alive, and they know it weakly."""
+        model, buffer, pipeline, reducer = self.model, self.buffer, self.pipeline, self.reducer
+        known = weakref.ref(engine)
+        pipeline.unused.gone = lambda indices: _gone(model, buffer, indices)
+        pipeline.on_applied = lambda: _step_scheduler(known())
+        pipeline.on_settled = lambda norm: _print_progress(known(), norm)
+        hooks = _watch_loading(model, pipeline)
+        hooks += start_monitoring(engine, model, pipeline, reducer, self.scaler, self.comm)
+        self.fp32.attach()
+        if self.partitioned is not None:
+            hooks += start_stage3(self.partitioned, engine, pipeline, self.publisher, reducer)
+        weakref.finalize(engine, _remove_hooks, reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
+        for parameter in trained:
+            OWNERS[parameter] = known
+
+    def _let_grow(self, engine: Engine, adopts: bool) -> None:
+        """What needs to know of parameters that are trained from some step on: all that there is by now."""
+        model, buffer, pipeline, comm, device = self.model, self.buffer, self.pipeline, self.comm, self.device
+        fill = functools.partial(_fill, buffer, self.precision, comm, device)
+        known = weakref.ref(engine)
+        ways = Ways(self._layout_of, fill, lambda parameters: self._tell(parameters, known))
+        growth = Growth(model, comm, device, buffer, self.reducer, self.sharded, self.publisher, pipeline, ways, adopts)
+        begins = pipeline if self.partitioned is None else self.partitioned.coordinator
+        begins.on_begin = growth.wake
+        tensors, host = ModelState(model, buffer, self.sharded, comm), HostGroup(comm, "checkpoint")
+        parts = EngineParts(tensors, pipeline, self.reducer, self.config, device, host, growth.wake)
+        engine.checkpointer = Checkpointer(parts)
+        self.sharded.connect(
+            step=pipeline.step,
+            zero_grad=pipeline.zero_grad,
+            settle=pipeline.settle,
+            save=pipeline.follow_writes,
+            load=pipeline.on_masters_loaded,
+            add=growth.add_group,
+        )
+
+    def _layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
+        """Of parameters that are trained from now on."""
+        self.fp32.attach()
+        added = _parameter_specs(parameters, names, self.precision, self.communication)
+        if self.partitioned is not None:
+            return sliced_layout(self.partitioned, parameters, added, self.config, self.comm)
+        return PartitionLayout.build(added, self.comm.world_size, bucket_numel(self.specs, self.config))
+
+    def _tell(self, parameters: Parameters, known: weakref.ref[Engine]) -> None:
+        """They have a place."""
+        self.by_index.extend(self.communication(p) for p in parameters)
         for parameter in parameters:
             OWNERS[parameter] = known
-        if partitioned is not None:
-            watch_writes(pipeline, buffer.parameters)
-            partitioned.coordinator.look_at_whole()
-            follow_units(partitioned, reducer)
-
-    ways = Ways(layout_of, functools.partial(_fill, buffer, precision, comm, device), tell)
-    growth = Growth(model, comm, device, buffer, reducer, sharded, publisher, pipeline, ways, adopts)
-    begins = pipeline if partitioned is None else partitioned.coordinator
-    begins.on_begin = growth.wake
-    tensors, host = ModelState(model, buffer, sharded, comm), HostGroup(comm, "checkpoint")
-    engine.checkpointer = Checkpointer(EngineParts(tensors, pipeline, reducer, config, device, host, growth.wake))
-    sharded.connect(
-        step=pipeline.step,
-        zero_grad=pipeline.zero_grad,
-        settle=pipeline.settle,
-        save=pipeline.follow_writes,
-        load=pipeline.on_masters_loaded,
-        add=growth.add_group,
-    )
-    return engine
-
-
-def _step_options(config: ZeroliteConfig, update_numel: int) -> StepOptions:
-    return StepOptions(
-        max_norm=config.gradient_clipping,
-        check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
-        max_skipped_in_a_row=config.max_consecutive_skipped_steps,
-        ignore_unused=config.zero_optimization.ignore_unused_parameters,
-        update_numel=update_numel,
-    )
+        if self.partitioned is not None:
+            watch_writes(self.pipeline, self.buffer.parameters)
+            self.partitioned.coordinator.look_at_whole()
+            follow_units(self.partitioned, self.reducer)
 
 
 def _connect(
@@ -295,111 +342,6 @@ def _fill(buffer: ParameterBuffer, precision: Precision, comm: Communicator, dev
             broadcast_into(flat, comm, device, "initial_sync")
 
     buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
-
-
-def _reduction_options(
-    config: ZeroliteConfig,
-    policy: StagePolicy,
-    precision: Precision,
-    comm: Communicator,
-    accumulation: int,
-    communication: list[torch.dtype | None],
-) -> ReductionOptions:
-    zero = config.zero_optimization
-    asked = config.data_types.grad_accum_dtype
-    if asked is not None:
-        accumulate: torch.dtype | None = DTYPES[asked]
-    else:
-        accumulate = torch.float32 if precision.separate_masters else None
-    predivide = float(comm.world_size) if config.prescale_gradients else config.gradient_predivide_factor
-    # Multiplying by a power of two is exact, so where nothing else is asked for the mean is taken while gradients
-    # move into their buckets. Not in fp16, whose small numbers it would push below the smallest.
-    free = predivide == 1.0 and comm.world_size & (comm.world_size - 1) == 0 and precision.compute != torch.float16
-    return ReductionOptions(
-        reduce_each_pass=policy.shard_gradients,
-        shard=policy.shard_optimizer,
-        use_reduce_scatter=zero.reduce_scatter,
-        accumulate_dtype=accumulate,
-        several_expected=accumulation > 1,
-        communication_dtype=lambda bucket: communication[bucket.slots[0].index],
-        arrival_factor=1.0 / comm.world_size if free else 1.0,
-        predivide=predivide,
-        copy_on_arrival=zero.contiguous_gradients,
-        overlap=zero.overlap_comm is not False,
-    )
-
-
-# -------------------------------------------------------------------- precision
-
-
-def _precision(config: ZeroliteConfig) -> Precision:
-    if config.fp16.enabled:
-        low = config.fp16.fp16_master_weights_and_grads
-        return Precision(compute=torch.float16, separate_masters=not low, update_in_fp32=True)
-    if config.bf16.enabled:
-        low = config.bf16.bf16_master_weights_and_grads
-        return Precision(
-            compute=torch.bfloat16, separate_masters=not low, update_in_fp32=not config.bf16.bf16_optimizer_states
-        )
-    if config.torch_autocast.enabled:
-        return Precision(autocast=DTYPES[config.torch_autocast.dtype])
-    return Precision()
-
-
-def _loss_scaler(config: ZeroliteConfig) -> LossScaler | None:
-    fp16 = config.fp16
-    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
-    if not (fp16.enabled or autocast_fp16):
-        return None
-    if fp16.loss_scale:
-        return LossScaler(scale=fp16.loss_scale, dynamic=False)
-    return LossScaler(
-        scale=2.0**fp16.initial_scale_power,
-        dynamic=True,
-        window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-        min_scale=fp16.min_loss_scale,
-    )
-
-
-def _communication_dtypes(
-    model: torch.nn.Module, config: ZeroliteConfig, precision: Precision
-) -> Callable[[torch.nn.Parameter], torch.dtype | None]:
-    """The dtype in which a parameter's gradient travels; None: the one it has."""
-    if config.communication_data_type is not None:
-        everywhere = DTYPES[config.communication_data_type]
-        return lambda parameter: everywhere
-    autocast = config.torch_autocast
-    if not autocast.enabled or not autocast.lower_precision_safe_modules:
-        return lambda parameter: None
-    safe = set(autocast.lower_precision_safe_modules)
-    low: set[int] = set()
-    found: set[str] = set()
-    for module in model.modules():
-        for cls in type(module).__mro__:
-            matches = {f"{cls.__module__}.{cls.__qualname__}", _public_name(cls), cls.__qualname__} & safe
-            if matches:
-                found |= matches
-                low |= {id(parameter) for parameter in module.parameters(recurse=False)}
-    if safe - found:
-        raise ConfigError(
-            [
-                (
-                    "torch_autocast.lower_precision_safe_modules",
-                    f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none "
-                    "of its modules is; write "
-                    "the class as in torch.nn.Linear",
-                )
-            ]
-        )
-    dtype = DTYPES[autocast.dtype]
-    return lambda parameter: dtype if id(parameter) in low and not precision.keeps_fp32(parameter) else None
-
-
-def _public_name(cls: type) -> str:
-    """torch.nn.Linear rather than torch.nn.modules.linear.Linear."""
-    return f"torch.nn.{cls.__qualname__}" if getattr(torch.nn, cls.__qualname__, None) is cls else ""
 
 
 def _check_same_model(model: torch.nn.Module, comm: Communicator, device: torch.device) -> None:

@@ -1,0 +1,172 @@
+"""Files laid out as DeepSpeed lays them out, made by hand: small, and broken in any way that a test asks for."""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+import types
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+MODULES = ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.fp16")
+
+
+class Classes:
+    """Classes with the names of DeepSpeed's, which can be pickled while :meth:`present`."""
+
+    def __init__(self) -> None:
+        self.stage = enum.IntEnum("ZeroStageEnum", {"one": 1, "two": 2, "three": 3})
+        self.scaler = type("DynamicLossScaler", (), {})
+        self.modules = {name: types.ModuleType(name) for name in MODULES}
+        for cls, module in (
+            (self.stage, "deepspeed.runtime.zero.config"),
+            (self.scaler, "deepspeed.runtime.fp16.loss_scaler"),
+        ):
+            cls.__module__, cls.__qualname__ = module, cls.__name__
+            self.modules[module] = types.ModuleType(module)
+            setattr(self.modules[module], cls.__name__, cls)
+
+    def present(self) -> pytest.MonkeyPatch:
+        patch = pytest.MonkeyPatch()
+        for name, module in self.modules.items():
+            patch.setitem(sys.modules, name, module)
+        return patch
+
+
+@dataclass
+class Fake:
+    """A checkpoint of ``world_size`` ranks with these trained, frozen and tied parameters, one group of all. Change
+    ``heads`` (by rank at stage 3, else one) and ``states`` before :meth:`write`."""
+
+    stage: int
+    world_size: int
+    trained: dict[str, torch.Tensor]
+    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    scaler: dict[str, Any] | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.classes = Classes()
+        self.moments = {
+            "exp_avg": {name: value.float() + 0.5 for name, value in self.trained.items()},
+            "exp_avg_sq": {name: value.float().square() for name, value in self.trained.items()},
+        }
+        self.heads = [self._head(rank) for rank in range(self.world_size if self.stage == 3 else 1)]
+        self.states = [self._state(rank) for rank in range(self.world_size)]
+
+    def _partition(self, values: dict[str, torch.Tensor], rank: int, padded: bool) -> torch.Tensor:
+        """Of the flat values. padded: with the padding at the end, which the masters of stages 1 and 2 are without."""
+        flats = [value.detach().float().flatten() for value in values.values()]
+        if self.stage == 3:
+            return torch.cat([self._cut(flat, rank) for flat in flats])
+        flat = torch.cat(flats)
+        numel = flat.numel()
+        part = 2 * math.ceil(numel / (2 * self.world_size))
+        flat = torch.nn.functional.pad(flat, (0, part * self.world_size - numel), value=-7.0)
+        stop = (rank + 1) * part if padded else max(rank * part, min((rank + 1) * part, numel))
+        return flat[rank * part : stop].clone()
+
+    def _cut(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        part = math.ceil(flat.numel() / self.world_size)
+        padded = torch.nn.functional.pad(flat, (0, part * self.world_size - flat.numel()), value=-7.0)
+        return padded[rank * part : (rank + 1) * part].clone()
+
+    def _head(self, rank: int) -> dict[str, Any]:
+        shown = {name: value.detach() for name, value in {**self.trained, **self.frozen}.items()}
+        if self.stage == 3:
+            shown = {name: value.flatten()[:0] for name, value in shown.items()}
+        shown |= {alias: shown[name] for alias, name in self.tied.items()}
+        frozen: dict[str, Any] = {"frozen_param_shapes": None, "frozen_param_fragments": None}
+        if self.stage > 1:
+            values = {n: self._cut(v.flatten(), rank) if self.stage == 3 else v for n, v in self.frozen.items()}
+            shapes = {name: value.shape for name, value in self.frozen.items()}
+            frozen = {"frozen_param_shapes": OrderedDict(shapes), "frozen_param_fragments": OrderedDict(values)}
+        return {
+            "module": OrderedDict({**shown, **self.buffers}),
+            "buffer_names": list(self.buffers),
+            "optimizer": None,
+            "param_shapes": [OrderedDict({name: value.shape for name, value in self.trained.items()})],
+            "shared_params": dict(self.tied) if rank == 0 else {},
+            **frozen,
+            "lr_scheduler": {"last_batch_iteration": 4},
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": 1,
+            "global_steps": 6,
+            "global_samples": 48,
+            "dp_world_size": self.world_size,
+            "mp_world_size": 1,
+            "ds_config": {"train_batch_size": 8 * self.world_size, "train_micro_batch_size_per_gpu": 4},
+            "ds_version": "0.19.8",
+            **self.client_state,
+        }
+
+    def _state(self, rank: int) -> dict[str, Any]:
+        settings = {
+            "lr": 0.5,
+            "betas": (0.9, 0.99),
+            "weight_decay": 0.25,
+            "amsgrad": False,
+            "decoupled_weight_decay": True,
+        }
+        state = {name: self._partition(values, rank, padded=True) for name, values in self.moments.items()}
+        optimizer = {
+            "state": {0: {"step": torch.tensor(5.0), **state}},
+            "param_groups": [
+                {**settings, "decoupled_weight_decay": True, "foreach": None, "fused": True, "params": [0]}
+            ],
+        }
+        masters = [self._partition(self.trained, rank, padded=False)]
+        saved: dict[str, Any] = {"zero_stage": self.classes.stage(self.stage), "loss_scaler": None}
+        if self.scaler is not None:
+            saved["loss_scaler"] = self.classes.scaler()
+            vars(saved["loss_scaler"]).update(self.scaler)
+        if self.stage == 3:
+            saved |= {"partition_count": self.world_size, "optimizer_state_dict": optimizer}
+            saved |= {"fp32_flat_groups": masters}
+        else:
+            saved |= {"partition_count": [self.world_size], "base_optimizer_state": optimizer}
+            saved |= {"single_partition_of_fp32_groups": masters}
+        return {"optimizer_state_dict": saved, "ds_config": {}, "ds_version": "0.19.8"}
+
+    def write(self, directory: Path, tag: str = "global_step6") -> Path:
+        """The directory of the checkpoint."""
+        path = directory / tag
+        path.mkdir(parents=True)
+        patch = self.classes.present()
+        try:
+            for rank, head in enumerate(self.heads):
+                prefix = f"zero_pp_rank_{rank}_" if self.stage == 3 else ""
+                torch.save(head, path / f"{prefix}mp_rank_00_model_states.pt")
+            for rank, state in enumerate(self.states):
+                torch.save(state, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        finally:
+            patch.undo()
+        (directory / "latest").write_text(tag)
+        return path
+
+
+def example(stage: int, world_size: int, **more: Any) -> Fake:
+    """A 0-dimensional parameter, odd sizes, one that is smaller than the number of ranks, a frozen and a tied one."""
+    return Fake(
+        stage,
+        world_size,
+        trained={
+            "a.weight": torch.arange(15.0).view(3, 5) - 4,
+            "scale": torch.tensor(2.5),
+            "b.bias": torch.linspace(-1, 1, 7),
+            "b.pair": torch.tensor([3.0, 4.0]),
+        },
+        frozen={"c.weight": torch.arange(10.0, 16.0).view(2, 3).bfloat16()},
+        buffers={"seen": torch.tensor(9), "mean": torch.ones(3)},
+        tied={"head.weight": "a.weight"},
+        **more,
+    )

@@ -1,0 +1,346 @@
+"""Importing DeepSpeed's checkpoints: what is in the files, in hand-made ones, and every reason to refuse them.
+
+Real ones are imported in test_deepspeed_real.py.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.deepspeed_fakes import Fake, example
+from zerolite.checkpoint.deepspeed_layout import equal_partitions, sliced_parameters
+from zerolite.checkpoint.deepspeed_reader import ImportedCheckpoint, read_deepspeed
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.runtime.loss_scaler import LossScaler
+
+
+def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
+    found = {}
+    for shard in imported.shards():
+        found[shard.key] = shard.values()
+        assert found[shard.key].shape == shard.shape and found[shard.key].dtype == shard.dtype
+    assert len(found) == len(list(imported.shards()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, world_size: int) -> None:
+    fake = example(stage, world_size, client_state={"epoch": 3})
+    fake.write(tmp_path)
+    imported = read_deepspeed(tmp_path)
+    expected = {f"parameters/{name}": value for name, value in {**fake.trained, **fake.frozen}.items()}
+    expected |= {f"buffers/{name}": value for name, value in fake.buffers.items()}
+    for state, values in fake.moments.items():
+        expected |= {f"optimizer/{state}/{name}": value for name, value in values.items()}
+    found = values_of(imported)
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value) and found[key].dtype == value.dtype, key
+    state = imported.state
+    assert list(state["parameters"]) == ["a.weight", "scale", "b.bias", "b.pair", "c.weight"]
+    assert state["parameters"]["a.weight"] == {
+        "shape": [3, 5], "dtype": "F32", "trained": True, "aliases": ["head.weight"],
+    }  # fmt: skip
+    assert state["parameters"]["c.weight"] == {"shape": [2, 3], "dtype": "BF16", "trained": False, "aliases": []}
+    assert state["parameters"]["scale"]["shape"] == []
+    assert state["buffers"]["seen"] == {"shape": [], "dtype": "I64", "aliases": []}
+    (group,) = state["optimizer"]["groups"]
+    assert group["names"] == list(fake.trained)
+    values = {"lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.25, "amsgrad": False, "decoupled_weight_decay": True}
+    assert group["values"] == values
+    steps = state["optimizer"]["scalars"]["step"]
+    assert set(steps) == set(fake.trained) and all(torch.equal(step, torch.tensor(5.0)) for step in steps.values())
+    assert state["optimizer"]["type"] == "AdamW"
+    assert state["lr_scheduler"] == {"type": None, "state": {"last_epoch": 5}}
+    assert state["counters"] == {
+        "global_steps": 6, "skipped_steps": 1, "skipped_in_a_row": 0, "micro_steps": 12, "last_norm": None,
+        "weight_unit": 1.0,
+    }  # fmt: skip
+    assert (state["loss_scaler"], state["client_state"]) == (None, {"epoch": 3})
+    assert (imported.tag, imported.stage, imported.world_size) == ("global_step6", stage, world_size)
+    assert imported.left_out == []
+
+
+def test_the_checkpoint_is_found_by_its_tag_by_latest_and_by_its_own_directory(tmp_path: Path) -> None:
+    example(2, 1).write(tmp_path, "old")
+    path = example(2, 1).write(tmp_path, "new")
+    assert read_deepspeed(tmp_path).tag == "new"
+    assert read_deepspeed(tmp_path, "old").tag == "old"
+    assert read_deepspeed(path).tag == "new"
+    with pytest.raises(CheckpointError, match=re.escape("no checkpoint 'newer' in") + r".*\['new', 'old'\]"):
+        read_deepspeed(tmp_path, "newer")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError, match="expected a file 'latest'"):
+        read_deepspeed(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        read_deepspeed(tmp_path / "nowhere")
+
+
+def test_empty_parameters_are_not_taken_for_tied_ones(tmp_path: Path) -> None:
+    """Below stage 3 DeepSpeed compares addresses, and all empty tensors are at 0."""
+    fake = example(2, 2)
+    empty = {"nothing": torch.empty(0, 3), "nothing_either": torch.empty(0)}
+    fake.heads[0]["module"].update(empty)
+    fake.heads[0]["shared_params"]["nothing_either"] = "nothing"
+    fake.write(tmp_path)
+    imported = read_deepspeed(tmp_path)
+    assert imported.state["parameters"]["nothing"]["shape"] == [0, 3]
+    assert imported.state["parameters"]["nothing_either"]["shape"] == [0]
+    assert values_of(imported)["parameters/nothing_either"].shape == (0,)
+
+
+def test_a_buffer_with_two_names_is_stored_once(tmp_path: Path) -> None:
+    fake = example(1, 1)
+    fake.heads[0]["module"]["mean_again"] = fake.heads[0]["module"]["mean"]
+    fake.heads[0]["module"]["mean_part"] = fake.heads[0]["module"]["mean"][:2]
+    fake.heads[0]["buffer_names"] += ["mean_again", "mean_part"]
+    fake.write(tmp_path)
+    imported = read_deepspeed(tmp_path)
+    assert imported.state["buffers"]["mean"]["aliases"] == ["mean_again"]
+    assert {key for key in values_of(imported) if "mean" in key} == {"buffers/mean", "buffers/mean_part"}
+
+
+def test_settings_that_no_optimizer_of_torch_has(tmp_path: Path) -> None:
+    for corrects in (True, False):
+        fake = example(3, 1)
+        optimizer(fake, 0)["param_groups"][0]["bias_correction"] = corrects
+        fake.write(tmp_path / str(corrects))
+        imported = read_deepspeed(tmp_path / str(corrects))
+        assert "bias_correction" not in imported.state["optimizer"]["groups"][0]["values"]
+        noted = [] if corrects else ["parameter group 0['bias_correction'], which is False"]
+        assert imported.left_out == noted
+
+
+@pytest.mark.parametrize(("of_state", "of_group", "expected"), [(3, None, 3.0), (4, 0, 4.0), (None, 5, 5.0)])
+def test_steps_are_counted_in_the_state_or_else_in_the_group(
+    tmp_path: Path, of_state: int | None, of_group: int | None, expected: float
+) -> None:
+    """As numbers of Python. An optimizer that counts in its state can have an old count in the group."""
+    fake = example(2, 2)
+    for rank in range(2):
+        saved = optimizer(fake, rank)
+        del saved["state"][0]["step"]
+        if of_state is not None:
+            saved["state"][0]["step"] = of_state
+        if of_group is not None:
+            saved["param_groups"][0]["step"] = of_group
+    fake.write(tmp_path)
+    found = read_deepspeed(tmp_path).state["optimizer"]
+    assert {name: float(step) for name, step in found["scalars"]["step"].items()} == dict.fromkeys(
+        fake.trained, expected
+    )
+    assert all(isinstance(step, torch.Tensor) and step.shape == () for step in found["scalars"]["step"].values())
+    assert "step" not in found["groups"][0]["values"]
+
+
+# -------------------------------------------------------------------- the loss scale
+
+
+class ScaleOfDeepSpeed:
+    """Its rule for good steps, on numbers: grow when the good steps since the last overflow, but one, are a multiple of
+    the window."""
+
+    def __init__(self, window: int) -> None:
+        self.state = {
+            "cur_scale": 256.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+            "scale_window": window, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2,
+        }  # fmt: skip
+
+    def step(self, overflow: bool) -> None:
+        if overflow:
+            self.state["cur_scale"] /= 2
+            self.state["last_overflow_iter"] = self.state["cur_iter"]
+        else:
+            stable = self.state["cur_iter"] - self.state["last_overflow_iter"] - 1
+            if stable > 0 and stable % self.state["scale_window"] == 0:
+                self.state["cur_scale"] *= 2
+        self.state["cur_iter"] += 1
+
+    def steps_until_growth(self) -> int:
+        copy, count = ScaleOfDeepSpeed(0), 0
+        copy.state = dict(self.state)
+        while copy.state["cur_scale"] == self.state["cur_scale"]:
+            copy.step(False)
+            count += 1
+        return count
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_the_loss_scale_grows_when_it_would_have_grown(tmp_path: Path, window: int) -> None:
+    theirs = ScaleOfDeepSpeed(window)
+    for step in range(12):
+        theirs.step(overflow=step == 4)
+        fake = example(2, 1, scaler=theirs.state)
+        for name in fake.trained:
+            fake.heads[0]["module"][name] = fake.heads[0]["module"][name].half()
+        directory = tmp_path / str(step)
+        fake.write(directory)
+        ours = LossScaler(window=window)
+        ours.load_state_dict(read_deepspeed(directory, verify=False).state["loss_scaler"])
+        assert ours.scale == theirs.state["cur_scale"]
+        count = 0
+        while ours.scale == theirs.state["cur_scale"]:
+            ours.update(False)
+            count += 1
+        # Directly after an overflow DeepSpeed takes a step more than the window.
+        assert count == min(theirs.steps_until_growth(), window)
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def rename(path: Path, old: str, new: str) -> None:
+    (path / old).rename(path / new)
+
+
+def cut(path: Path, keep: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+
+
+OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt".format
+MODEL = "zero_pp_rank_{}_mp_rank_00_model_states.pt".format
+HEAD = "mp_rank_00_model_states.pt"
+
+BROKEN_FILES: dict[str, tuple[int, Callable[[Path], Any], str]] = {
+    "no_head": (2, lambda p: (p / HEAD).unlink(), "is no DeepSpeed checkpoint"),
+    "no_first_head": (3, lambda p: (p / MODEL(0)).unlink(), "zero_pp_rank_0_mp_rank_00_model_states.pt' is missing"),
+    "missing_rank": (2, lambda p: (p / OPTIM(1)).unlink(), r"of rank\(s\) 1 are missing: zero_pp_rank_1_mp"),
+    "missing_model": (3, lambda p: (p / MODEL(2)).unlink(), r"of rank\(s\) 2 are missing: zero_pp_rank_2_mp"),
+    "rank_too_many": (1, lambda p: (p / OPTIM(3)).write_bytes(b""), r"saved by 3 ranks, but .* of rank\(s\) 3 too"),
+    "two_saves": (2, lambda p: (p / f"bf16_{OPTIM(1)}").write_bytes(b""), "two files of rank 1, 'bf16_zero_pp_rank_1"),
+    "two_stages": (3, lambda p: (p / HEAD).write_bytes(b""), "model states of stage 3, .* and of another stage"),
+    "stage_0": (2, lambda p: [(p / OPTIM(r)).unlink() for r in range(3)], "was saved without ZeRO"),
+    "truncated": (2, lambda p: cut(p / OPTIM(2), 0.7), "rank_2_mp_rank_00_optim_states.pt' is truncated or damaged"),
+    "empty": (2, lambda p: cut(p / HEAD, 0), "truncated or damaged: .* got 0 bytes"),
+    "other_file": (2, lambda p: torch.save([1], p / HEAD), "expected a dict, got list"),
+    "not_deepspeed": (2, lambda p: torch.save({"model": 1}, p / HEAD), "expected an entry \\['ds_version'\\]"),
+    "model_parallel": (2, lambda p: rename(p, OPTIM(2), "zero_pp_rank_2_mp_rank_01_optim_states.pt"), "model p"),
+    "pipeline": (2, lambda p: (p / "layer_00-model_00-model_states.pt").touch(), "is a checkpoint of a pipeline"),
+    "experts": (2, lambda p: (p / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), "mixture of experts"),
+    "universal": (2, lambda p: (p / "zero").mkdir(), "is a universal checkpoint"),
+    "nvme": (3, lambda p: (p / "offloaded_tensors").mkdir(), "NVMe offload"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_missing_damaged_and_foreign_files_are_named(tmp_path: Path, name: str) -> None:
+    stage, breaks, message = BROKEN_FILES[name]
+    path = example(stage, 3).write(tmp_path)
+    breaks(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_deepspeed(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def flats(fake: Fake, rank: int) -> list[torch.Tensor]:
+    saved = fake.states[rank]["optimizer_state_dict"]
+    found: list[torch.Tensor] = saved["fp32_flat_groups" if fake.stage == 3 else "single_partition_of_fp32_groups"]
+    return found
+
+
+def optimizer(fake: Fake, rank: int) -> dict[str, Any]:
+    saved = fake.states[rank]["optimizer_state_dict"]
+    found: dict[str, Any] = saved["optimizer_state_dict" if fake.stage == 3 else "base_optimizer_state"]
+    return found
+
+
+def set_flat(fake: Fake, rank: int, value: Any) -> None:
+    flats(fake, rank)[0] = value
+
+
+BROKEN_CONTENT: dict[str, tuple[int, Callable[[Fake], Any], str]] = {
+    "world_size": (2, lambda f: f.heads[0].update(dp_world_size=4), r"by 4 ranks, but .* rank\(s\) 3 are missing"),
+    "partitions": (
+        1, lambda f: f.states[1]["optimizer_state_dict"].update(partition_count=[2]), "in 3 partitions, .* got \\[2\\]",
+    ),
+    "stages": (
+        2, lambda f: f.states[1]["optimizer_state_dict"].update(zero_stage=1), "expected one ZeRO stage .* got 1, 2",
+    ),
+    "tensor_parallel": (
+        2, lambda f: f.heads[0].update(checkpoint_parallel_dimensions={"tp_degree": 2}), "parallelism .of degree 2",
+    ),
+    "mp_world_size": (1, lambda f: f.heads[0].update(mp_world_size=4), "model parallelism .of degree 4"),
+    "experts": (2, lambda f: f.heads[0].update(ds_autoep_layers=[{}]), "mixture of experts"),
+    "short_master": (2, lambda f: set_flat(f, 1, flats(f, 1)[0][:-2]), "25 elements together, but .* 3 ranks 23"),
+    "long_master": (1, lambda f: set_flat(f, 2, torch.ones(99)), "25 elements together, but"),
+    "uneven_masters": (
+        2, lambda f: (set_flat(f, 0, torch.ones(8)), set_flat(f, 2, torch.ones(7))), r"same length .* got \[8, 10, 7\]",
+    ),
+    "short_slice": (3, lambda f: set_flat(f, 2, flats(f, 2)[0][:-1]), r"10 elements .* partitions \[10, 10, 9\]"),
+    "no_tensor": (2, lambda f: set_flat(f, 1, None), "expected flat tensors in 'single_partition.*got NoneType"),
+    "spread": (3, lambda f: set_flat(f, 1, torch.ones(1).expand(10)), "expected flat tensors in 'fp32_flat_groups'"),
+    "groups": (3, lambda f: flats(f, 1).append(torch.ones(2)), "expected 1 groups of master weights.*got 2"),
+    "short_state": (
+        2, lambda f: optimizer(f, 1)["state"][0].update(exp_avg=torch.ones(3)), "'exp_avg' of rank 1 .* shape \\(3,\\)",
+    ),
+    "no_state": (3, lambda f: optimizer(f, 2)["state"][0].pop("exp_avg_sq"), "'exp_avg_sq' of rank 2 .* got NoneType"),
+    "other_state": (
+        2, lambda f: optimizer(f, 0)["state"][0].update(rows=torch.ones(3)), "'rows' to be a number, or .* shape"
+    ),
+    "steps": (
+        3, lambda f: optimizer(f, 1)["state"][0].update(step=torch.tensor(6.0)), r"'step' on all ranks, got \[5.0, 6",
+    ),
+    "frozen_part": (
+        3, lambda f: f.heads[1]["frozen_param_fragments"].update({"c.weight": torch.ones(1)}),
+        r"part of 2 elements of frozen parameter 'c.weight' .* got \[2, 1, 2\]",
+    ),
+    "frozen_missing": (
+        3, lambda f: f.heads[2]["frozen_param_fragments"].clear(), r"fragments'\]\['c.weight'\], got none",
+    ),
+    "shapes": (2, lambda f: f.heads[0].update(param_shapes=None), "expected \\['param_shapes'\\] to be of type list"),
+    "shape": (2, lambda f: f.heads[0]["param_shapes"][0].update(scale=(-1,)), "expected shapes in 'param_shapes'"),
+    "no_shape": (2, lambda f: f.heads[0].update(param_shapes=[3]), "is not laid out as DeepSpeed 0.19 does it"),
+    "complex": (2, lambda f: f.heads[0]["module"].update(mean=torch.ones(2).to(torch.complex128)), "which no ch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_CONTENT)
+def test_contents_that_do_not_fit_together_are_refused(tmp_path: Path, name: str) -> None:
+    stage, breaks, message = BROKEN_CONTENT[name]
+    fake = example(stage, 3)
+    breaks(fake)
+    fake.write(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        read_deepspeed(tmp_path)
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = example(2, 2).write(tmp_path) / OPTIM(1)
+    content = bytearray(path.read_bytes())
+    content[content.index(struct.pack("<2f", 3.0, 4.0)) - 2] ^= 16  # of the last element of b.bias
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not have the checksum that was written with it"):
+        read_deepspeed(tmp_path)
+    assert not torch.equal(
+        values_of(read_deepspeed(tmp_path, verify=False))["parameters/b.bias"], torch.linspace(-1, 1, 7)
+    )
+
+
+# -------------------------------------------------------------------- the layout
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("gaps", [[0, 0, 0, 0], [3, 1, 2, 0]])
+def test_pieces_are_where_the_elements_are(world_size: int, gaps: list[int]) -> None:
+    numels = {"a": 5, "b": 0, "c": 17, "d": 1}
+    flat: list[str] = []
+    for (name, numel), gap in zip(numels.items(), gaps, strict=True):
+        flat += [f"{name}{i}" for i in range(numel)] + ["gap"] * gap
+    part = 2 * -(-len(flat) // (2 * world_size))
+    parts = [flat[rank * part : (rank + 1) * part] for rank in range(world_size)]
+    pieces = equal_partitions(numels, gaps, [len(elements) for elements in parts], "here")
+    slices = [[f"{name}{r * k + i}" if r * k + i < n else "pad" for name, n in numels.items()
+               for k in [-(-n // world_size)] for i in range(k)] for r in range(world_size)]  # fmt: skip
+    sliced = sliced_parameters(numels, [len(elements) for elements in slices], "here")
+    for where, elements in ((pieces, parts), (sliced, slices)):
+        for name, numel in numels.items():
+            found = [e for rank, start, length in where[name] for e in elements[rank][start : start + length]]
+            assert found == [f"{name}{i}" for i in range(numel)]
