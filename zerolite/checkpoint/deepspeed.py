@@ -10,24 +10,21 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from zerolite.checkpoint import plain
 from zerolite.checkpoint.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.checkpoint.directory import MANIFEST, check_tag
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.manifest import About, count_parameters, library_versions
 from zerolite.checkpoint.pieces import empty_shard, whole
-from zerolite.checkpoint.planner import Shard, ShardSavePlanner
-from zerolite.checkpoint.storage import CheckpointWriter, Commit, now
-from zerolite.checkpoint.together import storage_errors
-from zerolite.version import __version__
+from zerolite.checkpoint.planner import Shard
+from zerolite.checkpoint.storage import Commit, now
+from zerolite.checkpoint.writing import write_checkpoint
 
 DESCRIPTION = """\
 Make a checkpoint of zerolite from one of DeepSpeed (ZeRO stages 1, 2 and 3), with its
@@ -61,13 +58,11 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     scalars = imported.state["optimizer"].pop("scalars")
     state = {key: plain.encode(value, key, tensors) for key, value in imported.state.items()}
     shards = [*_shards(imported), *(shard for i, t in enumerate(tensors) for shard in _plain_shards(i, t))]
-    writer = CheckpointWriter(Commit(out, _about(imported), state))
+    commit = Commit(out, _about(imported), state)
     try:
-        with storage_errors(f"'{imported.directory}' was not imported", lambda: f"'{out}' is as it was"):
-            dcp.save({}, storage_writer=writer, planner=ShardSavePlanner(shards, scalars), no_dist=True)
-    finally:
-        writer.close()
-    return path
+        return write_checkpoint(out, imported.tag, shards, scalars, commit)
+    except CheckpointError as error:
+        raise CheckpointError(f"'{imported.directory}' was not imported: {error}") from error
 
 
 def _shards(imported: ImportedCheckpoint) -> Iterator[Shard]:
@@ -85,8 +80,6 @@ def _plain_shards(index: int, tensor: torch.Tensor) -> Iterator[Shard]:
 
 def _about(imported: ImportedCheckpoint) -> About:
     parameters = imported.state["parameters"]
-    numels = {name: math.prod(entry["shape"]) for name, entry in parameters.items()}
-    trained = [name for name, entry in parameters.items() if entry["trained"]]
     return About(
         tag=imported.tag,
         saved_at=now(),
@@ -98,21 +91,13 @@ def _about(imported: ImportedCheckpoint) -> About:
             "master": ", ".join(sorted(imported.master_dtypes)),
         },
         config=imported.config,
-        versions={
-            "zerolite": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "deepspeed": imported.deepspeed_version,
-        },
-        parameters={
-            "tensors": len(numels),
-            "elements": sum(numels.values()),
-            "trained_tensors": len(trained),
-            "trained_elements": sum(numels[name] for name in trained),
-        },
+        versions={**library_versions(), "deepspeed": imported.deepspeed_version},
+        parameters=count_parameters(parameters),
         layout={},
         # DeepSpeed does not say whether it has left out what is frozen.
-        exclude_frozen_parameters=all(parameters[name]["trained"] or not numel for name, numel in numels.items()),
+        exclude_frozen_parameters=all(
+            entry["trained"] or not math.prod(entry["shape"]) for entry in parameters.values()
+        ),
     )
 
 

@@ -114,7 +114,8 @@ class Loader:
         if self._host.rank == 0:
             reader.check_sizes()
         state = reader.state
-        reader.trust(lambda: check_state(state))
+        shapes = {key: stored.shape for key, stored in reader.tensors.items()}
+        reader.trust(lambda: check_state(state, shapes))
         here = parts.model.described()
         match = match_parameters(here, state["parameters"], loose=not request.strict)
         buffers = self._buffers(state["buffers"], request.strict)

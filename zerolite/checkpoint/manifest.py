@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from zerolite.checkpoint.boxes import Box, covers
 from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import DTYPES, TORCH_DTYPES
+from zerolite.version import __version__
 
 FORMAT = "zerolite checkpoint"
 VERSION = 1
@@ -65,6 +67,23 @@ _KINDS: dict[str, type] = {
     "layout": dict,
     "exclude_frozen_parameters": bool,
 }
+
+
+def library_versions() -> dict[str, str]:
+    """For :class:`About`."""
+    return {"zerolite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def count_parameters(described: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """For :class:`About`, of state.json's "parameters"."""
+    numels = {name: math.prod(entry["shape"]) for name, entry in described.items()}
+    trained = [name for name, entry in described.items() if entry["trained"]]
+    return {
+        "tensors": len(numels),
+        "elements": sum(numels.values()),
+        "trained_tensors": len(trained),
+        "trained_elements": sum(numels[name] for name in trained),
+    }
 
 
 @dataclass(frozen=True)

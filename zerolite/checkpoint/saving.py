@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import platform
 import threading
 import weakref
 import zlib
@@ -18,7 +16,7 @@ import torch
 from zerolite.checkpoint import plain
 from zerolite.checkpoint.directory import check_tag, default_tag
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.manifest import About, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
@@ -34,7 +32,6 @@ from zerolite.config import ZeroliteConfig
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.sharded_optimizer import KEPT
-from zerolite.version import __version__
 
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
@@ -253,8 +250,6 @@ class Saver:
     def _about(self, tag: str, agreed: SaveRequest) -> About:
         parts, model = self._parts, self._parts.model
         described = model.described()
-        numels = {name: math.prod(entry["shape"]) for name, entry in described.items()}
-        trained = [name for name, entry in described.items() if entry["trained"]]
         layout = model.buffer.layout
         return About(
             tag=tag,
@@ -267,13 +262,8 @@ class Saver:
                 "master": ", ".join(sorted({DTYPES[master.dtype] for master in model.buffer.master})),
             },
             config=parts.config.model_dump(mode="json"),
-            versions={"zerolite": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            parameters={
-                "tensors": len(numels),
-                "elements": sum(numels.values()),
-                "trained_tensors": len(trained),
-                "trained_elements": sum(numels[name] for name in trained),
-            },
+            versions=library_versions(),
+            parameters=count_parameters(described),
             layout={
                 "partitioned": model.buffer.shard,
                 "alignment": layout.alignment,

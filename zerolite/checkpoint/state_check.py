@@ -68,9 +68,15 @@ _STATE = {
 }
 
 
-def check_state(state: Mapping[str, Any]) -> None:
-    """Raises ValueError, which says where, if something is missing or of another type."""
+def check_state(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError, which says where, if something is missing or of another type. shapes: of what is stored, by
+    key."""
     _check(state, _STATE, "")
+    for kind in ("parameters", "buffers"):
+        for name, entry in state[kind].items():
+            stored = shapes.get(f"{kind}/{name}")
+            if stored is not None and list(stored) != entry["shape"]:
+                raise ValueError(f"{kind}/{name}: expected the shape {entry['shape']}, found {list(stored)} stored")
     for kind, values in state["optimizer"]["scalars"].items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim():
