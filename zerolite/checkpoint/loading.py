@@ -103,8 +103,22 @@ class Loader:
     # ---------------------------------------------------------------- deciding
 
     def _plan(self, path: Path, request: LoadRequest, scheduler: Any, loaders: Any) -> _Plan:
-        parts = self._parts
-        parts.pipeline.check_between_steps()
+        self._parts.pipeline.check_between_steps()
+        reader = self._open(path)
+        state = reader.state
+        match = self._match(reader, request.strict)
+        buffers = self._buffers(state["buffers"], request.strict)
+        groups = self._match_groups(reader, match)
+        if request.module_only:
+            return _Plan(reader, match, buffers, None, groups, None)
+        kinds = self._kinds(reader, groups) if request.optimizer_states else None
+        schedule = _schedule(state, scheduler, groups) if request.lr_scheduler_states else None
+        self._check_window(state["window"])
+        if state["loaders"]:
+            loaders.check_state_dict(state["loaders"])
+        return _Plan(reader, match, buffers, kinds, groups, schedule)
+
+    def _open(self, path: Path) -> CheckpointReader:
         if not path.is_dir():
             raise CheckpointError(
                 f"'{path}', which rank 0 has found, is not there on this rank: load_dir must be on a file system that "
@@ -113,39 +127,38 @@ class Loader:
         reader = CheckpointReader(path)
         if self._host.rank == 0:
             reader.check_sizes()
-        state = reader.state
         shapes = {key: stored.shape for key, stored in reader.tensors.items()}
-        reader.trust(lambda: check_state(state, shapes))
-        here = parts.model.described()
-        match = match_parameters(here, state["parameters"], loose=not request.strict)
-        buffers = self._buffers(state["buffers"], request.strict)
-        if request.strict:
-            optional = reader.manifest.about.exclude_frozen_parameters
-            missing = [name for name in match.missing if here[name]["trained"] or not optional]
-            unexpected = [n for n in match.unexpected if state["parameters"][n]["trained"] or not optional]
+        reader.trust(lambda: check_state(reader.state, shapes))
+        return reader
+
+    def _match(self, reader: CheckpointReader, strict: bool) -> Match:
+        here, stored = self._parts.model.described(), reader.state["parameters"]
+        match = match_parameters(here, stored, loose=not strict)
+        excluded = reader.manifest.about.exclude_frozen_parameters
+        if strict:
+            missing = [name for name in match.missing if here[name]["trained"] or not excluded]
+            unexpected = [name for name in match.unexpected if stored[name]["trained"] or not excluded]
             check_complete("parameter", missing, unexpected)
-        if reader.manifest.about.exclude_frozen_parameters:
-            match = _without_excluded(match, state["parameters"], reader)
+        return _without_excluded(match, stored, reader) if excluded else match
+
+    def _match_groups(self, reader: CheckpointReader, match: Match) -> list[int | None]:
+        """By what is trained in both and has elements. Raises CheckpointError for values of other types."""
+        here, stored = self._parts.model.described(), reader.state["parameters"]
         trains = {
             name: other
             for name, other in match.names.items()
-            if here[name]["trained"] and state["parameters"][other]["trained"] and math.prod(here[name]["shape"])
+            if here[name]["trained"] and stored[other]["trained"] and math.prod(here[name]["shape"])
         }
-        groups = match_groups(_names_of_groups(parts), state["optimizer"]["groups"], trains)
-        whole = not request.module_only
-        for group, index in zip(parts.model.optimizer.param_groups, groups, strict=True):
-            if index is not None:
-                values = state["optimizer"]["groups"][index]["values"]
-                reader.trust(lambda group=group, values=values: check_hyperparameters(group, values))  # type: ignore[misc]
-        kinds = self._kinds(reader, groups) if whole and request.optimizer_states else None
-        schedule = None
-        if whole and request.lr_scheduler_states:
-            schedule = _schedule(state, scheduler, groups)
-        if whole:
-            self._check_window(state["window"])
-            if state["loaders"]:
-                loaders.check_state_dict(state["loaders"])
-        return _Plan(reader, match, buffers, kinds, groups, schedule)
+        saved = reader.state["optimizer"]["groups"]
+        groups = match_groups(_names_of_groups(self._parts), saved, trains)
+
+        def check() -> None:
+            for group, index in zip(self._parts.model.optimizer.param_groups, groups, strict=True):
+                if index is not None:
+                    check_hyperparameters(group, saved[index]["values"])
+
+        reader.trust(check)
+        return groups
 
     def _buffers(self, stored: Mapping[str, Mapping[str, Any]], strict: bool) -> list[str]:
         here = self._parts.model.named_buffers()
