@@ -16,7 +16,7 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard, Target
-from zerolite.checkpoint.safetensors import DTYPES
+from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.comm import Communicator
 from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
 from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, refresh, whole_numel, whole_shape
@@ -97,7 +97,7 @@ class ModelState:
         return {
             name: {
                 "shape": list(whole_shape(parameter)),
-                "dtype": _dtype_name(name, parameter.dtype),
+                "dtype": dtype_name(parameter.dtype, name),
                 "trained": id(parameter) in trained,
                 "aliases": [other for other in others[id(parameter)] if other != name],
             }
@@ -295,13 +295,3 @@ def _renamed(part: FlatRange, prefix: str, stored_names: dict[str, str]) -> Iter
 
 def _all_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (0,) * tensor.dim(), tuple(tensor.shape)
-
-
-def _dtype_name(name: str, dtype: torch.dtype) -> str:
-    if dtype not in DTYPES:
-        raise CheckpointError(f"parameter '{name}' is of {dtype}, which a safetensors file cannot hold")
-    return DTYPES[dtype]
-
-
-def _number(value: Any) -> Any:
-    return value.detach().to("cpu") if isinstance(value, torch.Tensor) else value

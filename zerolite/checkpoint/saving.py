@@ -21,7 +21,7 @@ from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
-from zerolite.checkpoint.safetensors import DTYPES, as_bytes
+from zerolite.checkpoint.safetensors import DTYPES, as_bytes, dtype_name
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.together import on_all_ranks, on_this_rank
@@ -234,7 +234,7 @@ class Saver:
             **state,
             "parameters": model.described(),
             "buffers": {
-                name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]}
+                name: {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype, name)}
                 for name, buffer in model.named_buffers().items()
             },
             "extra": model.extra_state(),

@@ -52,7 +52,7 @@ _STATE = {
     "buffers": Each({"shape": [int], "dtype": str}),
     "extra": dict,
     "optimizer": {"type": str, "groups": [_GROUP], "scalars": Each(Each((*_NUMBER, bool, torch.Tensor, type(None))))},
-    "lr_scheduler": Maybe({"type": str, "state": dict}),
+    "lr_scheduler": Maybe({"type": Maybe(str), "state": dict}),
     "loss_scaler": Maybe(Each(_NUMBER)),
     "counters": {
         "micro_steps": int,
