@@ -295,3 +295,7 @@ def _renamed(part: FlatRange, prefix: str, stored_names: dict[str, str]) -> Iter
 
 def _all_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (0,) * tensor.dim(), tuple(tensor.shape)
+
+
+def _number(value: Any) -> Any:
+    return value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
