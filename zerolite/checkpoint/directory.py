@@ -132,10 +132,10 @@ def _find(directory: Path, tag: str | None) -> Path:
     for path in (directory / named, directory / f"{_REPLACED}{named}"):
         if _has_manifest(path):
             return path
-    says = "" if tag is not None else f", which the file '{LATEST}' names"
+    says = "" if tag is not None else f", which the file '{LATEST}' names,"
     state = "has no manifest, so it is not complete" if (directory / named).is_dir() else "is not there"
     kind = CheckpointError if tag is None or complete_checkpoints(directory) else NoCheckpoint
-    raise kind(f"checkpoint '{named}' in '{directory}'{says}, {state}. {newest_complete(directory)}")
+    raise kind(f"checkpoint '{named}' in '{directory}'{says} {state}. {newest_complete(directory)}")
 
 
 def _latest(directory: Path) -> str | None:

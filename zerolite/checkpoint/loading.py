@@ -22,12 +22,13 @@ from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.saving import EngineParts
 from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
-from zerolite.checkpoint.together import on_all_ranks, on_this_rank, storage_errors
+from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request, storage_errors
 from zerolite.checkpoint.window_state import WindowLoad, begin_window
 from zerolite.runtime.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
 _CALL = "engine.load_checkpoint"
+_SCHEDULED = ("lr", "initial_lr", "min_lr", "max_lr", "momentum", "betas", "base_momentum", "max_momentum")
 _FLAGS = ("amsgrad", "centered", "momentum")  # choose which states torch's optimizers keep
 
 
@@ -37,10 +38,10 @@ class LoadRequest:
 
     load_dir: str
     tag: str | None
-    strict: bool
-    optimizer_states: bool
-    lr_scheduler_states: bool
-    module_only: bool
+    load_module_strict: bool
+    load_optimizer_states: bool
+    load_lr_scheduler_states: bool
+    load_module_only: bool
     missing_ok: bool
 
 
@@ -55,6 +56,7 @@ class _Plan:
     kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None
     groups: list[int | None]
     scheduler_state: dict[str, Any] | None
+    schedule_begins: bool  # the engine's schedule is not loaded, and begins anew
 
 
 class Loader:
@@ -67,21 +69,15 @@ class Loader:
     def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
         """Called on all ranks. Returns the checkpoint's directory and the client state; (None, {}) if there is none and
         that is fine. Raises CheckpointError: until the tensors are read, before anything is changed."""
-        self._host.meet(self._parts.config.checkpoint.timeout_s, _CALL)
-        requests = on_all_ranks(self._host, _CALL, lambda: request)
-        different = next((rank for rank, other in enumerate(requests) if other != requests[0]), None)
-        if different is not None:
-            raise CheckpointError(
-                f"{_CALL}: expected the same arguments on all ranks, got {requests[0]} on rank 0 and "
-                f"{requests[different]} on rank {different}"
-            )
+        meet(self._host, self._parts.config.checkpoint.timeout_s, _CALL)
+        one_request(_CALL, dict(enumerate(on_all_ranks(self._host, _CALL, lambda: request))))
         path = self._find(request)
         if path is None:
             return None, {}
         self._parts.wake()
         plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, scheduler, loaders))
         window = self._read(plan, request)
-        if not request.module_only:
+        if not request.load_module_only:
             resume = lambda: plan.reader.trust(lambda: self._resume(plan, window, scheduler, loaders))  # noqa: E731
             on_this_rank(self._host, _CALL, resume)
         self._report(plan, request)
@@ -106,17 +102,18 @@ class Loader:
         self._parts.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.state
-        match = self._match(reader, request.strict)
-        buffers = self._buffers(state["buffers"], request.strict)
+        match = self._match(reader, request.load_module_strict)
+        buffers = self._buffers(state["buffers"], request.load_module_strict)
         groups = self._match_groups(reader, match)
-        if request.module_only:
-            return _Plan(reader, match, buffers, None, groups, None)
-        kinds = self._kinds(reader, groups) if request.optimizer_states else None
-        schedule = _schedule(state, scheduler, groups) if request.lr_scheduler_states else None
+        if request.load_module_only:
+            return _Plan(reader, match, buffers, None, groups, None, False)
+        kinds = self._kinds(reader, groups) if request.load_optimizer_states else None
+        schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
         self._check_window(state["window"])
         if state["loaders"]:
             loaders.check_state_dict(state["loaders"])
-        return _Plan(reader, match, buffers, kinds, groups, schedule)
+        begins = scheduler is not None and schedule is None
+        return _Plan(reader, match, buffers, kinds, groups, schedule, begins)
 
     def _open(self, path: Path) -> CheckpointReader:
         if not path.is_dir():
@@ -165,6 +162,16 @@ class Loader:
         if strict:
             check_complete("buffer", [n for n in here if n not in stored], [n for n in stored if n not in here])
         common = [name for name in here if name in stored]
+        shared = [
+            n
+            for n in common
+            if any(not s and size > 1 for s, size in zip(here[n].stride(), here[n].shape, strict=True))
+        ]
+        if shared:
+            raise CheckpointError(
+                f"buffer '{shared[0]}' cannot take values: its elements share memory (expand). Nothing was loaded; "
+                "register a contiguous copy of it"
+            )
         wrong = [
             f"buffer '{name}' is {tuple(here[name].shape)} here and {tuple(stored[name]['shape'])} there"
             for name in common
@@ -239,7 +246,7 @@ class Loader:
                 scalars = reader.state["optimizer"]["scalars"]
                 targets.extend(parts.model.state_targets(plan.match.names, plan.kinds, scalars))
             saved = reader.state["window"]
-            if request.module_only or saved is None:
+            if request.load_module_only or saved is None:
                 return None
             names = plan.match.names
             return begin_window(
@@ -270,7 +277,8 @@ class Loader:
                 continue
             values = saved[index]["values"]
             if plan.kinds is not None:
-                _update_group(group, values)
+                own = _SCHEDULED if plan.schedule_begins else ()
+                _update_group(group, {key: value for key, value in values.items() if key not in own})
             elif plan.scheduler_state is not None:
                 _update_group(group, {key: values[key] for key in ("lr", "initial_lr") if key in values})
 
@@ -333,7 +341,7 @@ class Loader:
                 ", ".join(kept),
             )
         saved = plan.reader.manifest.about.world_size
-        if saved < self._host.world_size and not request.module_only:
+        if saved < self._host.world_size and not request.load_module_only:
             logger.info(
                 "%s: random number generators of ranks %d and above go on as they are: there were %d ranks",
                 _CALL,

@@ -298,4 +298,5 @@ def _all_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _number(value: Any) -> Any:
-    return value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
+    """A copy: the next step changes torch's counts in place, while this one may not be written yet."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -15,7 +15,6 @@ import torch
 
 from zerolite.checkpoint import plain
 from zerolite.checkpoint.directory import check_tag, default_tag
-from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
@@ -24,7 +23,7 @@ from zerolite.checkpoint.random_state import save_random_state
 from zerolite.checkpoint.safetensors import DTYPES, as_bytes, dtype_name
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
-from zerolite.checkpoint.together import on_all_ranks, on_this_rank
+from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request
 from zerolite.checkpoint.window_state import window_shards
 from zerolite.checkpoint.writing import write_checkpoint
 from zerolite.comm import HostGroup
@@ -46,8 +45,8 @@ class SaveRequest:
     save_dir: str
     tag: str | None
     save_latest: bool
-    exclude_frozen: bool
-    background: bool
+    exclude_frozen_parameters: bool
+    async_save: bool
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Saver:
         """Called on all ranks; ``request`` is None on those that have finished their batches. Returns the checkpoint's
         directory."""
         self.wait_for_all()
-        self._host.meet(self._parts.config.checkpoint.timeout_s, _CALL)
+        meet(self._host, self._parts.config.checkpoint.timeout_s, _CALL)
         self._parts.wake()
         own: list[UserState] = []
 
@@ -109,8 +108,9 @@ class Saver:
             return self._offer(request)
 
         offers = on_all_ranks(self._host, _CALL, offer)
-        agreed = _agree(offers)
-        source = next(rank for rank, of_rank in enumerate(offers) if of_rank.request is not None)
+        requests = {rank: of_rank.request for rank, of_rank in enumerate(offers) if of_rank.request is not None}
+        agreed: SaveRequest = one_request(_CALL, requests)
+        source = min(requests)
         users = own[0] if own else None
         if source:  # a rank that goes on while the first one has finished
             users = self._host.broadcast(users, source)
@@ -118,10 +118,10 @@ class Saver:
 
         def collect() -> _Collected:
             found = self._collect(offers, agreed, tag, users, scheduler)
-            return self._staged(found) if agreed.background else found
+            return self._staged(found) if agreed.async_save else found
 
         collected = on_this_rank(self._host, _CALL, collect)
-        if agreed.background:
+        if agreed.async_save:
             self._begin(collected, tag)
         else:
             self._write(collected, tag)
@@ -185,7 +185,7 @@ class Saver:
         self, offers: Sequence[_Offer], agreed: SaveRequest, tag: str, user: UserState | None, scheduler: Any
     ) -> _Collected:
         parts, rank = self._parts, self._host.rank
-        shards, scalars = parts.model.shards(agreed.exclude_frozen)
+        shards, scalars = parts.model.shards(agreed.exclude_frozen_parameters)
         state = parts.pipeline.state_dict()
         if state["window"] is not None:
             gradients, sums = window_shards(parts.model, parts.reducer, rank, self._host.world_size)
@@ -269,7 +269,7 @@ class Saver:
                 "alignment": layout.alignment,
                 "buckets": [bucket.numel for bucket in layout.buckets],
             },
-            exclude_frozen_parameters=agreed.exclude_frozen,
+            exclude_frozen_parameters=agreed.exclude_frozen_parameters,
         )
 
 
@@ -279,19 +279,6 @@ class _Collected:
     scalars: Scalars
     commit: Commit | None  # on rank 0
     save_dir: Path
-
-
-def _agree(offers: Sequence[_Offer]) -> SaveRequest:
-    """What all ranks were called with. Raises CheckpointError on all of them if they differ."""
-    requests = {rank: offer.request for rank, offer in enumerate(offers) if offer.request is not None}
-    first, agreed = next(iter(requests.items()))
-    for rank, request in requests.items():
-        if request != agreed:
-            raise CheckpointError(
-                f"{_CALL}: expected the same arguments on all ranks, got {agreed} on rank {first} and {request} on "
-                f"rank {rank}"
-            )
-    return agreed
 
 
 def _groups(model: ModelState) -> list[dict[str, Any]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint import CheckpointException
 
@@ -13,6 +14,27 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.comm import HostGroup
 
 Result = TypeVar("Result")
+
+
+def meet(host: HostGroup, timeout_s: float, what: str) -> None:
+    """Wait until all ranks are here. Raises CheckpointError after ``timeout_s`` seconds, naming who is missing."""
+    try:
+        host.meet(timeout_s, what)
+    except RuntimeError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def one_request(what: str, requests: Mapping[int, Any]) -> Any:
+    """What the ranks were called with, dataclasses by rank. Raises CheckpointError, on all of them, if they differ."""
+    first = min(requests)
+    for rank, request in requests.items():
+        for name, value in asdict(requests[first]).items():
+            if getattr(request, name) != value:
+                raise CheckpointError(
+                    f"{what}: expected the same arguments on all ranks, got {name}={value!r} on rank {first} and "
+                    f"{name}={getattr(request, name)!r} on rank {rank}"
+                )
+    return requests[first]
 
 
 def on_all_ranks(host: HostGroup, what: str, action: Callable[[], Result]) -> list[Result]:
@@ -66,7 +88,7 @@ def storage_errors(what: str, remedy: Callable[[], str]) -> Iterator[None]:
         said = f"'{error.filename}': {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         if not isinstance(error, (CheckpointError, OSError)):
             said = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{what}: rank {rank}: {said}. {remedy()}".replace(". . ", ". ")) from error
+        raise CheckpointError(f"{what}: rank {rank}: {said.rstrip('. ')}. {remedy()}") from error
     except CheckpointError:
         raise
     except RuntimeError as error:  # of a collective

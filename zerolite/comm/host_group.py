@@ -79,5 +79,5 @@ def _without(missing: list[int], timeout_s: float, what: str) -> str:
     ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return (
         f"{what}: {ranks} did not take part within {timeout_s:g} s; all ranks must make this call, in the same place "
-        "(not inside `if rank == 0`), and ranks that are slow need a longer timeout"
+        "(not inside `if rank == 0`), and ranks that are slow need a longer checkpoint.timeout_s"
     )

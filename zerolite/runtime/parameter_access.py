@@ -218,8 +218,11 @@ class ParameterAccess:
             return [torch.tensor(step) if kind != _NOTHING else None for step, kind in zip(steps, kinds, strict=True)]
         wanted = [index for index, kind in zip(indices, kinds, strict=True) if kind != _NOTHING]
         parts = {index: own[index][name] for index in wanted if own.get(index)}
-        dtype = _DTYPES[int(max(kinds, default=0)) - _TENSOR] if wanted else torch.float32
-        found = dict(zip(wanted, self._whole(wanted, parts, dtype), strict=True))
+        found: dict[int, torch.Tensor] = {}
+        for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
+            same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
+            here = {index: parts[index] for index in same if index in parts}
+            found.update(zip(same, self._whole(same, here, _DTYPES[int(kind) - _TENSOR]), strict=True))
         return [found.get(index) for index in indices]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
