@@ -13,8 +13,12 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks import adam
+from benchmarks import adam, checkpoint, disk
 from benchmarks import host_overhead as overhead
+from benchmarks.checkpoint_report import goals
+from benchmarks.checkpoint_report import summarise as summarise_turns
+from benchmarks.checkpoint_turn import Background, check_resumed
+from benchmarks.checkpoint_turn import Turn as SavingTurn
 from benchmarks.report import Row, render_table, summarise
 from benchmarks.tiny_layers import CollectiveClock, Ready, Trainee, Turn, make_inputs, warm_up
 from benchmarks.workers import RoundResult, Started
@@ -225,6 +229,149 @@ def test_host_overhead_tells_of_wrong_losses() -> None:
     assert sentence.startswith("zerolite-3, 2 layers: the loss of step 2 is 1.00e-01")
     contest.ready["zerolite-3"] = Ready([1.0, float("nan")])
     assert len(contest.disagreements()) == 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["zerolite-3"], pytest.param(["zerolite-2", "fsdp2", "ddp"], marks=pytest.mark.slow)],
+    ids=["zerolite", "peers"],
+)
+def test_checkpoint_saves_loads_and_reports(names: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    named = list(names)
+    if importlib.util.find_spec("deepspeed") is None:
+        named.append("deepspeed-3")
+    sizes = "--rounds 1 --steps 1 --warmup 1".split()
+    places = ["--directory", str(scratch), "--json", str(out)]
+    done = run("checkpoint.py", *TINY, *sizes, "--competitors", ",".join(named), *places)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(scratch.iterdir())
+    document = json.loads(out.read_text(encoding="utf-8"))
+    assert list(document["results"]) == named
+    for name in names:
+        row, (turn,) = document["results"][name], document["turns"][name]
+        assert row["absent"] is None and name in done.stdout
+        assert row["file_bytes"] >= 12 * turn["parameters"] > 0  # fp32 weights and two moments
+        assert 0 < row["save_s"] <= row["durable_s"] and 0 < row["warm_s"] and len(turn["losses"]) == 2
+        assert all(row[ratio] > 0 for ratio in ("of_zeros", "of_random", "warm_of_disk"))
+        if name == "ddp":
+            assert row["stall_ms"] is None and turn["background"] is None
+        else:
+            assert row["copies"] > 0 and row["first_copies"] > 0 and row["added_ms"] is not None
+    assert any(sentence.startswith(f"{names[0]} saves at 0.8 of the disk's speed") for sentence in document["goals"])
+    if "deepspeed-3" in named:
+        assert "not installed" in document["results"]["deepspeed-3"]["absent"]
+
+
+def _saving_turn(machine: float, save: float, stall: float | None = None) -> SavingTurn:
+    """On a machine so many times slower. The disk takes 1 s to write and 2 to read, a copy 0.1; a load takes `save`."""
+    background = None
+    if stall is not None:
+        background = Background(
+            first_stall_s=2 * machine * stall,
+            stall_s=machine * stall,
+            total_s=machine * (stall + 4.5),
+            wait_s=0.0,
+            plain_s=4 * machine,
+            copy_s=0.1 * machine,
+            new_copy_s=machine,
+        )
+    return SavingTurn(
+        parameters=8,
+        file_bytes=10**9,
+        save_s=machine * save / 2,
+        durable_s=machine * save,
+        zeros_s=machine,
+        random_s=2 * machine,
+        direct_s=0.5 * machine,
+        warm_s=machine * save,
+        cold_s=machine * save,
+        read_warm_s=machine,
+        read_cold_s=2 * machine,
+        train_s=8 * machine,
+        losses=[],
+        background=background,
+    )
+
+
+def test_checkpoint_takes_ratios_within_a_turn_and_a_round() -> None:
+    """The machine was ten times slower in the second round, and twice in the third, where all savers were slow too."""
+    rounds = {
+        "zerolite-2": [_saving_turn(*turn) for turn in ((1.0, 1.25, 0.11), (10.0, 1.25, 0.11), (2.0, 2.5, 0.22))],
+        "fsdp2": [_saving_turn(*turn) for turn in ((1.0, 2.5, 0.5), (10.0, 2.5, 0.5), (2.0, 5.0, 1.0))],
+        "deepspeed-2": [_saving_turn(*turn) for turn in ((1.0, 1.0), (10.0, 1.0), (2.0, 2.0))],
+        "ddp": [],
+    }
+    ours, fsdp2, deepspeed, ddp = summarise_turns(rounds, {"ddp": "no luck"}, steps=4)
+    assert ours.of_zeros == pytest.approx(0.8) and ours.of_random == pytest.approx(1.6) and ours.save_to_first == 1.0
+    assert ours.of_direct == pytest.approx(0.4)
+    assert ours.cold_of_disk == pytest.approx(1.6) and ours.warm_of_disk == pytest.approx(0.8)
+    assert ours.copies == pytest.approx(1.1) and ours.first_copies == pytest.approx(2.2)
+    assert ours.durable_s == pytest.approx(5.0) and ours.gb_s == pytest.approx(0.2)
+    assert ours.train_ms == pytest.approx(4000) and ours.added_ms == pytest.approx(2 * (0.22 + 0.5) * 1e3)
+    assert fsdp2.save_to_first == 2.0 and deepspeed.copies is None and deepspeed.stall_ms is None
+    assert (ddp.absent, ddp.durable_s) == ("no luck", None)
+    assert goals(rounds, {"ddp": "no luck"}) == [
+        "zerolite-2 saves at 0.8 of the disk's speed: 0.80, met",
+        "zerolite-2 loads at 0.8 of the disk's speed: 1.60, met",
+        "zerolite-2 saves faster than deepspeed-2: 0.80 times its speed, missed",
+        "zerolite-2 loads, cold, faster than deepspeed-2: 0.80 times its speed, missed",
+        "zerolite-2 loads, warm, faster than deepspeed-2: 0.80 times its speed, missed",
+        "zerolite-2 saves faster than fsdp2: 2.00 times its speed, met",
+        "zerolite-2 loads, cold, faster than fsdp2: 2.00 times its speed, met",
+        "zerolite-2 loads, warm, faster than fsdp2: 2.00 times its speed, met",
+        "zerolite-2 stalls for at most 1.2 copies: 1.10, met",
+    ]
+    absent = {"deepspeed-2": "not installed", "fsdp2": "not installed"}
+    assert goals(rounds, absent)[2].endswith("not measured")
+    slow = {"zerolite-3": [_saving_turn(1.0, 1.26, 0.13)]}
+    assert [sentence.rpartition(", ")[2] for sentence in (goals(slow, {})[0], goals(slow, {})[-1])] == ["missed"] * 2
+
+
+def test_checkpoint_fails_a_load_that_does_not_continue() -> None:
+    check_resumed([2.0, 1.0], [2.0, 1.0 + 1e-5])
+    for value in (1.1, float("nan")):
+        with pytest.raises(RuntimeError, match="the loss of step 2 after the save was 1.000000"):
+            check_resumed([2.0, 1.0], [2.0, value])
+
+
+def test_disk_writes_and_reads_as_many_bytes_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = 3 * disk.DD_BLOCK + 4097
+    source = memoryview(bytes(range(256)))
+    disk.dd_write(tmp_path / "zeros", numbers)
+    if disk.allows_direct(tmp_path / "direct"):
+        disk.dd_write(tmp_path / "direct", numbers, direct=True)
+        assert (tmp_path / "direct").stat().st_size == numbers
+        (tmp_path / "direct").unlink()
+    disk.write(tmp_path / "repeated", 1000, source)
+    assert disk.files_under(tmp_path) == [tmp_path / "repeated", tmp_path / "zeros"]
+    assert disk.size_of(disk.files_under(tmp_path)) == numbers + 1000
+    assert (tmp_path / "repeated").read_bytes() == (bytes(source) * 4)[:1000]
+    disk.sync([*disk.files_under(tmp_path), tmp_path])
+    disk.dd_read(tmp_path / "zeros")
+    with open(tmp_path / "zeros", "rb") as file:
+        assert disk._cached_pages(file.fileno()) == -(-numbers // 4096)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: None)
+    assert not disk.forget([tmp_path / "zeros"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--competitors", "zerolite"], "expected names of"),
+        (["--width", "10", "--heads", "4"], "must be a multiple"),
+        (["--directory", "/nowhere"], "expected a directory, got '/nowhere'"),
+        (["--layers", "1000000", "--width", "8192", "--heads", "8"], "GB of free space in"),
+    ],
+)
+def test_checkpoint_refuses_wrong_arguments(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        checkpoint.parse_args(arguments)
+    assert sentence in capsys.readouterr().err
 
 
 class _Schedule:

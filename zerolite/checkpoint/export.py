@@ -75,7 +75,7 @@ def export_checkpoint(
     is none.
     """
     reader = CheckpointReader(find(checkpoint))
-    entries, aliases = _contents(reader, dtype, exclude_frozen)
+    entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen))
     plan = plan_files(entries.values(), max_shard_size, aliases)
     keys = {entry.name: key for key, entry in entries.items()}
     total = sum(file.nbytes for file in plan)

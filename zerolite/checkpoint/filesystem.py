@@ -129,8 +129,14 @@ def remove(path: Path) -> None:
 def sync_directory(path: Path) -> None:
     """The names in a directory are on the disk when this returns."""
     before_operation("fsync", path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # one may write into it, and not read it
+        return
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what file systems say that have no such thing
+            raise _named(error, path) from error
     finally:
         os.close(descriptor)

@@ -264,9 +264,10 @@ class Loader:
                 process_group=self._host.group,
                 no_dist=self._host.group is None,
             )
-        parts.model.load_extra_state(reader.state["extra"])
         parts.model.after_loading(plan.match.names)
         parts.pipeline.publish()
+        extra = reader.state["extra"]
+        on_this_rank(self._host, _CALL, lambda: parts.model.load_extra_state(extra))
         return window
 
     def _update_groups(self, plan: _Plan) -> None:

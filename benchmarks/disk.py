@@ -1,0 +1,106 @@
+"""What the disk and the page cache do by themselves: bytes to a file until they are on the disk, and back."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+DD_BLOCK = 8 << 20
+_RANDOM_BYTES = 64 << 20  # more than a CPU's caches hold
+
+
+def files_under(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    """Bytes in all of them."""
+    return sum(path.stat().st_size for path in paths)
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Files and directories are on the disk when this returns."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def dd_write(path: Path, nbytes: int, direct: bool = False) -> None:
+    """A new file of zeros, on the disk when this returns. direct: past the page cache."""
+    flags = ["oflag=direct"] if direct else []
+    _dd("if=/dev/zero", f"of={path}", f"count={nbytes}", "iflag=count_bytes,fullblock", "conv=fsync,excl", *flags)
+
+
+def allows_direct(path: Path) -> bool:
+    """Whether a file at ``path``, which is not there, could be written past the page cache."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o666))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
+def dd_read(path: Path) -> None:
+    _dd(f"if={path}", "of=/dev/null")
+
+
+def fetch(paths: Iterable[Path]) -> None:
+    """Files are in the page cache when this returns."""
+    for path in paths:
+        dd_read(path)
+
+
+def _dd(*operands: str) -> None:
+    subprocess.run(["dd", f"bs={DD_BLOCK}", "status=none", *operands], check=True)
+
+
+def random_bytes() -> memoryview:
+    """For :func:`write`: no disk can store them in less room."""
+    return memoryview(os.urandom(_RANDOM_BYTES))
+
+
+def write(path: Path, nbytes: int, source: memoryview) -> None:
+    """A new file of ``source``, again and again, on the disk when this returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        while nbytes > 0:
+            nbytes -= os.write(descriptor, source[:nbytes])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def forget(paths: Iterable[Path]) -> bool:
+    """Drop files, which must be on the disk, from the page cache. False if most of them stay, as in a tmpfs."""
+    cached = total = 0
+    for path in paths:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            cached += _cached_pages(file.fileno())
+            total += -(-path.stat().st_size // mmap.PAGESIZE)
+    return 2 * cached < total
+
+
+def _cached_pages(descriptor: int) -> int:
+    size = os.fstat(descriptor).st_size
+    if not size:
+        return 0
+    in_memory = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    # A private mapping: writable, so that ctypes gives its address, and yet it shows the pages of the file.
+    with mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY) as mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        failed = mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), in_memory)
+        del first  # or the mapping could not be closed
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return sum(state & 1 for state in bytes(in_memory))

@@ -1,0 +1,191 @@
+"""Files of a checkpoint that nobody has written: changed by hand or by chance, with checksums that fit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zerolite.checkpoint import manifest
+from zerolite.checkpoint.checksums import entry_of
+from zerolite.checkpoint.directory import MANIFEST
+from zerolite.checkpoint.manifest import INDEX, STATE
+
+RANK = "rank_00000.safetensors"
+FILES = (RANK, INDEX, STATE, MANIFEST)
+
+
+def craft(path: Path, name: str, body: Any) -> None:
+    """Write ``body`` (bytes as they are, anything else as JSON) in place of a file of the checkpoint in ``path``, and
+    make the checksums fit."""
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    if name == MANIFEST:
+        if isinstance(body, dict):
+            body = {key: value for key, value in body.items() if key != "crc32"}
+            text = json.dumps({**body, "crc32": manifest._checksum(body)}).encode()
+        (path / MANIFEST).write_bytes(text)
+        return
+    (path / name).write_bytes(text)
+    about = json.loads((path / MANIFEST).read_bytes())
+    about["files"][name] = asdict(entry_of(text))
+    craft(path, MANIFEST, about)
+
+
+NASTY: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**30, 0.5, float("inf"), float("nan"), 1e300),
+    *("", ".", "..", "/etc/passwd", "a\0b", "\ud800", "x" * 300, "F32", "0", "lr", "parameters/weight"),
+    *([], {}, [[]], [{}], {"": None}, [None], [-1], [0], [10**30], {"$tensor": 0}, {"$tuple": [1]}, {"$size": [-1]}),
+)
+
+
+def mutated(body: Any, choose: random.Random) -> Any:
+    """The same with one thing changed, left out, put twice or put elsewhere."""
+    places = list(_places(body))
+    inner, key = choose.choice(places)
+    how = choose.randrange(8)
+    if how == 0:
+        del inner[key]
+    elif how == 1:
+        other, place = choose.choice(places)
+        inner[key] = json.loads(json.dumps(other[place]))
+    elif how == 2 and isinstance(inner, list):
+        inner.append(inner[key])
+    elif how == 2:
+        inner[str(choose.choice(NASTY))] = inner.pop(key)
+    elif how == 3 and isinstance(inner[key], int):
+        inner[key] += choose.choice((-1, 1, 7))
+    elif how == 4:
+        inner[key] = [inner[key]]
+    else:
+        inner[key] = choose.choice(NASTY)
+    return body
+
+
+def _places(body: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value, as what it is in and its key there."""
+    if isinstance(body, (dict, list)):
+        for key, value in body.items() if isinstance(body, dict) else enumerate(body):
+            yield body, key
+            yield from _places(value)
+
+
+# -------------------------------------------------------------------- by hand
+
+Change = Callable[[Any], Any]
+
+
+def put(*path: Any, value: Any) -> Change:
+    def change(body: Any) -> Any:
+        inner = body
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        return body
+
+    return change
+
+
+def removed(*path: Any) -> Change:
+    def change(body: Any) -> Any:
+        inner = body
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+        return body
+
+    return change
+
+
+WEIGHT = ("tensors", "parameters/weight")
+MANIFESTS: dict[str, Change] = {
+    "a list": lambda body: [],
+    "another format": put("format", value="safetensors"),
+    "a later version": put("version", value=2),
+    "a later version of nothing": lambda body: {"format": body["format"], "version": 9, "versions": []},
+    "a version that is none": put("version", value="1"),
+    "no version": removed("version"),
+    "no files": removed("files"),
+    "files in a list": put("files", value=[]),
+    "no index": removed("files", INDEX),
+    "no state": removed("files", STATE),
+    "a negative size": put("files", RANK, "bytes", value=-1),
+    "a size that is infinite": put("files", RANK, "bytes", value=float("inf")),
+    "a size that is huge": put("files", RANK, "bytes", value=10**100),
+    "a size that is a text": put("files", RANK, "bytes", value="100"),
+    "checksums that are a list": put("files", RANK, "crc32", value=[]),
+    "too few checksums": put("files", RANK, "crc32", value=""),
+    "a file above": put("files", "../x", value={"bytes": 0, "crc32": ""}),
+    "the directory above": put("files", "..", value={"bytes": 0, "crc32": ""}),
+    "the directory": put("files", ".", value={"bytes": 0, "crc32": ""}),
+    "an absolute path": put("files", "/etc/passwd", value={"bytes": 0, "crc32": ""}),
+    "a path with a zero": put("files", "a\0b", value={"bytes": 0, "crc32": ""}),
+    "no name": put("files", "", value={"bytes": 0, "crc32": ""}),
+    "half a character": put("files", "\ud800", value={"bytes": 0, "crc32": ""}),
+    "a file entry that is none": put("files", RANK, value=None),
+    "steps that are a text": put("global_steps", value="2"),
+    "steps that are infinite": put("global_steps", value=float("inf")),
+    "no steps": removed("global_steps"),
+    "ranks below zero": put("world_size", value=-1),
+    "a config that is none": put("config", value=7),
+}
+MANY = [[0, 0, [row, 0], [1, 999]] for row in range(10**5)]
+INDICES: dict[str, Change] = {
+    "a list": lambda body: [],
+    "no tensors": removed("tensors"),
+    "no names of files": removed("files"),
+    "a file that is not there": put("files", value=["other"]),
+    "a file above": put("files", value=["../../other"]),
+    "a tensor that is none": put(*WEIGHT, value=None),
+    "no dtype": removed(*WEIGHT, "dtype"),
+    "another dtype": put(*WEIGHT, "dtype", value="F33"),
+    "a dtype that is a list": put(*WEIGHT, "dtype", value=[]),
+    "a shape below zero": put(*WEIGHT, "shape", value=[-4, -700]),
+    "a shape of texts": put(*WEIGHT, "shape", value=["4", "700"]),
+    "a shape of fractions": put(*WEIGHT, "shape", value=[4.0, 700.0]),
+    "a shape of truths": put(*WEIGHT, "shape", value=[True, 700]),
+    "another shape": put(*WEIGHT, "shape", value=[700, 4]),
+    "a shape without boxes": put(*WEIGHT, "boxes", value=[]),
+    "a huge empty tensor": put(*WEIGHT, value={"dtype": "F32", "shape": [10**30, 0], "boxes": []}),
+    "a hundred dimensions": put(
+        *WEIGHT, value={"dtype": "U8", "shape": [1] * 99, "boxes": [[0, 0, [0] * 99, [1] * 99]]}
+    ),
+    "a huge tensor": put(*WEIGHT, value={"dtype": "F32", "shape": [10**30], "boxes": [[0, 0, [0], [10**30]]]}),
+    "a place below zero": put(*WEIGHT, "boxes", 0, value=[0, -8, [0, 0], [4, 700]]),
+    "a place behind the end": put(*WEIGHT, "boxes", 0, value=[0, 10**6, [0, 0], [4, 700]]),
+    "a box below zero": put(*WEIGHT, "boxes", 0, value=[0, 0, [-1, 0], [5, 700]]),
+    "boxes that overlap": put(*WEIGHT, "boxes", value=[[0, 0, [0, 0], [2, 700]], [0, 0, [1, 0], [2, 700]]]),
+    "a box twice": put(*WEIGHT, "boxes", value=[[0, 0, [0, 0], [2, 700]]] * 2),
+    "a box of another tensor": put(*WEIGHT, "boxes", 0, value=[0, 0, [0], [2800]]),
+    "bytes twice": put("tensors", "another", value={"dtype": "F32", "shape": [5600], "boxes": [[0, 0, [0], [5600]]]}),
+    "bytes often": put("tensors", "a", value={"dtype": "U8", "shape": [10**5, 999], "boxes": MANY}),
+}
+STATES: dict[str, Change] = {
+    "a list": lambda body: [],
+    "a number": lambda body: 7,
+    "an unknown tag": put("step", value={"$function": "os.system"}),
+    "a tag and more": put("step", value={"$tuple": [], "more": 1}),
+    "a tensor that is not there": put("step", value={"$tensor": 7}),
+    "a tensor of another place": put("step", value={"$tensor": "../parameters/weight"}),
+    "a device that is none": put("step", value={"$device": "moon"}),
+    "a dtype that is none": put("step", value={"$dtype": "nn"}),
+    "a dtype that is a number": put("step", value={"$dtype": 7}),
+    "a number that is none": put("step", value={"$scalar": ["torch.uint8", 300]}),
+    "nothing of a number": put("step", value={"$scalar": []}),
+    "a list in a set": put("step", value={"$set": [[1]]}),
+    "a size of texts": put("step", value={"$size": ["a"]}),
+    "pairs that are none": put("step", value={"$dict": [[1]]}),
+    "keys that are none": put("step", value={"$dict": [[[], 1]]}),
+    "bytes that are none": put("step", value={"$bytes": 7}),
+    "a float that is none": put("step", value={"$float": "x"}),
+}
+BODIES = {MANIFEST: MANIFESTS, INDEX: INDICES, STATE: STATES}
+TEXTS = {
+    "deep list": b"[" * 100_000,
+    "deep object": b'{"a":' * 100_000,
+    "two bytes each": b"\xff\xfe{}",
+    "almost": b'{"a":1,}',
+    "a long number": b'{"global_steps":' + b"9" * 5000 + b"}",
+}

@@ -1,0 +1,254 @@
+"""Faults at the points where a save writes: a process that dies, a disk that fails; and a small checkpoint to try them
+on, saved and read without an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint import filesystem
+from zerolite.checkpoint.directory import default_tag, find
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.pieces import empty_shard, whole
+from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.storage import Commit, now
+from zerolite.checkpoint.writing import write_checkpoint
+
+Operation = tuple[str, str]  # what is to happen, and the name of the file
+
+
+@contextlib.contextmanager
+def memory(otherwise: Path) -> Iterator[Path]:
+    """A directory in memory, where there is one: thousands of fsyncs."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else otherwise) as directory:
+        yield Path(directory)
+
+
+# -------------------------------------------------------------------- faults
+
+
+@contextlib.contextmanager
+def hooked(before: Callable[[str, Path], None]) -> Iterator[None]:
+    filesystem.before_operation = before
+    try:
+        yield
+    finally:
+        filesystem.before_operation = filesystem._nothing
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Operation]]:
+    """Gives the operations so far."""
+    done: list[Operation] = []
+    with hooked(lambda operation, path: done.append((operation, path.name))):
+        yield done
+
+
+@contextlib.contextmanager
+def failing(at: int, kind: int, always: bool = False) -> Iterator[list[Operation]]:
+    """The operation ``at`` raises OSError ``kind``; ``always``: so do all that follow, but removals, as on a full disk.
+    Gives the operations so far."""
+    done: list[Operation] = []
+
+    def before(operation: str, path: Path) -> None:
+        done.append((operation, path.name))
+        if len(done) == at + 1 or (always and len(done) > at and operation != "remove"):
+            raise OSError(kind, os.strerror(kind), str(path))
+
+    with hooked(before):
+        yield done
+
+
+class Killed(BaseException):
+    """Raised by everything that a process does after its pretended death."""
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Death:
+    """The end of this process at the operation ``at``: "before" it; "within" it, a half of it done; or by loss of
+    "power" before it, with a half of every file that has not been synced. ``end`` kills, or raises :class:`Killed`, as
+    does everything afterwards."""
+
+    def __init__(self, at: int, how: str = "before", end: Callable[[], None] = _end) -> None:
+        self.happened = False
+        self._at, self._how, self._end = at, how, end
+        self._count = 0
+        self._unsynced: set[Path] = set()
+        self._syncing: Path | None = None
+        self._write = filesystem._write
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        try:
+            with hooked(self._before):
+                yield
+        finally:
+            filesystem._write = self._write
+
+    def _before(self, operation: str, path: Path) -> None:
+        if self.happened:
+            raise Killed
+        if self._syncing is not None:
+            self._unsynced.discard(self._syncing)
+        self._syncing = path if operation == "fsync" else None
+        if self._count == self._at:
+            self._begin(operation, path)
+        self._count += 1
+        if operation == "create":
+            self._unsynced.add(path)
+
+    def _begin(self, operation: str, path: Path) -> None:
+        if self._how == "within" and operation == "write":
+            filesystem._write = self._half  # which is the next thing to happen
+            return
+        if self._how == "within" and operation == "remove" and path.is_dir():
+            for entry in sorted(path.iterdir())[::2]:
+                entry.unlink()
+        if self._how == "power":
+            for file in self._unsynced:
+                os.truncate(file, file.stat().st_size // 2)
+        self._die()
+
+    def _half(self, descriptor: int, views: list[memoryview]) -> None:
+        self._write(descriptor, [view[: len(view) // 2] for view in views[: len(views) // 2 + 1]])
+        self._die()
+
+    def _die(self) -> None:
+        self.happened = True
+        self._end()
+        raise Killed
+
+
+def pretended(action: Callable[[], Any], at: int, how: str) -> bool:
+    """Do ``action`` until it gets to the operation ``at``; what it tries from then on has no effect. Returns whether it
+    came that far."""
+    death = Death(at, how, end=lambda: None)
+    with contextlib.suppress(Killed, CheckpointError), death.awaited():
+        action()
+    return death.happened
+
+
+def killed(action: Callable[[], Any], at: int, how: str) -> bool:
+    """The same in a fork of this process, which is killed."""
+    process = os.fork()
+    if process == 0:
+        signal.alarm(30)
+        status = 1
+        with contextlib.suppress(BaseException), Death(at, how).awaited():
+            action()
+            status = 0
+        os._exit(status)
+    _, status = os.waitpid(process, 0)
+    by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    assert by == signal.SIGKILL or status == 0, f"the process ended with {status}"
+    return by is not None
+
+
+def as_nobody(path: Path, action: Callable[[], str]) -> str:
+    """What ``action`` gives in a process that is not root's. ``path``, and what is above it, is opened for it."""
+    if os.geteuid() != 0:
+        return action()
+    for parent in (path, *path.parents):
+        if parent.stat().st_uid == 0 and not parent.stat().st_mode & 0o001:
+            parent.chmod(parent.stat().st_mode | 0o011)
+    ours, theirs = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.setgroups([])
+            os.setuid(65534)
+            os.write(theirs, action().encode())
+        except BaseException as error:
+            os.write(theirs, repr(error).encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as pipe:
+        result = pipe.read().decode()
+    os.waitpid(process, 0)
+    return result
+
+
+# -------------------------------------------------------------------- a checkpoint
+
+
+def values(step: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint of ``step`` holds."""
+    return {
+        "parameters/weight": torch.arange(4 * 700.0).view(4, 700) + step,
+        "optimizer/exp_avg/weight": torch.arange(4 * 700.0).view(4, 700) * step,
+        "parameters/bias": torch.full((3,), step).to(torch.bfloat16),
+        "buffers/count": torch.tensor(step),
+        "buffers/empty": torch.empty(0, 2),
+    }
+
+
+def about(step: int, tag: str | None = None) -> About:
+    return About(
+        tag=tag or default_tag(step),
+        saved_at=now(),
+        global_steps=step,
+        world_size=1,
+        stage=0,
+        precision={},
+        config={},
+        versions={"zerolite": "0"},
+        parameters={},
+        layout={},
+        exclude_frozen_parameters=False,
+    )
+
+
+def save(save_dir: Path, step: int, tag: str | None = None, **commit: Any) -> Path:
+    described = about(step, tag)
+    shards = [
+        shard
+        for key, tensor in values(step).items()
+        for shard in (whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)])
+    ]
+    return write_checkpoint(
+        save_dir, described.tag, shards, {"step": {"weight": step}}, Commit(save_dir, described, state(step), **commit)
+    )
+
+
+def state(step: int) -> dict[str, Any]:
+    entries = {"weight": ([4, 700], "F32"), "bias": ([3], "BF16")}
+    return {
+        "step": step,
+        "parameters": {
+            name: {"shape": shape, "dtype": dtype, "trained": True, "aliases": []}
+            for name, (shape, dtype) in entries.items()
+        },
+        "buffers": {"count": {"shape": [], "dtype": "I64"}, "empty": {"shape": [0, 2], "dtype": "F32"}},
+        "optimizer": {"groups": []},
+    }
+
+
+def load(save_dir: Path, tag: str | None = None) -> int:
+    """The step of the checkpoint that is found, every byte of which has been compared."""
+    reader = CheckpointReader(find(save_dir, tag))
+    step = reader.manifest.about.global_steps
+    assert [problem for _, problem in reader.verify() if problem is not None] == []
+    assert reader.state == {**state(step), "optimizer": {"groups": [], "scalars": {"step": {"weight": step}}}}
+    wanted = values(step)
+    assert reader.tensors.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        found = reader.read(key)
+        assert found.dtype == tensor.dtype and torch.equal(found, tensor), key
+    return step
+
+
+def hidden(save_dir: Path) -> list[str]:
+    """What is left of saves."""
+    return sorted(path.name for path in save_dir.glob(".*") if path.name != ".lock")

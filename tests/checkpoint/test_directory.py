@@ -1,0 +1,376 @@
+"""A directory of checkpoints: tags, ``latest``, pruning, the lock, and what else a path may be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import faults
+from zerolite.checkpoint import directory as directories
+from zerolite.checkpoint import filesystem
+from zerolite.checkpoint.directory import NoCheckpoint, check_tag, complete_checkpoints, find, locked
+from zerolite.checkpoint.errors import CheckpointError
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Path]:
+    with faults.memory(tmp_path) as directory:
+        yield directory / "saved"
+
+
+def tags(save_dir: Path) -> set[str]:
+    return {path.name for path in save_dir.iterdir() if (path / "manifest.json").exists()}
+
+
+# -------------------------------------------------------------------- tags
+
+
+NO_TAGS = ["", ".", "..", "a/b", "/a", "a/", ".hidden", "latest", " a", "a\n", "a\0", "\ud800", 7, b"a"]
+
+
+@pytest.mark.parametrize("tag", NO_TAGS)
+def test_what_is_no_tag(tag: object) -> None:
+    with pytest.raises(ValueError, match="expected tag to be the name of a directory"):
+        check_tag(tag)
+
+
+@pytest.mark.parametrize("tag", ["a", "global_step1", "best model", "größe", "a.b", "a-b", "--", "manifest.json"])
+def test_tags_of_the_users(saved: Path, tag: str) -> None:
+    assert faults.save(saved, 3, tag) == saved / tag
+    assert faults.load(saved) == faults.load(saved, tag) == 3
+    assert (saved / "latest").read_text() == f"{tag}\n"
+
+
+def test_what_is_no_checkpoint_is_not_replaced(saved: Path) -> None:
+    (saved / "src").mkdir(parents=True)
+    (saved / "src" / "work.py").write_text("x")
+    (saved / "notes").write_text("y")
+    for tag in ("src", "notes"):
+        with pytest.raises(CheckpointError, match=f"{tag}' is there, and is no checkpoint"):
+            faults.save(saved, 1, tag)
+    assert (saved / "src" / "work.py").read_text() == "x" and (saved / "notes").read_text() == "y"
+    (saved / "empty").mkdir()
+    faults.save(saved, 1, "empty")
+    assert faults.load(saved) == 1
+    assert faults.hidden(saved) == []
+
+
+# -------------------------------------------------------------------- latest
+
+
+def test_latest_and_without(saved: Path) -> None:
+    faults.save(saved, 5)
+    faults.save(saved, 9, "of another time")
+    faults.save(saved, 7)
+    faults.save(saved, 11, save_latest=False)
+    assert faults.load(saved) == 7
+    (saved / "latest").unlink()
+    assert faults.load(saved) == 11  # the most steps
+    assert faults.load(saved / "global_step5") == 5  # a checkpoint itself
+
+
+def test_latest_is_never_half_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.save(saved, 1)
+    seen = []
+
+    def before(operation: str, path: Path) -> None:
+        seen.append((saved / "latest").read_text())
+
+    monkeypatch.setattr(filesystem, "before_operation", before)
+    faults.save(saved, 2)
+    assert set(seen) == {"global_step1\n", "global_step2\n"}
+
+
+def test_none_and_others(saved: Path) -> None:
+    for path in (saved, saved / "deeper"):
+        with pytest.raises(NoCheckpoint, match=f"no checkpoint in '{path}'"):
+            find(path)
+        with pytest.raises(NoCheckpoint, match="checkpoint 'x' in '.*',? is not there"):
+            find(path, "x")
+    saved.mkdir()
+    (saved / "something").mkdir()
+    with pytest.raises(NoCheckpoint, match="no checkpoint in"):
+        find(saved)
+    faults.save(saved, 3)
+    with pytest.raises(CheckpointError, match="'x'.*is not there. The newest complete .* is 'global_step3'") as caught:
+        find(saved, "x")
+    assert not isinstance(caught.value, NoCheckpoint)
+
+
+def test_latest_names_what_is_gone(saved: Path) -> None:
+    """Not as if there were nothing: a run that begins anew would be a loss."""
+    faults.save(saved, 3)
+    (saved / "global_step3" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="which the file 'latest' names, has no manifest") as caught:
+        find(saved)
+    assert not isinstance(caught.value, NoCheckpoint)
+    shutil.rmtree(saved / "global_step3")
+    with pytest.raises(CheckpointError, match="which the file 'latest' names, is not there") as caught:
+        find(saved)
+    assert not isinstance(caught.value, NoCheckpoint)
+
+
+def test_all_are_damaged(saved: Path) -> None:
+    faults.save(saved, 3, save_latest=False)
+    (saved / "global_step3" / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError) as caught:
+        find(saved)
+    assert not isinstance(caught.value, NoCheckpoint)
+    faults.save(saved, 4)
+    assert faults.load(saved) == 4
+
+
+# -------------------------------------------------------------------- pruning
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 9])
+def test_keep_last(saved: Path, keep: int) -> None:
+    for step in range(1, 7):
+        faults.save(saved, step, keep_last=keep)
+        assert tags(saved) == {f"global_step{kept}" for kept in range(max(1, step - keep + 1), step + 1)}
+    assert faults.load(saved) == 6
+    assert faults.hidden(saved) == []
+
+
+def test_tags_of_the_users_stay(saved: Path) -> None:
+    users = {"best", "global_step1b", "global_step", "step1", "xglobal_step1"}
+    for step, tag in enumerate(sorted(users)):
+        faults.save(saved, step, tag)
+    for step in range(10, 13):
+        faults.save(saved, step, keep_last=1)
+    faults.save(saved, 20, "mine", keep_last=1)
+    assert tags(saved) == {"global_step12", "mine", *users}
+
+
+def test_latest_stays(saved: Path) -> None:
+    faults.save(saved, 1)
+    for step in range(2, 6):
+        faults.save(saved, step, save_latest=False, keep_last=2)
+    assert tags(saved) == {"global_step1", "global_step4", "global_step5"}
+    assert faults.load(saved) == 1
+
+
+def test_after_going_back(saved: Path) -> None:
+    """What was saved last counts, and not how many steps it has."""
+    for step in (80, 90, 100):
+        faults.save(saved, step, keep_last=2)
+    for step in (50, 60):
+        faults.save(saved, step, keep_last=2)
+    assert tags(saved) == {"global_step50", "global_step60"}
+    faults.save(saved, 55, save_latest=False, keep_last=1)
+    assert tags(saved) == {"global_step55", "global_step60"}  # the latest, and the one just saved
+
+
+def test_other_directories_are_left_alone(saved: Path) -> None:
+    (saved / "global_step1").mkdir(parents=True)
+    (saved / "global_step1" / "precious").touch()
+    (saved / ".git").mkdir()
+    for step in (2, 3):
+        faults.save(saved, step, keep_last=1)
+    assert (saved / "global_step1" / "precious").exists() and (saved / ".git").exists()
+
+
+def test_what_cannot_be_removed_does_not_matter(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults.save(saved, 1)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(filesystem, "remove", lambda path: None if path.name.startswith(".latest") else refuse(path))
+        faults.save(saved, 2, keep_last=1)
+    assert "could not be removed: Operation not permitted" in caplog.text
+    assert faults.load(saved) == 2
+    faults.save(saved, 3, keep_last=1)
+    assert tags(saved) == {"global_step3"} and faults.hidden(saved) == []
+
+
+# -------------------------------------------------------------------- the lock
+
+
+def test_two_jobs(saved: Path) -> None:
+    faults.save(saved, 1)
+    with locked(saved), pytest.raises(CheckpointError, match="another job is saving into '.*saved' at this moment"):
+        faults.save(saved, 2)
+    assert faults.load(saved) == 1
+    assert faults.hidden(saved) == []
+    faults.save(saved, 2)
+
+
+def test_the_lock_of_a_job_in_another_process(saved: Path) -> None:
+    """Kept while it lives; free when it is killed."""
+    program = (
+        "import sys, pathlib\n"
+        "from zerolite.checkpoint.directory import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])):\n"
+        "    print('here', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(saved)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"here\n"
+            with pytest.raises(CheckpointError, match="another job"), locked(saved):
+                pass
+        finally:
+            process.kill()
+    with locked(saved):
+        pass
+
+
+def test_processes_forked_meanwhile_do_not_keep_the_lock(saved: Path) -> None:
+    """As workers that load data, forked while a save is under way in the background."""
+    end, held = os.pipe()
+    with locked(saved):
+        process = os.fork()
+        if process == 0:
+            os.close(held)
+            os.read(end, 1)
+            os._exit(0)
+    try:
+        with locked(saved):
+            pass
+    finally:
+        os.close(held)
+        os.waitpid(process, 0)
+
+
+def test_file_systems_without_locks(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(directories.fcntl, "flock", none)
+    faults.save(saved, 1)
+    assert faults.load(saved) == 1
+
+
+def fsync_failing(kind: int) -> Callable[[int], None]:
+    """os.fsync, which fails for directories."""
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(kind, os.strerror(kind))
+        original(descriptor)
+
+    return fsync
+
+
+@pytest.mark.parametrize("kind", [errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_that_cannot_sync_directories(saved: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    monkeypatch.setattr(os, "fsync", fsync_failing(kind))
+    faults.save(saved, 1)
+    assert faults.load(saved) == 1
+
+
+def test_sync_of_a_directory_fails(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", fsync_failing(errno.EIO))
+    with pytest.raises(CheckpointError, match=f"'{saved.parent}.*': Input/output error"):
+        faults.save(saved, 1)
+
+
+# -------------------------------------------------------------------- paths
+
+
+def test_a_directory_that_cannot_be_read(saved: Path) -> None:
+    """But written into, as a drop box."""
+    saved.parent.chmod(0o1733)
+
+    def act() -> str:
+        faults.save(saved, 1)
+        return str(faults.load(saved))
+
+    assert faults.as_nobody(saved.parent, act) == "1"
+
+
+def test_relative(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved.parent)
+    for path in (Path("some/where"), Path()):
+        faults.save(path, 1)
+        faults.save(path, 2)
+        faults.save(path, 2)
+        assert faults.load(path) == 2
+        assert faults.load(saved.parent / path) == 2
+
+
+def test_symlinks(saved: Path) -> None:
+    """Of the directory, of ``latest``, of a checkpoint."""
+    real, link = saved / "real", saved / "link"
+    real.mkdir(parents=True)
+    link.symlink_to(real)
+    faults.save(link, 1)
+    assert link.is_symlink() and faults.load(real) == faults.load(link) == 1
+    (saved / "target").write_text("untouched\n")
+    (real / "latest").unlink()
+    (real / "latest").symlink_to(saved / "target")
+    (real / "global_step1").rename(saved / "elsewhere")
+    (real / "global_step1").symlink_to(saved / "elsewhere")
+    assert faults.load(real, "global_step1") == 1
+    faults.save(link, 1)  # the links are replaced, and not what they name
+    faults.save(link, 2, keep_last=1)
+    assert (saved / "target").read_text() == "untouched\n"
+    assert faults.load(saved / "elsewhere") == 1
+    assert tags(real) == {"global_step2"} and faults.load(link) == 2
+
+
+def test_leftovers_that_are_links(saved: Path) -> None:
+    """What is removed is the link."""
+    (saved / "precious").mkdir(parents=True)
+    (saved / "precious" / "file").touch()
+    for name in (".incomplete-x", ".removed-x"):
+        (saved / name).symlink_to(saved / "precious")
+    faults.save(saved, 1)
+    assert (saved / "precious" / "file").exists() and faults.hidden(saved) == []
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_its_place(saved: Path, below: str) -> None:
+    saved.write_text("x")
+    with pytest.raises(CheckpointError, match=f"'{saved}.*(File exists|Not a directory)"):
+        faults.save(saved / below, 1)
+    with pytest.raises(CheckpointError, match=f"'{saved}.*cannot be read: Not a directory") as caught:
+        find(saved / below)
+    assert not isinstance(caught.value, NoCheckpoint)
+    assert saved.read_text() == "x"
+
+
+def test_read_only(saved: Path) -> None:
+    """Loading writes nothing."""
+    faults.save(saved, 1)
+    everything = sorted(saved.rglob("*"))
+    for path in (*everything, saved):
+        path.chmod(path.stat().st_mode & ~0o222)
+    before = [(path, path.stat().st_mtime_ns) for path in (saved, *everything)]
+    with faults.recorded() as operations:
+        assert faults.load(saved) == 1
+    assert operations == [] and before == [(path, path.stat().st_mtime_ns) for path in (saved, *everything)]
+    saved.chmod(0o755)
+
+
+def test_other_manifests_do_not_matter(saved: Path) -> None:
+    faults.save(saved, 1)
+    for number, text in enumerate(('{"global_steps": 1e999, "saved_at": ""}', "[" * 100_000, "[]", "", '{"a": 1}')):
+        (saved / f"other{number}").mkdir()
+        (saved / f"other{number}" / "manifest.json").write_text(text)
+    (saved / "pipe").mkdir()
+    os.mkfifo(saved / "pipe" / "manifest.json")
+    assert [known.tag for known in complete_checkpoints(saved)] == ["global_step1"]
+    faults.save(saved, 2, keep_last=1)
+    (saved / "latest").unlink()
+    assert faults.load(saved) == 2
+
+
+def test_long_names(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="File name too long"):
+        faults.save(saved, 1, "x" * 250)
+    assert faults.hidden(saved) == []
