@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.saving import EngineParts, Saver, SaveRequest, UserState
@@ -26,16 +30,19 @@ class Checkpointer:
                 raise TypeError(f"expected client_state to be a dict, got {type(client_state).__name__}")
             return UserState(dict(client_state or {}), loaders.state_dict())
 
-        return self._saver.save(request, user, scheduler)
+        with _ordinary_tensors():
+            return self._saver.save(request, user, scheduler)
 
     def follow_save(self, scheduler: Any) -> None:
         """Take part in a save of the ranks that go on, with what this one holds."""
-        self._saver.save(None, _nothing, scheduler)
+        with _ordinary_tensors():
+            self._saver.save(None, _nothing, scheduler)
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
         """Returns the checkpoint's directory, or None, and the client state."""
         self._saver.wait_for_all()
-        return self._loader.load(request, scheduler, loaders)
+        with _ordinary_tensors():
+            return self._loader.load(request, scheduler, loaders)
 
     def wait(self) -> None:
         """Until what is saved in the background is on the disk. Raises CheckpointError if that went wrong."""
@@ -44,6 +51,13 @@ class Checkpointer:
     def close(self) -> None:
         """The same, before the process group is destroyed."""
         self._saver.wait()
+
+
+@contextlib.contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Also where the caller is in ``torch.inference_mode``, whose tensors cannot be changed outside."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _nothing() -> UserState:

@@ -182,7 +182,7 @@ def begin(directory: Path, tag: str) -> Path:
     """A fresh directory in which the checkpoint ``tag`` is written. Removes what killed saves have left. Raises
     CheckpointError if something else than a checkpoint has the name. Called by one rank, with the lock."""
     for path in sorted(directory.iterdir()):
-        if path.name.startswith((_INCOMPLETE, _REMOVED)):
+        if path.name.startswith((_INCOMPLETE, _REMOVED)) or path.name == f".{LATEST}.new":
             filesystem.remove(path)
         elif path.name.startswith(_REPLACED):
             _settle(path, directory / path.name.removeprefix(_REPLACED))

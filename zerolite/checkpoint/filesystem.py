@@ -5,6 +5,7 @@ Nothing else of this package writes, renames or removes. Nothing here hides an e
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -104,7 +105,12 @@ def replace_file(path: Path, content: bytes) -> None:
     """``path`` has the old content or the new one, whatever happens."""
     new = path.with_name(f".{path.name}.new")
     remove(new)
-    write_file(new, [[memoryview(content)]])
+    try:
+        write_file(new, [[memoryview(content)]])
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
     rename(new, path)
 
 

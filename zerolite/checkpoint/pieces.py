@@ -46,7 +46,7 @@ class FlatRange:
 
 def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
     """Of a tensor without elements, which is in no file."""
-    return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype))
+    return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype, device="cpu"))
 
 
 def whole(key: str, tensor: torch.Tensor) -> FlatRange:

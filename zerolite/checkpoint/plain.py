@@ -58,7 +58,7 @@ def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> 
         return {f"${cls.__name__}": str(value)}
     if cls.__module__ == "numpy" and hasattr(value, "__array__"):
         if value.dtype.kind in "biuf":
-            return _encode(torch.tensor(value) if value.ndim else value.item(), where, tensors, depth)
+            return _encode(torch.tensor(value, device="cpu") if value.ndim else value.item(), where, tensors, depth)
     raise TypeError(
         f"{where}: expected plain data (None, numbers, strings, bytes, lists, tuples, sets, dicts, tensors), which "
         f"can be loaded without executing anything, got {cls.__module__}.{cls.__qualname__}; {_advice(value)}"
@@ -137,7 +137,7 @@ def _decode_tagged(tag: str, content: Any, tensor: Callable[[int], torch.Tensor]
         dtype, number = content
         if not isinstance(number := _decode(number, tensor), (bool, int, float)):
             raise ValueError(f"expected a number, got {type(number).__name__}")
-        return torch.tensor(number, dtype=_dtype(dtype))
+        return torch.tensor(number, dtype=_dtype(dtype), device="cpu")
     if tag == "$tensor":
         return tensor(content)
     if tag in _SEQUENCES:

@@ -129,7 +129,7 @@ class CheckpointReader:
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A whole tensor, on the CPU, in ``dtype`` (default: as it is stored)."""
         stored = self.tensors[key]
-        whole = torch.empty(stored.shape, dtype=dtype or stored.dtype)
+        whole = torch.empty(stored.shape, dtype=dtype or stored.dtype, device="cpu")
         self.fetch(
             Request(box, stored.dtype, box.box, lambda box=box: part_of(whole, box.box))  # type: ignore[misc]
             for box in stored.boxes
@@ -175,7 +175,7 @@ def _fetch(file: _CheckedFile, request: Request) -> None:
     if direct:
         file.read(start, as_bytes(place))
         return
-    flat = torch.empty(last - first + 1, dtype=request.dtype)
+    flat = torch.empty(last - first + 1, dtype=request.dtype, device="cpu")
     file.read(start, as_bytes(flat))
     place.copy_(flat.as_strided(request.part[1], strides))
 

@@ -285,5 +285,5 @@ def tensor_on(buffer: Any, dtype: torch.dtype, shape: Sequence[int], offset: int
     buffer alive. Raises ValueError if the buffer is too small."""
     numel = math.prod(shape)
     if numel == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset).view(tuple(shape))

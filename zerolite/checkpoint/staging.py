@@ -38,7 +38,7 @@ class Staging:
     memory takes longer than copying."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @torch.no_grad()
     def copy(self, shards: Sequence[Shard]) -> list[Shard]:
@@ -50,7 +50,7 @@ class Staging:
         values = [shard.values if isinstance(shard.values, torch.Tensor) else shard.values() for shard in shards]
         on_cuda = next((value.device for value in values if value.device.type == "cuda"), None)
         if self._memory.numel() < position:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let go before there is more
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go before there is more
             self._memory = _pinned(position) if on_cuda is not None else _huge(position)
         staged = []
         for shard, value, place in zip(shards, values, places, strict=True):

@@ -59,7 +59,7 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") ->
 
 
 with torch.inference_mode(False):
-    NOTHING = torch.empty(0)  # what waiting for several tensors gives
+    NOTHING = torch.empty(0, device="cpu")  # what waiting for several tensors gives
 
 
 class Communicator:

@@ -46,5 +46,5 @@ class ControlChannel:
         return box[0]
 
     def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        own = torch.tensor(row + [0] * (self._width - len(row)), dtype=torch.int64)
-        return own, torch.empty(self._world_size, self._width, dtype=torch.int64)
+        own = torch.tensor(row + [0] * (self._width - len(row)), dtype=torch.int64, device="cpu")
+        return own, torch.empty(self._world_size, self._width, dtype=torch.int64, device="cpu")

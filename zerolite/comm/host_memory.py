@@ -25,9 +25,9 @@ def same_host(group: dist.ProcessGroup) -> bool:
 
 def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     """Every rank's ``text`` of at most 512 bytes, by rank. (torch's all_gather_object would need numpy.)"""
-    own = torch.zeros(512, dtype=torch.uint8)
+    own = torch.zeros(512, dtype=torch.uint8, device="cpu")
     encoded = text.encode()[:512]
-    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
     return [bytes(entry.tolist()).rstrip(b"\0").decode(errors="replace") for entry in gathered]

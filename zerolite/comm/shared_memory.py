@@ -110,7 +110,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         return self._last
 
     def _fence(self, ticket: list[int]) -> tuple[torch.Tensor, Any]:
-        arrived = torch.tensor(ticket, dtype=torch.int64)
+        arrived = torch.tensor(ticket, dtype=torch.int64, device="cpu")
         return arrived, dist.all_reduce(arrived, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def _compare(self, arrived: torch.Tensor, ticket: list[int], launch: _Launch) -> None:

@@ -302,12 +302,14 @@ def _agree(
 ) -> set[str]:
     """The names that rank 0 has, known to all; RuntimeError on all ranks if they do not fit."""
     names = list(targets)
-    flags = torch.zeros(len(names) + 1, dtype=torch.int64)
+    flags = torch.zeros(len(names) + 1, dtype=torch.int64, device="cpu")
     unexpected: list[str] = []
     if comm.rank == 0:
         unexpected = [name for name in given if name not in targets]
         fits = [given[n].shape == whole_shape(targets[n]) if n in given else None for n in names]
-        flags[:-1] = torch.tensor([0 if fit is None else 1 if fit else 2 for fit in fits], dtype=torch.int64)
+        flags[:-1] = torch.tensor(
+            [0 if fit is None else 1 if fit else 2 for fit in fits], dtype=torch.int64, device="cpu"
+        )
         flags[-1] = len(unexpected)
     flags = flags.to(device)
     comm.broadcast(flags, "initial_sync")

@@ -132,7 +132,7 @@ class StatsCollector:
         if numbers == [0, 0, 1, 1, 0, 0]:  # nearly always
             values[-4:-2] = 1.0
         else:
-            values[-6:] = torch.tensor(numbers, dtype=torch.float64)
+            values[-6:] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         for launch in self._plan(tuple(part.dtype for part in parts)):
             torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
         values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
@@ -159,12 +159,12 @@ class StatsCollector:
                     if f.slot.bucket in place
                 ]
                 if segments:
-                    plan.append(_Launch(buckets, torch.tensor(segments, dtype=torch.int64)))
+                    plan.append(_Launch(buckets, torch.tensor(segments, dtype=torch.int64, device="cpu")))
             self._launches[dtypes] = plan
         return plan
 
     def _flags(self, used: set[int]) -> torch.Tensor:
-        flags = torch.zeros(self._count, dtype=torch.float64)
+        flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")
         flags[sorted(used)] = 1.0
         return flags.to(self._device)
 

@@ -144,10 +144,10 @@ def _sendable(path: str, tensor: torch.Tensor, device: torch.device) -> torch.Te
 
 def _number_tensor(path: str, number: Any) -> torch.Tensor:
     if isinstance(number, bool):
-        return torch.tensor(number)
+        return torch.tensor(number, device="cpu")
     if isinstance(number, numbers.Integral):
-        return torch.tensor(_int64(path, number), dtype=torch.int64)
-    return torch.tensor(float(number), dtype=torch.float64)
+        return torch.tensor(_int64(path, number), dtype=torch.int64, device="cpu")
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu")
 
 
 def _int64(path: str, number: Any) -> int:

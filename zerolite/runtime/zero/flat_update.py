@@ -131,7 +131,7 @@ class FlatUpdate:
             self._buffer.follow(bucket)
         for launch in self._plan(tuple(buckets), gradients, publish):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
-            scalars = torch.tensor(rows, dtype=torch.float64)
+            scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             if on_host:
                 scalars[:, 0] *= factor
             outs = [self._buffer.owned_compute(b) for b in launch.buckets if self._writes(b, publish)]
@@ -160,7 +160,7 @@ class FlatUpdate:
         step = self._steps_of(piece)
         if self._states is None or step == 0:
             return {}
-        state: State = {"step": torch.tensor(float(step))} if self._rule.counts_steps else {}
+        state: State = {"step": torch.tensor(float(step), device="cpu")} if self._rule.counts_steps else {}
         bucket = piece.fragment.slot.bucket
         for name, flats in zip(self._rule.states, self._states, strict=False):
             state[name] = self._buffer.piece(piece.fragment, flats[bucket])
@@ -286,4 +286,4 @@ class FlatUpdate:
                     segments.append([tensor, fragment.shard_start, fragment.numel, row])
         if not segments:
             return None
-        return _Launch(tuple(buckets), torch.tensor(segments, dtype=torch.int64), tuple(rows))
+        return _Launch(tuple(buckets), torch.tensor(segments, dtype=torch.int64, device="cpu"), tuple(rows))

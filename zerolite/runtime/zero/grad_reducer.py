@@ -455,7 +455,9 @@ class GradReducer:
     def _reduce_late(self, plan: LaunchPlan) -> None:
         """Agree on the buckets that got gradients after they were launched, on any rank, and reduce those again;
         learn from it. Called on all ranks."""
-        own = torch.tensor([[int(state.late) for state in self._states], plan.arrivals], dtype=torch.int64)
+        own = torch.tensor(
+            [[int(state.late) for state in self._states], plan.arrivals], dtype=torch.int64, device="cpu"
+        )
         agreed = own.to(self.parameters[0].device).reshape(-1)
         self._wait_for_all()
         self._comm.all_reduce_max(agreed, "stats")
