@@ -193,12 +193,13 @@ class Loader:
         optimizer = self._parts.model.optimizer
         expected = optimizer.method.state_names
         saved, here = reader.state["optimizer"]["type"], type(optimizer.inner).__name__
-        other = kinds and (set(kinds) != set(expected) if expected is not None else _family(saved) != _family(here))
+        other = saved is not None and _family(saved) != _family(here)
+        other = other or bool(kinds and expected is not None and set(kinds) != set(expected))
         if other:
             names = f"; it keeps {', '.join(sorted(expected))}" if expected is not None else ""
             raise CheckpointError(
-                f"the checkpoint has the states {', '.join(sorted(kinds))} of {saved}, and the optimizer here is "
-                f"{here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
+                f"the checkpoint has the states {', '.join(sorted(kinds)) or '(none)'} of {saved}, and the optimizer "
+                f"here is {here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
             )
         if kinds and expected is None:
             self._check_flags(reader.state["optimizer"]["groups"], groups)
@@ -391,7 +392,7 @@ def _family(optimizer: str) -> str:
 
 def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     for key, value in values.items():
-        if key in KEPT:
+        if key in KEPT or (key not in group and key != "initial_lr"):
             continue
         if isinstance(group.get(key), torch.Tensor):
             group[key].fill_(value)

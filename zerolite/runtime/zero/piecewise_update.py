@@ -117,7 +117,15 @@ class PiecewiseUpdate:
         """See :class:`UpdateMethod`."""
         group = self._inner.param_groups[piece.group]
         device = self._buffer.master[piece.fragment.slot.bucket].device
-        places = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in tensors.items()}
+        like = self._buffer.parameters[piece.fragment.slot.index].data
+
+        def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            """In the order of the parameter's memory, over which torch's fused kernels walk."""
+            whole = not self._buffer.shard and shape == like.shape
+            strides = like.stride() if whole else torch.empty(shape, device="meta").stride()
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+        places = {name: place(shape, dtype) for name, (shape, dtype) in tensors.items()}
         # Torch keeps counts where the kernel that reads them runs.
         counts = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         own = {

@@ -293,7 +293,8 @@ class ShardedOptimizer(Optimizer):
 
 
 ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper would run hooks in one loop only
-KEPT = ("params", "foreach", "fused", "capturable", "differentiable")  # of a param group when another is loaded
+# Of a param group when another is loaded: which implementation updates, and what is of the optimizer's class.
+KEPT = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 
