@@ -11,7 +11,6 @@ import torch
 
 from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.saving import EngineParts, Saver, SaveRequest, UserState
-from zerolite.comm.process_group import keep_track
 
 
 class Checkpointer:
@@ -20,7 +19,6 @@ class Checkpointer:
     def __init__(self, parts: EngineParts) -> None:
         self._saver = Saver(parts)
         self._loader = Loader(parts)
-        keep_track(self)
 
     def save(self, request: SaveRequest, client_state: Any, scheduler: Any, loaders: Any) -> str:
         """Returns the checkpoint's directory."""
@@ -46,10 +44,6 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Until what is saved in the background is on the disk. Raises CheckpointError if that went wrong."""
-        self._saver.wait()
-
-    def close(self) -> None:
-        """The same, before the process group is destroyed."""
         self._saver.wait()
 
 

@@ -15,6 +15,7 @@ import torch
 
 from zerolite.checkpoint import plain
 from zerolite.checkpoint.directory import check_tag, default_tag
+from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
@@ -26,7 +27,7 @@ from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request
 from zerolite.checkpoint.window_state import window_shards
 from zerolite.checkpoint.writing import write_checkpoint
-from zerolite.comm import HostGroup
+from zerolite.comm import HostGroup, keep_track
 from zerolite.config import ZeroliteConfig
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
@@ -35,6 +36,7 @@ from zerolite.runtime.zero.sharded_optimizer import KEPT
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
 _CALL = "engine.save_checkpoint"
+_unfinished: set[Saver] = set()  # whose engine may be gone before the checkpoint is complete
 _in_background: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()  # by process group
 
 
@@ -90,6 +92,7 @@ class Saver:
         self._staging = Staging()
         self._running: threading.Thread | None = None
         self._failure: BaseException | None = None
+        keep_track(self)
 
     def save(self, request: SaveRequest | None, user: Callable[[], UserState], scheduler: Any) -> str:
         """Called on all ranks; ``request`` is None on those that have finished their batches. Returns the checkpoint's
@@ -134,9 +137,14 @@ class Saver:
         running, self._running = self._running, None
         if running is not None:
             running.join()
+        _unfinished.discard(self)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def close(self) -> None:
+        """Before the process group is destroyed."""
+        self.wait()
 
     def wait_for_all(self) -> None:
         """The same, and until those of other engines, which use the same group, have ended."""
@@ -155,6 +163,7 @@ class Saver:
                     logger.error("%s, in the background: %s", _CALL, error)
 
         self._running = threading.Thread(target=run, name="zerolite-checkpoint")
+        _unfinished.add(self)
         if self._host.group is not None:
             _in_background[self._host.group] = self._running
         self._running.start()
@@ -163,6 +172,11 @@ class Saver:
         return _Collected(self._staging.copy(collected.shards), collected.scalars, collected.commit, collected.save_dir)
 
     def _write(self, collected: _Collected, tag: str) -> None:
+        if not self._host.alive:
+            raise CheckpointError(
+                f"saving checkpoint '{tag}' failed: the process group was destroyed meanwhile; call "
+                "engine.wait_for_checkpoint() first, or zerolite.destroy() instead"
+            )
         write_checkpoint(
             collected.save_dir, tag, collected.shards, collected.scalars, collected.commit, self._host.group
         )

@@ -5,7 +5,7 @@ from zerolite.comm.control import ControlChannel
 from zerolite.comm.create import create_communicator, second_communicator, use_communicator
 from zerolite.comm.host_group import HostGroup
 from zerolite.comm.null import NullCommunicator
-from zerolite.comm.process_group import destroy, init_distributed, local_rank
+from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "create_communicator",
     "destroy",
     "init_distributed",
+    "keep_track",
     "local_rank",
     "record",
     "second_communicator",

@@ -25,6 +25,11 @@ class HostGroup:
         self._meetings = 0
         self._key = self.broadcast(f"zerolite/{purpose}/{uuid.uuid4()}", 0)
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is one process, or the group has not been destroyed."""
+        return self.group is None or dist.is_initialized()
+
     def meet(self, timeout_s: float, what: str) -> None:
         """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, which says who is missing
         from ``what``. It goes through the store of the rendezvous, where who does not come hinders nobody. A rank that
