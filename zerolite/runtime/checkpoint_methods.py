@@ -97,7 +97,8 @@ class CheckpointMethods:
         tag: default the one that ``load_dir/latest`` names, or, without that file, the newest complete one.
         load_module_strict: the checkpoint must have exactly the model's parameters and buffers; False loads what both
         have, also where an adapter has been put around a module or taken away. load_optimizer_states: also the
-        hyperparameters of param groups that have the same parameters. load_lr_scheduler_states: of ``lr_scheduler``.
+        hyperparameters of param groups that have the same parameters. load_lr_scheduler_states: of ``lr_scheduler``;
+        False lets it begin anew, from the engine's own lr, momentum and betas.
         load_module_only: parameters and buffers, and nothing else: no counters, no random states. missing_ok: (None,
         {}) if there is no checkpoint at all, instead of an error.
 

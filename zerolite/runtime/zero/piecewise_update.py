@@ -117,13 +117,13 @@ class PiecewiseUpdate:
         """See :class:`UpdateMethod`."""
         group = self._inner.param_groups[piece.group]
         device = self._buffer.master[piece.fragment.slot.bucket].device
-        like = self._buffer.parameters[piece.fragment.slot.index].data
+        parameter = self._buffer.parameters[piece.fragment.slot.index]
 
         def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            """In the order of the parameter's memory, over which torch's fused kernels walk."""
-            whole = not self._buffer.shard and shape == like.shape
-            strides = like.stride() if whole else torch.empty(shape, device="meta").stride()
-            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            """Of a whole parameter in the order of its memory, over which torch's fused kernels walk."""
+            if self._buffer.shard or shape != parameter.shape:
+                return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
 
         places = {name: place(shape, dtype) for name, (shape, dtype) in tensors.items()}
         # Torch keeps counts where the kernel that reads them runs.

@@ -1,0 +1,193 @@
+"""Saves in the background, while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from tests.checkpoint.cases.calls import reloaded
+from tests.checkpoint.cases.matching import expect, expect_words, message
+from tests.checkpoint.cases.recipes import RECIPES
+from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, scatter_seeds, train
+from zerolite.checkpoint import filesystem
+
+
+@contextlib.contextmanager
+def before_operations(action: Callable[[str, Path], None]) -> Iterator[None]:
+    """``action`` is called before each operation of a save."""
+    filesystem.before_operation = action
+    try:
+        yield
+    finally:
+        filesystem.before_operation = filesystem._nothing
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """No save writes anything until the event is set."""
+    event = threading.Event()
+
+    def wait(operation: str, path: Path) -> None:
+        assert event.wait(30), "nobody has let the save go on"
+
+    with before_operations(wait):
+        try:
+            yield event
+        finally:
+            event.set()
+
+
+@contextlib.contextmanager
+def full_disk(rank: int, failing: int, operation: str = "write") -> Iterator[None]:
+    def fail(kind: str, path: Path) -> None:
+        if kind == operation and rank == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with before_operations(fail):
+        yield
+
+
+def tags_in(directory: str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name not in (".lock", "latest"))
+
+
+def goes_on_at_once(directory: str, stage: int, name: str) -> None:
+    """What is saved is the state at the call, whatever comes then."""
+    recipe = RECIPES[name]
+    engine = make_engine(recipe, stage)
+    own_seeds(engine.rank)
+    start, end = 2 * recipe.micros + recipe.middle, 4 * recipe.micros
+    train(engine, recipe, 0, start)
+    client = {"tensor": torch.arange(3), "list": [1]}
+    at_the_call = facts(engine, recipe.states) if not recipe.middle else {}
+    with held_back() as event:
+        path = engine.save_checkpoint(directory, client_state=client, async_save=True)
+        client["tensor"].zero_()
+        client["list"].append(2)
+        losses = train(engine, recipe, start, end)
+        after = facts(engine, recipe.states)
+        with torch.no_grad():
+            for buffer in engine.module.buffers():
+                buffer.zero_()
+        assert not os.path.exists(path)
+        event.set()
+        engine.wait_for_checkpoint()
+    assert os.path.exists(path)
+    other = make_engine(recipe, 3 - stage if recipe.micros == 1 else stage, seed=5)
+    scatter_seeds(other.rank)
+    _, found = other.load_checkpoint(directory)
+    expect(differences({"tensor": torch.arange(3), "list": [1]}, found))
+    if not recipe.middle:
+        expect(differences(at_the_call, facts(other, recipe.states)))
+    assert train(other, recipe, start, end) == losses
+    expect(differences(after, facts(other, recipe.states)))
+
+
+def two_in_a_row(directory: str, stage: int) -> None:
+    recipe = RECIPES["mixture"]
+    engine = make_engine(recipe, stage)
+    own = {}
+    for step in range(3):
+        train(engine, recipe, step, step + 1)
+        own[step + 1] = facts(engine, recipe.states)
+        engine.save_checkpoint(directory, async_save=step != 1)
+    engine.wait_for_checkpoint()
+    engine.wait_for_checkpoint()
+    assert tags_in(directory) == ["global_step1", "global_step2", "global_step3"]
+    for step, expected in own.items():
+        expect(differences(expected, reloaded(directory, recipe, 3 - stage, tag=f"global_step{step}")))
+
+
+def loaded_at_once(directory: str, stage: int) -> None:
+    """A load waits for the save before it."""
+    recipe = RECIPES["mixture"]
+    engine = make_engine(recipe, stage)
+    train(engine, recipe, 0, 2)
+    own = facts(engine, recipe.states)
+    engine.save_checkpoint(directory, async_save=True)
+    train(engine, recipe, 2, 3)
+    engine.load_checkpoint(directory)
+    expect(differences(own, facts(engine, recipe.states)))
+
+
+def failed(directory: str, stage: int, failing: int, following: str) -> None:
+    """What goes wrong in the background is raised by the next call, on all ranks, once."""
+    recipe = RECIPES["mixture"]
+    engine = make_engine(recipe, stage)
+    train(engine, recipe, 0, 1)
+    engine.save_checkpoint(directory)
+    own = facts(engine, recipe.states)
+    with full_disk(engine.rank, failing):
+        train(engine, recipe, 1, 2)
+        engine.save_checkpoint(directory, async_save=True)
+        train(engine, recipe, 2, 3)
+        calls = {
+            "wait": engine.wait_for_checkpoint,
+            "load": lambda: engine.load_checkpoint(directory),
+            "save": lambda: engine.save_checkpoint(directory),
+            "async": lambda: engine.save_checkpoint(directory, async_save=True),
+        }
+        before = facts(engine, recipe.states)
+        said = message(calls[following])
+    expect_words(said, "CheckpointError", "'global_step2'", f"rank {failing}:", "No space left", "'global_step1'")
+    expect(differences(before, facts(engine, recipe.states)))
+    engine.wait_for_checkpoint()
+    assert tags_in(directory) == ["global_step1"]
+    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+    engine.save_checkpoint(directory, async_save=True)
+    engine.wait_for_checkpoint()
+    assert tags_in(directory) == ["global_step1", "global_step3"]
+    expect(differences(before, reloaded(directory, recipe, 3 - stage)))
+
+
+def refused_at_once(directory: str, stage: int) -> None:
+    """What can be known at the call is said there."""
+    engine = make_engine(RECIPES["mixture"], stage)
+    said = message(engine.save_checkpoint, directory, client_state={"f": print}, async_save=True)
+    expect_words(said, "TypeError", "client_state['f']")
+    said = message(engine.save_checkpoint, directory, tag="a/b", async_save=True)
+    expect_words(said, "ValueError", "'a/b'")
+    engine.wait_for_checkpoint()
+    assert not os.path.exists(directory)
+
+
+def while_joined(directory: str, stage: int) -> None:
+    """Ranks that have finished save in the background too."""
+    recipe = RECIPES["groups"]
+    engine = make_engine(recipe, stage)
+    with engine.join():
+        train(engine, recipe, 0, 1)
+        if engine.rank == 0:
+            engine.save_checkpoint(directory, async_save=True)
+            engine.save_checkpoint(directory, tag="second", async_save=True)
+    own = facts(engine, recipe.states)
+    engine.wait_for_checkpoint()
+    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+
+
+def two_engines(directory: str, stage: int) -> None:
+    """Each has its own saves, which may be under way at the same time."""
+    recipe = RECIPES["mixture"]
+    engines = [make_engine(recipe, stage), make_engine(recipe, stage, seed=5)]
+    slow = threading.Event()
+
+    def wait(operation: str, path: Path) -> None:  # the ranks are at different places
+        slow.wait(0.005 * (engines[0].rank + 1))
+
+    own = []
+    with before_operations(wait):
+        for round_ in range(3):
+            for number, engine in enumerate(engines):
+                train(engine, recipe, round_, round_ + 1)
+                engine.save_checkpoint(f"{directory}/{number}", tag="last", async_save=True)
+        for engine in engines:
+            own.append(facts(engine, recipe.states))
+            engine.wait_for_checkpoint()
+    for number, expected in enumerate(own):
+        expect(differences(expected, reloaded(f"{directory}/{number}", recipe, 3 - stage)))

@@ -1,0 +1,265 @@
+"""Checkpoints that are loaded into something else than what they were saved from."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import models
+from tests.checkpoint.cases.recipes import RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
+from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, scatter_seeds, train
+
+ADAM = ("exp_avg", "exp_avg_sq", "step")
+STEPS = 2
+
+
+def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What it raises, with the name of the exception's type; "" if nothing."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def trained(recipe: Recipe, stage: int, steps: int = STEPS, **more: Any) -> Any:
+    engine = make_engine(recipe, stage, **more)
+    own_seeds(engine.rank)
+    train(engine, recipe, 0, steps * recipe.micros)
+    return engine
+
+
+def saved_by(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> dict[str, Any]:
+    """Save a trained engine, and tell what it is."""
+    engine = trained(recipe, stage)
+    engine.save_checkpoint(directory, **arguments)
+    return facts(engine, recipe.states)
+
+
+def into(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> tuple[Any, str]:
+    """Load into an engine of other weights. Returns it, and what was raised."""
+    engine = make_engine(recipe, stage, seed=5)
+    scatter_seeds(engine.rank)
+    return engine, message(engine.load_checkpoint, directory, **arguments)
+
+
+def expect(found: list[str]) -> None:
+    assert found == [], found
+
+
+def expect_words(text: str, *words: str) -> None:
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
+# -------------------------------------------------------------------- other shapes of the same run
+
+
+def reversed_groups(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": [*reversed(three_groups(model)["model_parameters"])]}
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupDecayLR": {"config": scheduler("WarmupDecayLR", warmup_num_steps=3, total_num_steps=9)},
+    "LambdaLR": {"engine": by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))},
+    "OneCycleLR": {
+        "engine": by(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=9))
+    },
+    "SequentialLR": {"engine": RECIPES["SequentialLR"].engine},
+}
+
+
+def other_order_of_groups(directory: str, stage: int, schedule: str) -> None:
+    """The param groups come in another order: their hyperparameters and schedule follow their parameters."""
+    own = SCHEDULES[schedule]
+    extra = own.get("engine", lambda model: {})
+
+    def with_groups(groups: Callable[[nn.Module], Any]) -> Recipe:
+        engine = lambda model: {**groups(model), **extra(model)}  # noqa: E731
+        return Recipe(model=RECIPES["mixture"].model, config=own.get("config", {}), engine=engine)
+
+    straight, turned = with_groups(three_groups), with_groups(reversed_groups)
+    source = trained(straight, stage)
+    source.save_checkpoint(directory)
+    target, said = into(directory, turned, stage)
+    assert said == ""
+    for _ in range(2):
+        one, other = facts(source, ADAM), facts(target, ADAM)
+        other["groups"].reverse()
+        del one["lr_scheduler"], other["lr_scheduler"]
+        expect(differences(one, other))
+        losses = [train(engine, recipe, 2, 4) for engine, recipe in ((source, straight), (target, turned))]
+        assert losses[0] == losses[1]
+
+
+def other_groups(directory: str, stage: int) -> None:
+    """Groups of other parameters keep what they have; a schedule with values for each is refused, if asked for."""
+    recipe = Recipe(engine=three_groups)
+    own = saved_by(directory, recipe, stage)
+    one_group = replace(recipe, engine=lambda model: {}, optimizer=("AdamW", {"lr": 0.5}))
+    engine, said = into(directory, one_group, stage)
+    assert said == ""
+    found = facts(engine, ADAM)
+    expect(differences({k: own[k] for k in ("masters", *ADAM)}, {k: found[k] for k in ("masters", *ADAM)}))
+    assert engine.get_lr() == [0.5]
+    del engine
+    schedule = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))
+    both = Recipe(engine=lambda model: {**three_groups(model), **schedule(model)})
+    saved_by(directory, both, stage, tag="schedule")
+    fewer = replace(both, engine=schedule)
+    engine, said = into(directory, fewer, stage, tag="schedule")
+    expect_words(said, "CheckpointError", "3 param groups", "load_lr_scheduler_states=False")
+    assert message(engine.load_checkpoint, directory, tag="schedule", load_lr_scheduler_states=False) == ""
+
+
+# -------------------------------------------------------------------- adapters and wrappers
+
+
+def adapter_added(directory: str, stage: int) -> None:
+    base = saved_by(directory, Recipe(), stage)
+    engine, said = into(directory, Recipe(adapted), stage)
+    expect_words(said, "CheckpointError", "first.base_layer.weight", "first.weight", "load_module_strict=False")
+    expect_words(said, "Nothing was loaded")
+    before = facts(engine, ADAM)
+    own = {name: tensor for name, tensor in before["masters"].items() if "lora" in name}
+    assert own
+    expect(differences(before, facts(engine, ADAM)))
+    path, _ = engine.load_checkpoint(directory, load_module_strict=False)
+    after = facts(engine, ADAM)
+    expect(differences(own, after["masters"]))
+    for name, values in base["masters"].items():
+        layer, _, kind = name.partition(".")
+        expect(differences(values, after["parameters"][f"{layer}.base_layer.{kind}"], name))
+    assert after["counters"]["global_steps"] == STEPS and not after["exp_avg"]
+    train(engine, Recipe(adapted), 2, 4)
+
+
+def adapter_dropped(directory: str, stage: int) -> None:
+    own = saved_by(directory, Recipe(adapted), stage)
+    engine, said = into(directory, Recipe(), stage)
+    expect_words(said, "lora_A", "load_module_strict=False")
+    engine.load_checkpoint(directory, load_module_strict=False)
+    after = facts(engine, ADAM)
+    for name, values in after["masters"].items():
+        layer, _, kind = name.partition(".")
+        expect(differences(values, own["parameters"][f"{layer}.base_layer.{kind}"], name))
+    assert not after["exp_avg"]
+    train(engine, Recipe(), 2, 4)
+
+
+class Wrapped(nn.Module):
+    """As peft names what it wraps: ``base_model.model.…``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_model.model(x)
+
+
+def adapter_wraps_everything(directory: str, stage: int) -> None:
+    base = saved_by(directory, Recipe(), stage)
+    engine, said = into(directory, Recipe(lambda: Wrapped(adapted())), stage, load_module_strict=False)
+    assert said == ""
+    after = facts(engine, ADAM)
+    for name, values in base["masters"].items():
+        layer, _, kind = name.partition(".")
+        expect(differences(values, after["parameters"][f"base_model.model.{layer}.base_layer.{kind}"], name))
+
+
+def without_frozen(directory: str, stage: int, other: int) -> None:
+    """Only what trains is saved, and that goes into a model whose frozen part stays as it is."""
+    recipe = RECIPES["adapters"]
+    own = saved_by(directory, recipe, stage, exclude_frozen_parameters=True)
+    reader = zerolite_reader(directory)
+    assert reader.manifest.about.exclude_frozen_parameters
+    kept = {key for key in reader.tensors if key.startswith("parameters/")}
+    assert kept == {f"parameters/{name}" for name in own["masters"]}, kept
+    engine = make_engine(recipe, other, seed=5)
+    frozen = {n: p for n, p in facts(engine, ())["parameters"].items() if "base_layer" in n}
+    engine.load_checkpoint(directory)
+    after = facts(engine, ADAM)
+    expect(differences({k: own[k] for k in ("masters", *ADAM)}, {k: after[k] for k in ("masters", *ADAM)}))
+    expect(differences(frozen, {name: after["parameters"][name] for name in frozen}))
+    assert all("base_layer" in name for name in frozen) and frozen
+
+
+def zerolite_reader(directory: str, tag: str = f"global_step{STEPS}") -> Any:
+    from zerolite.checkpoint.reader import CheckpointReader
+
+    return CheckpointReader(Path(directory) / tag)
+
+
+def compiled(directory: str, stage: int) -> None:
+    """torch.compile puts a wrapper around a module, or the whole model: names are those inside."""
+
+    def inside() -> nn.Module:
+        model = models.build(models.PrimeMlp)
+        model.hidden = torch.compile(model.hidden, backend="eager")
+        return model
+
+    plain = Recipe(lambda: models.build(models.PrimeMlp))
+    variants = [inside, lambda: torch.compile(models.build(models.PrimeMlp), backend="eager")]
+    own = saved_by(f"{directory}/plain", plain, stage)
+    for number, make in enumerate(variants):
+        engine, said = into(f"{directory}/plain", replace(plain, model=make), stage)
+        assert said == ""
+        expect(differences(own, facts(engine, ADAM)))
+        engine.save_checkpoint(f"{directory}/{number}")
+        del engine
+        engine, said = into(f"{directory}/{number}", plain, stage)
+        assert said == ""
+        expect(differences(own, facts(engine, ADAM)))
+        del engine
+        gc.collect()
+
+
+class Untied(Mixture):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.again.weight = nn.Parameter(torch.randn(13, 13))
+
+
+def tied_elsewhere(directory: str, stage: int) -> None:
+    """A tied weight goes into two that are not, and is found by any of its names."""
+    tied = RECIPES["mixture"]
+    own = saved_by(directory, replace(tied, engine=lambda model: {}), stage)
+    loose = replace(tied, model=lambda: models.build(Untied), engine=lambda model: {})
+    engine, said = into(directory, loose, stage)
+    assert said == ""
+    after = facts(engine, ADAM)
+    for kind in ("masters", *ADAM):
+        assert set(after[kind]) == set(own[kind]) | {"again.weight"}
+        expect(differences(own[kind]["tied.weight"], after[kind]["again.weight"], kind))
+
+    class Turned(nn.Module):
+        """The other name comes first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            inner = Mixture(0.0)
+            self.again, self.tied = inner.again, inner.tied
+            for name, child in inner.named_children():
+                setattr(self, name, child)
+            for name, parameter in inner.named_parameters(recurse=False):
+                setattr(self, name, parameter)
+            for name, buffer in inner.named_buffers(recurse=False):
+                self.register_buffer(name, buffer, persistent=name != "scratch")
+
+        forward = Mixture.forward
+
+    turned = replace(loose, model=lambda: models.build(Turned))
+    engine, said = into(directory, turned, stage)
+    assert said == ""
+    after = facts(engine, ADAM)
+    for kind in ("masters", *ADAM):
+        expect(differences(own[kind].pop("tied.weight"), after[kind].pop("again.weight"), kind))
+        expect(differences(own[kind], after[kind]))

@@ -1,0 +1,400 @@
+"""What is trained, saved and loaded: models, batches, optimizers and schedules, by name.
+
+A batch belongs to all ranks; each takes its share of the rows. So a run means the same at every world size.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+
+from tests import models
+from tests.distributed.configs import ADAMW, SGD, dynamic_fp16
+from zerolite.ops import Lion
+
+ROWS = 12  # of a batch: a multiple of every world size
+BIG = 1e30  # overflows in fp16
+Batch = tuple[Tensor, ...]
+Kwargs = dict[str, Any]
+
+# Settings under which the small models are partitioned, and fill several buckets.
+ZERO = {
+    "reduce_bucket_size": 100,
+    "allgather_bucket_size": 100,
+    "stage3_param_persistence_threshold": 4,
+    "stage3_module_granularity_threshold": 0,
+}
+
+
+class Mixture(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]``: odd and prime sizes, fewer elements than ranks, none, no dimension, weights that
+    memory holds in another order, a tied one, frozen ones, one that is never used, dropout."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.first.weight = nn.Parameter(torch.randn(7, 13).mul_(0.3).t())
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.bend = nn.Conv2d(1, 3, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
+        self.mix = nn.Conv2d(3, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.tied = nn.Linear(13, 13)
+        self.again = nn.Linear(13, 13, bias=False)
+        self.again.weight = self.tied.weight
+        self.gain = nn.Parameter(torch.tensor(0.75))
+        self.single = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.last = nn.Linear(13, 3)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("offset", torch.randn(3))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.frozen(self.first(x)))
+        image = hidden[:, None, :, None].expand(-1, -1, -1, 2)
+        hidden = hidden + self.mix(torch.tanh(self.bend(image))).mean((1, 3)) * self.single
+        hidden = self.again(self.dropout(torch.tanh(self.tied(hidden)))) * self.gain
+        return self.last(hidden) + self.offset.to(x.dtype) + self.empty.sum()
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, with a low-rank adapter that is trained, in the names that peft gives."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def adapted() -> nn.Module:
+    model = models.build(models.Mlp)
+    model.first, model.second = Adapted(model.first), Adapted(model.second)
+    return model
+
+
+class Sleeper(nn.Module):
+    """An Mlp of which a part is frozen until somebody wakes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = models.Mlp()
+        self.later = nn.Linear(3, 3)
+        self.added = nn.Linear(3, 3)
+        self.later.requires_grad_(False)
+        self.added.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.added(torch.tanh(self.later(self.net(x))))
+
+
+class Strange(nn.Module):
+    """Names that look like parts of a key, buffers of many dtypes, state that is no tensor."""
+
+    BUFFERS = (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.float64, torch.complex64)
+
+    def __init__(self) -> None:
+        super().__init__()
+        keys = ("a/b", "x@0,0", "é", "ranks", "$tensor", "with space")
+        self.table = nn.ParameterDict({key: nn.Parameter(torch.randn(7, 3)) for key in keys})
+        for dtype in self.BUFFERS:
+            self.register_buffer(str(dtype).replace(".", "_"), (torch.randn(5) * 3).to(dtype))
+        self.counts: dict[str, Any] = {"calls": 0, "last": torch.zeros(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.counts = {"calls": self.counts["calls"] + 1, "last": self.counts["last"] + 1}
+        hidden = sum(x @ weight.to(x.dtype) for weight in self.table.values())
+        return torch.tanh(hidden) * (1 + 0.01 * self.counts["calls"])
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.counts
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.counts = state
+
+
+class Exact(models.Mlp):
+    """A part of it is in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).double()).float()
+
+
+class Normed(nn.Module):
+    """Each rank has its own batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.norm = nn.BatchNorm1d(13)
+        self.last = nn.Linear(13, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def float_batch(step: int, micro: int) -> Batch:
+    return models.float_batch(step, micro, 0, ROWS)
+
+
+def image_batch(step: int, micro: int) -> Batch:
+    return models.image_batch(step, micro, 0, ROWS)
+
+
+def token_batch(step: int, micro: int) -> Batch:
+    return models.token_batch(step, micro, 0, ROWS)
+
+
+def uneven_batch(step: int, micro: int) -> Batch:
+    """Seven rows: the ranks' shares differ."""
+    return models.float_batch(step, micro, 0, 7)
+
+
+def sometimes_overflowing(step: int, micro: int) -> Batch:
+    x, y = float_batch(step, micro)
+    return (x * BIG if step in (1, 4) else x), y
+
+
+def random_loss(model: Any, batch: Batch) -> Tensor:
+    """Depends on all random number generators of the process but torch's."""
+    import numpy
+
+    return models.square_loss(model, batch) * (1.0 + 0.1 * random.random() + 0.1 * float(numpy.random.rand()))
+
+
+def nothing(*ignored: Any) -> None:
+    """Nobody does anything."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """states: the optimizer's, whole, by name. engine(model): further arguments of zerolite.initialize. change(engine,
+    step): what the user does before a step. middle: micro-batches of the window that is saved within. before_saving:
+    what the user does then. same_everywhere: whether the numbers at another world size are close. stages: those that
+    take the optimizer. plain_loop: PyTorch's own loop, with ``loss.backward()`` and ``optimizer.step()``."""
+
+    model: Callable[[], nn.Module] = lambda: models.build(models.Mlp)
+    loss: Callable[[Any, Batch], Tensor] = models.square_loss
+    batch: Callable[[int, int], Batch] = float_batch
+    optimizer: tuple[str, Kwargs] | None = ADAMW
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")
+    config: Kwargs = field(default_factory=dict)
+    engine: Callable[[nn.Module], Kwargs] = lambda model: {}
+    change: Callable[[Any, int], None] = nothing
+    micros: int = 1
+    middle: int = 0
+    weighted: bool = False
+    before_saving: Callable[[Any], Any] = nothing
+    same_everywhere: bool = True
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    plain_loop: bool = False
+
+
+class OneOfTwo(models.TwoBranches):
+    """Which branch is used is in the batch."""
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, "right" if branch[0] else "left")
+
+
+def branches(step: int, micro: int) -> Batch:
+    """The last ranks use the other branch in the first micro-batch of a window."""
+    x, y = float_batch(step, micro)
+    return x, torch.arange(ROWS) >= (ROWS // 2 if micro == 0 else ROWS), y
+
+
+def overflowing_within(step: int, micro: int) -> Batch:
+    x, y = float_batch(step, micro)
+    return (x * BIG if (step, micro) == (3, 0) else x), y
+
+
+def three_groups(model: Any) -> Kwargs:
+    norms = [p for name, p in model.named_parameters() if p.requires_grad and name.endswith("bias")]
+    rest = [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith("bias")]
+    groups = [
+        {"params": rest[:3]},
+        {"params": norms, "lr": 3e-3, "weight_decay": 0.0},
+        {"params": rest[3:], "lr": 2e-3},
+    ]
+    return {"model_parameters": groups}
+
+
+def by(make: Callable[[Any], Any]) -> Callable[[nn.Module], Kwargs]:
+    """``lr_scheduler=make``."""
+    return lambda model: {"lr_scheduler": make}
+
+
+def instance(make: Callable[..., Any], **params: Any) -> Callable[[nn.Module], Kwargs]:
+    """``optimizer=`` one that the user has made."""
+    return lambda model: {"optimizer": make([p for p in model.parameters() if p.requires_grad], **params)}
+
+
+def wake(engine: Any, step: int) -> None:
+    if step == 1:
+        engine.module.later.requires_grad_(True)
+
+
+def add_group(engine: Any, step: int) -> None:
+    if step == 2:
+        engine.module.added.requires_grad_(True)
+        engine.optimizer.add_param_group({"params": list(engine.module.added.parameters()), "lr": 5e-3})
+
+
+def falls_asleep(engine: Any, step: int) -> None:
+    if step == 2:
+        engine.module.second.bias.requires_grad_(False)
+
+
+def sequential(optimizer: Any) -> Any:
+    parts = [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.ExponentialLR(optimizer, 0.9)]
+    return schedulers.SequentialLR(optimizer, parts, [2])
+
+
+def chained(optimizer: Any) -> Any:
+    return schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.ExponentialLR(optimizer, 0.9)], optimizer
+    )
+
+
+def mixture(dropout: float = 0.0) -> Callable[[], nn.Module]:
+    return lambda: models.build(Mixture, dropout=dropout)
+
+
+def scheduler(name: str, **params: Any) -> Kwargs:
+    return {"scheduler": {"type": name, "params": params}}
+
+
+FUSED = instance(torch.optim.AdamW, lr=1e-3, fused=True)
+MIXTURE = {"model": mixture(), "engine": three_groups}
+MOMENTUM = ("momentum_buffer",)
+FP16 = {"fp16": dynamic_fp16(loss_scale_window=2)}
+BF16 = {"bf16": {"enabled": True}}
+
+RECIPES: dict[str, Recipe] = {
+    "mixture": Recipe(**MIXTURE, config=scheduler("WarmupLR", warmup_num_steps=10)),
+    "mixture in bf16": Recipe(**MIXTURE, config=BF16),
+    "mixture in fp16": Recipe(**MIXTURE, batch=sometimes_overflowing, config=FP16),
+    "tied tokens": Recipe(lambda: models.build(models.OddModel), models.token_loss, token_batch),
+    "dropout and other random numbers": Recipe(mixture(0.3), random_loss, same_everywhere=False),
+    "adapters": Recipe(adapted),
+    "adapters in bf16": Recipe(adapted, config=BF16),
+    "normed": Recipe(lambda: models.build(Normed), same_everywhere=False),
+    "channels last": Recipe(
+        lambda: models.build(models.ConvNet, channels_last=True), batch=image_batch, same_everywhere=False
+    ),
+    "fp32 modules": Recipe(
+        lambda: models.build(models.OddModel), models.token_loss, token_batch, config={**BF16, "fp32_modules": ["norm"]}
+    ),
+    "groups": Recipe(engine=three_groups),
+    "SGD": Recipe(optimizer=SGD, states=MOMENTUM),
+    "SGD without momentum": Recipe(optimizer=("SGD", {"lr": 0.1}), states=()),
+    "Lion": Recipe(optimizer=("Lion", {"lr": 1e-3}), states=("exp_avg",)),
+    "Lion, an instance": Recipe(optimizer=None, engine=instance(Lion, lr=1e-3), states=("exp_avg",)),
+    "NAdam": Recipe(optimizer=("NAdam", {"lr": 1e-3})),
+    "RMSprop": Recipe(optimizer=("RMSprop", {"lr": 1e-3, "momentum": 0.5}), states=("square_avg", *MOMENTUM, "step")),
+    "Adagrad": Recipe(optimizer=("Adagrad", {"lr": 1e-2}), states=("sum", "step")),
+    "ASGD": Recipe(optimizer=("ASGD", {"lr": 1e-2, "t0": 2}), states=("ax", "step")),
+    "amsgrad": Recipe(
+        optimizer=("AdamW", {"lr": 1e-3, "amsgrad": True}), states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+    ),
+    "moments in bf16": Recipe(mixture(), optimizer=("AdamW", {"lr": 1e-3, "fp32_optimizer_states": False})),
+    "an instance": Recipe(mixture(), optimizer=None, engine=instance(torch.optim.AdamW, lr=1e-3, foreach=True)),
+    "fused": Recipe(mixture(), optimizer=None, engine=FUSED, stages=(1, 2)),  # bits depend on the place
+    "fused at stage 0": Recipe(mixture(), optimizer=None, engine=FUSED, stages=(0,)),  # the parameters' own strides
+    "an instance, its rate a tensor": Recipe(
+        optimizer=None, engine=lambda model: instance(torch.optim.AdamW, lr=torch.tensor(1e-3), foreach=False)(model)
+    ),
+    "an instance without states": Recipe(
+        optimizer=None, engine=instance(torch.optim.SGD, lr=0.1, foreach=True), states=()
+    ),
+    "Rprop": Recipe(optimizer=("Rprop", {"lr": 1e-2}), states=("prev", "step_size", "step")),
+    "Adafactor": Recipe(optimizer=("Adafactor", {"lr": 1e-2}), states=("step",), stages=(0,)),
+    "Muon": Recipe(
+        optimizer=("Muon", {"lr": 1e-2}),
+        states=MOMENTUM,
+        stages=(0,),
+        engine=lambda model: {"model_parameters": [p for p in model.parameters() if p.dim() == 2]},
+    ),
+    "bf16 masters": Recipe(
+        **MIXTURE,
+        config={
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        },
+    ),
+    "autocast": Recipe(**MIXTURE, config={"torch_autocast": {"enabled": True}}),
+    "WarmupDecayLR": Recipe(
+        engine=three_groups, config=scheduler("WarmupDecayLR", warmup_num_steps=2, total_num_steps=9)
+    ),
+    "OneCycle": Recipe(
+        config=scheduler("OneCycle", cycle_min_lr=1e-4, cycle_max_lr=1e-2, cycle_first_step_size=4),
+        optimizer=SGD,
+        states=MOMENTUM,
+    ),
+    "LambdaLR": Recipe(engine=by(lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1.0 / (step + 1)))),
+    "OneCycleLR": Recipe(engine=by(lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.01, total_steps=9))),
+    "CosineAnnealingLR": Recipe(engine=by(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, T_max=8))),
+    "SequentialLR": Recipe(engine=by(sequential)),
+    "MultiStepLR": Recipe(engine=by(lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 2, 4, 5], 0.5))),
+    "ChainedScheduler": Recipe(engine=by(chained)),
+    "CyclicLR": Recipe(
+        engine=by(lambda optimizer: schedulers.CyclicLR(optimizer, 1e-4, 1e-2, 2, cycle_momentum=True)),
+        optimizer=SGD,
+        states=MOMENTUM,
+    ),
+    "CosineAnnealingWarmRestarts": Recipe(
+        engine=by(lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, T_0=2))
+    ),
+    "strange": Recipe(lambda: models.build(Strange)),
+    # Torch's own update, which is taken there, gives other bits where memory is cut otherwise, as at stage 3.
+    "double": Recipe(lambda: models.build(Exact), stages=(0, 1, 2)),
+    "woken": Recipe(lambda: models.build(Sleeper), change=wake),
+    "added group": Recipe(lambda: models.build(Sleeper), change=add_group),
+    "asleep": Recipe(change=falls_asleep),
+    "window": Recipe(**MIXTURE, micros=3, middle=1),
+    "window in bf16": Recipe(**MIXTURE, micros=3, middle=2, config=BF16),
+    "window in fp16": Recipe(**MIXTURE, micros=3, middle=2, config=FP16),
+    "window with weights": Recipe(**MIXTURE, batch=uneven_batch, micros=3, middle=2, weighted=True),
+    "window with weights in fp16": Recipe(
+        **MIXTURE, batch=uneven_batch, micros=3, middle=2, weighted=True, config=FP16
+    ),
+    "window in the plain loop": Recipe(**MIXTURE, micros=3, middle=2, plain_loop=True),
+    "window that overflows": Recipe(**MIXTURE, batch=overflowing_within, micros=3, middle=2, config=FP16),
+    "window, branches": Recipe(  # at stage 3 ranks must use the same modules
+        lambda: models.build(OneOfTwo), batch=branches, micros=3, middle=1, same_everywhere=False, stages=(0, 1, 2)
+    ),
+    "window, clipped within": Recipe(
+        **MIXTURE,
+        micros=3,
+        middle=2,
+        config={"gradient_clipping": 0.5},
+        before_saving=lambda engine: engine.clip_gradients(0.05),
+    ),
+    "window, reduced within": Recipe(
+        **MIXTURE, micros=3, middle=2, before_saving=lambda engine: engine.get_global_grad_norm()
+    ),
+}
+
+
+def share(batch: Batch, rank: int, world: int) -> Batch:
+    """This rank's rows: equally many, or one fewer on the last ranks."""
+    rows = len(batch[0])
+    low, high = (math.ceil(r * rows / world) for r in (rank, rank + 1))
+    return tuple(tensor[low:high] for tensor in batch)

@@ -1,0 +1,167 @@
+"""Runs that are saved, and runs that go on from what was saved."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zerolite
+from tests.checkpoint.cases.recipes import RECIPES, ZERO, Recipe, share
+from zerolite.checkpoint.names import clean
+from zerolite.zero import GatheredParameters
+
+SAVED, AFTER = 3, 3  # steps before and after
+
+
+def make_engine(recipe: Recipe, stage: int, seed: int | None = None, **more: Any) -> Any:
+    """seed: of other weights than the recipe's; None keeps those."""
+    model = recipe.model()
+    if seed is not None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(seed))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": recipe.micros,
+        "zero_optimization": {"stage": stage, **ZERO},
+        "steps_per_print": 1_000_000,
+        **recipe.config,
+    }
+    if recipe.optimizer is not None:
+        config["optimizer"] = {"type": recipe.optimizer[0], "params": recipe.optimizer[1]}
+    config["zero_optimization"] |= more.pop("zero", {})
+    return zerolite.initialize(model, config | more, **recipe.engine(model))
+
+
+def train(engine: Any, recipe: Recipe, start: int, end: int) -> list[tuple[float, int]]:
+    """The micro-batches from ``start`` up to ``end``, counted from the beginning of the run. Returns loss and rows of
+    each, of this rank's share."""
+    result = []
+    for position in range(start, end):
+        step, micro = divmod(position, recipe.micros)
+        if not micro:
+            recipe.change(engine, step)
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        if recipe.plain_loop:
+            (loss / recipe.micros).backward()
+            if micro == recipe.micros - 1:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+        else:
+            engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
+            engine.step()
+        result.append((float(loss.detach()), len(batch[0])))
+    return result
+
+
+def positions(recipe: Recipe) -> tuple[int, int]:
+    """In micro-batches: where the run is saved, and where it ends."""
+    return SAVED * recipe.micros + recipe.middle, (SAVED + AFTER) * recipe.micros
+
+
+def facts(engine: Any, states: tuple[str, ...]) -> dict[str, Any]:
+    """Everything of an engine that a checkpoint must bring back, whole. Called on all ranks."""
+    trained = engine.parameter_access.positions()
+    named = {clean(name): p for name, p in engine.module.named_parameters() if id(p) in trained}
+    parameters = list(named.values())
+    result: dict[str, Any] = {"masters": dict(zip(named, zerolite.get_full_master(parameters), strict=True))}
+    for state in states:
+        result[state] = {}
+        for dtype in {p.dtype for p in parameters}:
+            names = [name for name, p in named.items() if p.dtype == dtype]
+            values = zerolite.get_full_optimizer_state([named[name] for name in names], state)
+            result[state] |= {name: value for name, value in zip(names, values, strict=True) if value is not None}
+    with GatheredParameters(engine.module, check=False):
+        result["parameters"] = {clean(n): p.detach().clone() for n, p in engine.module.named_parameters()}
+    result["buffers"] = {clean(n): b.clone() for n, b in engine.module.named_buffers() if n != "scratch"}
+    result["extra"] = [module.counts for module in engine.module.modules() if hasattr(module, "counts")]
+    scheduler = engine.lr_scheduler
+    plain = None if scheduler is None else scheduler.state_dict()
+    result["lr_scheduler"] = repr(plain and {k: v for k, v in plain.items() if k != "_schedulers"})
+    counters = ("global_steps", "skipped_steps", "micro_steps", "loss_scale")
+    result["counters"] = {name: getattr(engine, name) for name in counters}
+    result["groups"] = [
+        {key: value for key, value in group.items() if key not in ("params", "foreach", "fused")}
+        for group in engine.optimizer.param_groups
+    ]
+    return result
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two results of :func:`facts` differ: in bits, dtypes or keys."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = [f"{where}/{key}: only one has it" for key in one.keys() ^ other.keys()]
+        return found + [
+            text for key in one.keys() & other.keys() for text in differences(one[key], other[key], f"{where}/{key}")
+        ]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [t for i, pair in enumerate(zip(one, other, strict=True)) for t in differences(*pair, f"{where}/{i}")]
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    else:
+        same = repr(one) == repr(other)  # of numbers: NaN is NaN
+    return [] if same else [f"{where}: {one!r:.200} and {other!r:.200}"]
+
+
+def scatter_seeds(rank: int) -> None:
+    """Other random numbers than those of the run that was saved."""
+    import numpy
+
+    torch.manual_seed(1000 + rank)
+    random.seed(2000 + rank)
+    numpy.random.seed(3000 + rank)
+
+
+def own_seeds(rank: int) -> None:
+    import numpy
+
+    torch.manual_seed(rank)
+    random.seed(10 + rank)
+    numpy.random.seed(20 + rank)
+
+
+def save(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
+    """Train, save, go on. Returns what was saved, and what came then."""
+    recipe = RECIPES[name]
+    engine = make_engine(recipe, stage, **more)
+    own_seeds(engine.rank)
+    at, end = positions(recipe)
+    train(engine, recipe, 0, at)
+    recipe.before_saving(engine)
+    path = engine.save_checkpoint(directory)
+    saved = facts(engine, recipe.states) if not recipe.middle else {}
+    assert os.path.isdir(path)
+    losses = train(engine, recipe, at, end)
+    return {"saved": saved, "losses": losses, "after": facts(engine, recipe.states)}
+
+
+def load(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
+    """An engine with other weights and random numbers loads, and goes on."""
+    recipe = RECIPES[name]
+    engine = make_engine(recipe, stage, seed=5, **more)
+    at, end = positions(recipe)
+    for step in range(-(-at // recipe.micros)):  # what the user's program does before it resumes
+        recipe.change(engine, step)
+    scatter_seeds(engine.rank)
+    path, client = engine.load_checkpoint(directory)
+    assert client == {} and path is not None
+    loaded = facts(engine, recipe.states) if not recipe.middle else {}
+    losses = train(engine, recipe, at, end)
+    return {"saved": loaded, "losses": losses, "after": facts(engine, recipe.states)}
+
+
+def several(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs of :func:`save` (``how``: "save") or :func:`load`, one after the other."""
+    results = []
+    for run in runs:
+        how = {"save": save, "load": load}[run.pop("how")]
+        results.append(how(**run))
+        gc.collect()
+    return results

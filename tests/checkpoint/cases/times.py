@@ -1,0 +1,281 @@
+"""Saving and loading at which time, and with which parameters whole."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import models
+from tests.checkpoint.cases.calls import reloaded
+from tests.checkpoint.cases.matching import ADAM, expect, expect_words, message, trained
+from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, adapted, share
+from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, train
+from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.zero import GatheredParameters, Init
+
+MIXTURE = RECIPES["mixture"]
+
+
+def the_same_tag(directory: str, stage: int) -> None:
+    recipe = MIXTURE
+    engine = trained(recipe, stage, 1)
+    engine.save_checkpoint(directory, tag="last", client_state={"epoch": 1})
+    train(engine, recipe, 1, 3)
+    engine.save_checkpoint(directory, tag="last", client_state={"epoch": 2})
+    own = facts(engine, recipe.states)
+    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+    assert engine.load_checkpoint(directory)[1] == {"epoch": 2}
+    assert [entry for entry in os.listdir(directory) if entry != ".lock"] in (["last", "latest"], ["latest", "last"])
+
+
+def between_update_and_publish(directory: str, stage: int) -> None:
+    recipe = MIXTURE
+    engine = trained(recipe, stage, 2)
+    engine.save_checkpoint(directory, tag="before")
+    engine.backward(recipe.loss(engine, recipe.batch(2, 0)))
+    engine.update()
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        expect_words(message(call, directory), "between engine.update() and engine.publish()", "engine.publish()")
+    engine.publish()
+    expect_words(message(engine.load_checkpoint, directory, tag="gone"), "'gone'")
+    engine.save_checkpoint(directory, tag="published")  # gradients are used up already
+    engine.zero_grad()
+    own = facts(engine, recipe.states)
+    found = reloaded(directory, recipe, 3 - stage, tag="published")
+    expect(differences(own, found))
+
+
+def older_and_twice(directory: str, stage: int) -> None:
+    """An engine goes back to where it was, from a later step and from within a window; and twice."""
+    recipe = RECIPES["window"]
+    engine = make_engine(recipe, stage)
+    own_seeds(engine.rank)
+    train(engine, recipe, 0, 3)
+    engine.save_checkpoint(directory, tag="whole")
+    train(engine, recipe, 3, 5)
+    engine.save_checkpoint(directory, tag="within")
+    first = train(engine, recipe, 5, 9), facts(engine, recipe.states)
+    train(engine, recipe, 9, 11)  # gradients are pending
+    for tag, start in (("within", 5), ("whole", 3), ("within", 5), ("within", 5)):
+        engine.load_checkpoint(directory, tag=tag)
+        again = train(engine, recipe, start, 9), facts(engine, recipe.states)
+        assert again[0][-4:] == first[0]
+        expect(differences(first[1], again[1]))
+        train(engine, recipe, 9, 10)
+
+
+def in_gathered_parameters(directory: str, stage: int) -> None:
+    """Frozen and trained parameters are whole at the time."""
+    recipe = Recipe(adapted)
+    engine = trained(recipe, stage, 2)
+    own = facts(engine, ADAM)
+    with GatheredParameters(engine.module, check=False):
+        engine.save_checkpoint(directory)
+    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+    other = make_engine(recipe, stage, seed=5)
+    with GatheredParameters(other.module, check=False):
+        other.load_checkpoint(directory)
+        found = {name: p.detach().clone() for name, p in other.module.named_parameters()}
+    expect(differences(own["parameters"], found))
+    expect(differences(own, facts(other, ADAM)))
+    assert train(engine, recipe, 2, 4) == train(other, recipe, 2, 4)
+
+
+def persistent_and_frozen(directory: str, stage: int) -> None:
+    """Frozen parameters that are kept whole, and such that are not."""
+    recipe = Recipe(adapted)
+    for threshold in (0, 20, 100_000):
+        engine = make_engine(recipe, stage, zero={"stage3_param_persistence_threshold": threshold})
+        train(engine, recipe, 0, 2)
+        engine.save_checkpoint(f"{directory}/{threshold}")
+        own = facts(engine, ADAM)
+        for other in (0, 20, 100_000):
+            engine = make_engine(recipe, stage, seed=5, zero={"stage3_param_persistence_threshold": other})
+            engine.load_checkpoint(f"{directory}/{threshold}")
+            expect(differences(own, facts(engine, ADAM)))
+            batch = models.float_batch(0, 0, 0)
+            with torch.no_grad():
+                output = engine(batch[0])
+            expected = make_engine(recipe, 0)
+            expected.load_checkpoint(f"{directory}/{threshold}")
+            with torch.no_grad():
+                expect(differences(expected(batch[0]), output))
+            del engine, expected
+            gc.collect()
+
+
+def initialised_in_parts(directory: str, stage: int) -> None:
+    """zero.Init partitions a model as it is made."""
+    recipe = RECIPES["tied tokens"]
+    engine = trained(recipe, stage, 2)
+    engine.save_checkpoint(directory)
+    own = facts(engine, ADAM)
+    with Init():
+        model = models.build(models.OddModel, seed=99)
+    within = make_engine(Recipe(lambda: model, recipe.loss, recipe.batch), 3)
+    within.load_checkpoint(directory)
+    expect(differences(own, facts(within, ADAM)))
+    assert train(within, recipe, 2, 4) == train(engine, recipe, 2, 4)
+    within.save_checkpoint(directory)
+    expect(differences(facts(within, ADAM), reloaded(directory, recipe, stage)))
+
+
+def between_backward_and_step(directory: str, stage: int) -> None:
+    """All gradients of a step are there, and the step has not come yet."""
+    recipe = replace(RECIPES["window"], middle=0, micros=2)
+
+    def batch(engine: Any, micro: int) -> Any:
+        return share(recipe.batch(1, micro), engine.rank, engine.world_size)
+
+    def end(engine: Any, micro: int) -> tuple[Any, Any]:
+        if micro == 0:
+            engine.step()
+            engine.backward(recipe.loss(engine, batch(engine, 1)))
+        engine.step()
+        return facts(engine, ADAM), engine.get_global_grad_norm()
+
+    for micro in (0, 1):
+        engine = make_engine(recipe, stage)
+        own_seeds(engine.rank)
+        train(engine, recipe, 0, 2)
+        for position in range(micro + 1):
+            engine.backward(recipe.loss(engine, batch(engine, position)))
+            if position < micro:
+                engine.step()
+        engine.save_checkpoint(directory, tag=str(micro))
+        expected = end(engine, micro)
+        assert expected[0]["counters"]["global_steps"] == 2
+        for other in (stage, stage ^ 1):  # those that sum alike
+            loaded = make_engine(recipe, other, seed=5)
+            loaded.load_checkpoint(directory, tag=str(micro))
+            found = end(loaded, micro)
+            expect(differences(expected[0], found[0]))
+            assert found[1] == expected[1]
+            del loaded
+            gc.collect()
+
+
+def windows_of_another_length(directory: str, stage: int) -> None:
+    recipe = RECIPES["window"]
+    engine = make_engine(recipe, stage)
+    train(engine, recipe, 0, 5)
+    engine.save_checkpoint(directory)
+    other = make_engine(replace(recipe, micros=2), stage, seed=5)
+    before = facts(other, ADAM)
+    said = message(other.load_checkpoint, directory)
+    expect_words(said, "CheckpointError", "gradient_accumulation_steps was 3 and here is 2", "Nothing was loaded")
+    expect(differences(before, facts(other, ADAM)))
+    other.load_checkpoint(directory, load_module_only=True)
+    expect(differences(facts(engine, ADAM)["masters"], facts(other, ADAM)["masters"]))
+    train(other, replace(recipe, micros=2), 0, 2)
+
+
+class Odd(models.Mlp):
+    """Has something that cannot be saved, or not as it is."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        if what == "complex128":
+            self.register_buffer("odd", torch.zeros(3, dtype=torch.complex128))
+        if what == "expanded":
+            self.register_buffer("odd", torch.arange(3.0)[:, None].expand(3, 4))
+
+    def get_extra_state(self) -> Any:
+        return {"thing": object()} if self.what == "extra" else {}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing is kept."""
+
+
+def odd_things(directory: str, stage: int) -> None:
+    """What a checkpoint cannot hold is named, on all ranks."""
+    for what, words in (
+        ("complex128", ["CheckpointError", "odd", "complex128"]),
+        ("extra", ["thing", "object"]),
+        ("group", ["groups", "function"]),
+    ):
+        engine = make_engine(Recipe(lambda what=what: Odd(what)), stage)
+        if what == "group":
+            engine.optimizer.param_groups[0]["rule"] = lambda: 0
+        expect_words(message(engine.save_checkpoint, f"{directory}/{what}"), *words)
+        train(engine, Recipe(), 0, 1)
+        del engine
+        gc.collect()
+
+
+def expanded_buffer(directory: str, stage: int) -> None:
+    recipe = Recipe(lambda: Odd("expanded"))
+    engine = trained(recipe, stage, 1)
+    engine.save_checkpoint(directory)
+    other = make_engine(recipe, stage)
+    own = facts(engine, ADAM)
+    before = facts(other, ADAM)
+    said = message(other.load_checkpoint, directory)
+    expect(differences(before if said else own, facts(other, ADAM)))
+    if said:
+        expect_words(said, "CheckpointError", "'odd'", "Nothing was loaded")
+
+
+def written_before(directory: str, stage: int) -> None:
+    """Values that the user has put into the parameters are saved; those put there before a load are gone."""
+    recipe = replace(MIXTURE, config=BF16)
+    engine = trained(recipe, stage, 1)
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0), torch.no_grad():
+        engine.module.last.weight.fill_(0.5)
+    engine.load_full_state_dict({"gain": torch.tensor(3.0)}, strict=False)
+    path = engine.save_checkpoint(directory)
+    own = facts(engine, ADAM)
+    expect(differences(own["masters"]["last.weight"], torch.full((3, 13), 0.5)))
+    expect(differences(own["masters"]["gain"], torch.tensor(3.0)))
+    expect(differences(CheckpointReader(Path(path)).read("parameters/last.weight"), torch.full((3, 13), 0.5)))
+    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0), torch.no_grad():
+        engine.module.last.weight.fill_(7.0)
+    engine.load_full_state_dict({"gain": torch.tensor(9.0)}, strict=False)
+    engine.load_checkpoint(directory)
+    expect(differences(own, facts(engine, ADAM)))
+    train(engine, recipe, 1, 2)
+    other = make_engine(recipe, stage, seed=5)
+    other.load_checkpoint(directory)
+    train(other, recipe, 1, 2)
+    expect(differences(facts(other, ADAM), facts(engine, ADAM)))
+
+
+def in_inference_mode(directory: str, stage: int) -> None:
+    """Called from within an evaluation."""
+    for name in ("mixture", "NAdam"):
+        recipe = RECIPES[name]
+        engine = trained(recipe, stage, 1)
+        with torch.inference_mode():
+            engine.save_checkpoint(f"{directory}/{name}", async_save=True)
+        own = facts(engine, recipe.states)
+        losses = train(engine, recipe, 1, 2)
+        engine.save_checkpoint(f"{directory}/{name}", tag="later", async_save=True)
+        engine.wait_for_checkpoint()
+        other = make_engine(recipe, 3 - stage, seed=5)
+        with torch.inference_mode():
+            other.load_checkpoint(f"{directory}/{name}", tag="global_step1")
+        expect(differences(own, facts(other, recipe.states)))
+        assert train(other, recipe, 1, 2) == losses
+        expect(differences(facts(engine, recipe.states), facts(other, recipe.states)))
+
+
+def another_default_device(directory: str, stage: int) -> None:
+    """Where the user lets torch make tensors elsewhere by default."""
+    recipe = MIXTURE
+    engine = trained(recipe, stage, 1)
+    client = {"tensor": torch.arange(3), "scalar": torch.tensor(1.5)}
+    with torch.device("meta"):
+        engine.save_checkpoint(directory, client_state=client)
+    own = facts(engine, ADAM)
+    other = make_engine(recipe, 3 - stage, seed=5)
+    with torch.device("meta"):
+        _, found = other.load_checkpoint(directory)
+    expect(differences(client, found))
+    expect(differences(own, facts(other, ADAM)))
