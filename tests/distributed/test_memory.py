@@ -75,7 +75,7 @@ def test_two_hundred_steps_grow_nothing(pools: Pools, stage: int) -> None:
     kwargs = {"config": setting, "steps": 200, "profiled": 30}
     for result in pools(2).run(f"{CASES}:growth", kwargs, timeout=120):
         assert result["left"] < 30
-        assert result["reachable"] == 0
+        assert result["reachable"] <= 0  # what an earlier case has left may be collected meanwhile
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
