@@ -43,7 +43,7 @@ def test_ranks_that_take_different_branches(
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("zero", [{}, {"reduce_scatter": False}, {"overlap_comm": True}], ids=str)
 def test_transports_give_the_same_bits(pools: Pools, world: int, dtype: str, zero: dict[str, Any]) -> None:
     """Shared memory, messages, and shared memory that runs out when a larger bucket comes: same bits at all stages."""

@@ -62,4 +62,4 @@ def directory_of(path: str | os.PathLike[str], what: str) -> str:
     """Raises ValueError, calling it ``what``, for anything but a path."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ValueError(f"expected {what} to be a directory, got {path!r}")
-    return str(os.fspath(path))
+    return os.path.abspath(os.fspath(path))

@@ -249,10 +249,9 @@ class Loader:
             saved = reader.state["window"]
             if request.load_module_only or saved is None:
                 return None
+            scaled = parts.pipeline.state_dict()["loss_scaler"] is not None
             names = plan.match.names
-            return begin_window(
-                parts.model, parts.reducer, reader.tensors, names, saved, self._host.rank, self._host.world_size
-            )
+            return begin_window(parts.model, parts.reducer, reader.tensors, names, saved, self._host, scaled)
 
         window = on_this_rank(self._host, _CALL, lambda: reader.trust(make_room))
         if window is not None:
@@ -305,7 +304,7 @@ class Loader:
             state = {**state, "window": {**saved, "counts": {**saved["counts"], "weight": weight}}}
         parts.pipeline.load_state_dict(state)
         if window is not None:
-            window.finish()
+            window.finish(parts.pipeline.window_scale() / (saved["loss_scale"] or 1.0))
             index_of = {name: index for index, name in enumerate(parts.model.names_by_index())}
             here = {stored: name for name, stored in plan.match.names.items()}
             used = (index_of.get(here.get(name, "")) for name in saved["used"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ from zerolite.runtime.zero.sharded_optimizer import KEPT
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
 _CALL = "engine.save_checkpoint"
-_unfinished: set[Saver] = set()  # whose engine may be gone before the checkpoint is complete
-_in_background: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()  # by process group
+# They live, whatever becomes of their engines, until all is written or the failure has been told.
+_unfinished: set[Saver] = set()
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,9 @@ class Saver:
 
     def wait(self) -> None:
         """Until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.join()
+        if self._running is not None:
+            self._running.join()
+            self._running = None
         _unfinished.discard(self)
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -147,16 +146,17 @@ class Saver:
         self.wait()
 
     def wait_for_all(self) -> None:
-        """The same, and until those of other engines, which use the same group, have ended."""
+        """The same, and until those of other engines, which may use the same group, have ended."""
         self.wait()
-        other = _in_background.pop(self._host.group, None) if self._host.group is not None else None
-        if other is not None:
-            other.join()
+        for other in list(_unfinished):
+            if other._running is not None:
+                other._running.join()
 
     def _begin(self, collected: _Collected, tag: str) -> None:
         def run() -> None:
             try:
                 self._write(collected, tag)
+                _unfinished.discard(self)
             except BaseException as error:  # raised by the next call
                 self._failure = error
                 if self._host.rank == 0:
@@ -164,8 +164,6 @@ class Saver:
 
         self._running = threading.Thread(target=run, name="zerolite-checkpoint")
         _unfinished.add(self)
-        if self._host.group is not None:
-            _in_background[self._host.group] = self._running
         self._running.start()
 
     def _staged(self, collected: _Collected) -> _Collected:
@@ -211,6 +209,7 @@ class Saver:
                 "used": sorted({names[index] for offer in offers for index in offer.used}),
                 "local_factor": parts.reducer.local_factor,
                 "passes": sums.passes_in_window,
+                "passes_in_local": sums.passes_in_local,
             }
         shards += whole(f"{RANKS}{rank}/random", save_random_state(parts.device)).shards()
         for name, buffer in parts.model.named_buffers().items():

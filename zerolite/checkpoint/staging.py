@@ -27,9 +27,10 @@ def _pinned(nbytes: int) -> torch.Tensor:
 
 def _huge(nbytes: int) -> torch.Tensor:
     """In huge pages where the kernel has them: a first touch costs a fifth."""
-    memory = mmap.mmap(-1, nbytes)
-    with contextlib.suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

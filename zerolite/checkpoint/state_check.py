@@ -46,6 +46,7 @@ _WINDOW = {
     "used": [str],
     "local_factor": _NUMBER,
     "passes": int,
+    "passes_in_local": int,
 }
 _STATE = {
     "parameters": Each({"shape": [int], "dtype": str, "trained": bool, "aliases": [str]}),

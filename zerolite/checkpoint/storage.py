@@ -82,6 +82,9 @@ class CheckpointWriter(StorageWriter):
             raise ValueError("CheckpointWriter: expected the coordinator to know what is to be committed")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        other = next((item.index.fqn for item in plan.items if item.tensor_data is None), None)
+        if other is not None:
+            raise ValueError(f"CheckpointWriter: expected tensors only, got '{other}', which is none")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

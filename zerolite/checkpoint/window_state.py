@@ -12,6 +12,7 @@ from zerolite.checkpoint.manifest import StoredTensor
 from zerolite.checkpoint.model_state import GRADIENTS, RANKS, ModelState
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly
 from zerolite.checkpoint.planner import Shard, Target
+from zerolite.comm import HostGroup
 from zerolite.runtime.zero.bucket_state import WindowSums
 from zerolite.runtime.zero.grad_reducer import GradReducer
 
@@ -54,16 +55,18 @@ class WindowLoad:
 
     targets: list[Target]
     parts: list[tuple[torch.Tensor, torch.Tensor, float]]
-    means: list[torch.Tensor]
+    sums: WindowSums
     scale: float
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """After the targets are filled."""
+    def finish(self, loss_scale: float) -> None:
+        """After the targets are filled. loss_scale: of this window over that of the saved one."""
         for place, part, factor in self.parts:
             place.add_(part.to(place.dtype), alpha=factor)
-        for mean in self.means if self.scale != 1.0 else ():
-            mean.mul_(self.scale)
+        for mean in self.sums.reduced.values():
+            mean.mul_(self.scale * loss_scale)
+        for own in self.sums.local.values():
+            own.mul_(loss_scale)
 
 
 def begin_window(
@@ -72,17 +75,25 @@ def begin_window(
     stored: Mapping[str, StoredTensor],
     stored_names: Mapping[str, str],
     saved: Mapping[str, Any],
-    rank: int,
-    world_size: int,
+    host: HostGroup,
+    scaled: bool,
 ) -> WindowLoad:
-    """Make room for a saved window's gradients. saved: of state.json. After ``pipeline.zero_grad()``;
-    called on all ranks."""
+    """Make room for a saved window's gradients. saved: of state.json. scaled: whether there is a loss scale here; where
+    there was one and there is none, or the reverse, sums are kept in fp32. After ``pipeline.zero_grad()``; called on
+    all ranks."""
+    rank, world_size = host.rank, host.world_size
+    widened = scaled != (saved["loss_scale"] is not None)
+
+    def dtype_of(key: str) -> torch.dtype:
+        dtype = stored[key].dtype
+        return torch.promote_types(dtype, torch.float32) if widened else dtype
+
     names = [stored_names.get(name, "") for name in model.names_by_index()]
     continues = (
         reducer.sums_locally and world_size == saved["world_size"] and reducer.local_factor == saved["local_factor"]
     )
-    means = {i: stored[GRADIENTS + name].dtype for i, name in enumerate(names) if GRADIENTS + name in stored}
-    own = {i: stored[key].dtype for i, name in enumerate(names) if (key := _own_key(rank, name)) in stored}
+    means = {i: dtype_of(GRADIENTS + name) for i, name in enumerate(names) if GRADIENTS + name in stored}
+    own = {i: dtype_of(key) for i, name in enumerate(names) if (key := _own_key(rank, name)) in stored}
     of_others = {
         i: torch.promote_types(stored[key].dtype, torch.float32)
         for r in range(saved["world_size"])
@@ -96,9 +107,10 @@ def begin_window(
     if reduced:  # a window has reduced all buckets or none
         first = next(iter(reduced.values()))
         reduced = {bucket.index: reduced.get(bucket.index, first) for bucket in model.buffer.layout.buckets}
-    sums = reducer.new_sums(own if continues else {}, reduced, saved["passes"])
+    waiting = saved["passes_in_local"] if continues else 0
+    sums = reducer.new_sums(own if continues else {}, reduced, waiting, saved["passes"])
     scale = saved["world_size"] / world_size if saved["counts"]["weighted"] else 1.0
-    load = WindowLoad([], [], list(sums.reduced.values()), scale)
+    load = WindowLoad([], [], sums, scale)
     for index, values in sums.local.items():
         load.targets += model.range(_own_key(rank, names[index]), index, 0, values).targets()
     for bucket, fragments in enumerate(model.buffer.fragments):

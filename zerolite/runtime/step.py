@@ -426,7 +426,8 @@ class StepPipeline:
         window = state["window"]
         if window is not None:
             self._window.load_state_dict(window["counts"])
-            self._loss_scale = window["loss_scale"] if self._scaler is not None else None
+            own = self._scaler.scale if self._scaler is not None else None
+            self._loss_scale = own if own is None else window["loss_scale"] or own
             self._max_norm, self._flush_factor = window["max_norm"], window["flush_factor"]
 
     # ---------------------------------------------------------------- inside

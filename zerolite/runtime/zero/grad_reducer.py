@@ -503,11 +503,17 @@ class GradReducer:
         reduced = {state.bucket.index: state.reduced for state in self._states if state.reduced is not None}
         return WindowSums(local, reduced, self._passes_in_local, self._passes_in_window)
 
-    def new_sums(self, local: Mapping[int, torch.dtype], reduced: Mapping[int, torch.dtype], passes: int) -> WindowSums:
-        """Begin a window of ``passes`` backwards that has sums of these dtypes: by parameter, and by bucket. They are
-        zero, for the caller to fill. After :meth:`clear`; called on all ranks with the same ``reduced``."""
+    def new_sums(
+        self,
+        local: Mapping[int, torch.dtype],
+        reduced: Mapping[int, torch.dtype],
+        passes_in_local: int,
+        passes_in_window: int,
+    ) -> WindowSums:
+        """Begin a window that has sums of these dtypes: by parameter, and by bucket. They are zero, for the caller to
+        fill. After :meth:`clear`; called on all ranks, with the same arguments but ``local``."""
         device = self.parameters[0].device
-        made = WindowSums({}, {}, passes if local else 0, passes)
+        made = WindowSums({}, {}, passes_in_local, passes_in_window)
         for index, dtype in local.items():
             slot = self.layout.slots[index]
             state = self._states[slot.bucket]
@@ -519,7 +525,7 @@ class GradReducer:
             numel = self._states[bucket].bucket.numel // (self._comm.world_size if self._options.shard else 1)
             made.reduced[bucket] = torch.zeros(numel, dtype=dtype, device=device)
             self._states[bucket].reduced = made.reduced[bucket]
-        self._passes_in_local, self._passes_in_window = made.passes_in_local, passes
+        self._passes_in_local, self._passes_in_window = passes_in_local, passes_in_window
         return made
 
     @property
