@@ -87,7 +87,7 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example(2, 1).write(tmp_path / "theirs")
 
-    def fails(*_: object) -> None:
+    def fails(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device", "rank_00000.safetensors")
 
     monkeypatch.setattr("zerolite.checkpoint.filesystem.write_file", fails)

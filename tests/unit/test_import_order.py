@@ -99,7 +99,7 @@ PURE = (
     "zerolite.version",
     "zerolite.checkpoint.boxes",
     "zerolite.checkpoint.errors",
-    "zerolite.checkpoint.filesystem",
+    "zerolite.checkpoint.direct_write",
     "zerolite.checkpoint.names",
     "zerolite.runtime.accumulation",
     "zerolite.runtime.commands",

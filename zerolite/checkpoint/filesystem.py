@@ -13,6 +13,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from zerolite.checkpoint.direct_write import write_directly
+
 BATCH_BYTES = 8 << 20
 _MOST_VIEWS = 512  # in one call; POSIX has 1024 on Linux
 
@@ -55,15 +57,18 @@ def read_file(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def write_file(path: Path, batches: Iterable[Sequence[memoryview]]) -> None:
-    """A new file of ``batches``, one after the other, on the disk when this returns. Raises FileExistsError if there is
-    one."""
+def write_file(path: Path, batches: Iterable[Sequence[memoryview]], directly: bool = False) -> None:
+    """A new file of ``batches``, one after the other, on the disk when this returns. directly: past the page cache.
+    Raises FileExistsError if there is one."""
     before_operation("create", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        for batch in batches:
-            before_operation("write", path)
-            _write(descriptor, list(batch))
+        if directly:
+            write_directly(descriptor, batches, lambda: before_operation("write", path))
+        else:
+            for batch in batches:
+                before_operation("write", path)
+                _write(descriptor, list(batch))
         before_operation("fsync", path)
         os.fsync(descriptor)
     except OSError as error:

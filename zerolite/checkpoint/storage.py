@@ -163,7 +163,8 @@ def _write_items(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -
     header, starts = build_header(entries, {"format": "pt"})
     sums = BlockChecksums()
     try:
-        filesystem.write_file(path, _checked(filesystem.batches_of(_bytes(header, items, planner)), sums))
+        batches = filesystem.batches_of(_bytes(header, items, planner))
+        filesystem.write_file(path, _checked(batches, sums), directly=True)
     finally:
         entry = sums.finish()
     return [
