@@ -18,19 +18,6 @@ from tests.pool import Pool, Pools, WorkerDied
 CASES = "tests.checkpoint.cases.crashes"
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Pool]:
-    """One process without a process group, whose threads a fork would not have."""
-    with Pool(1, init_group=False) as pool:
-        yield pool
-
-
-@pytest.fixture
-def ram(tmp_path: Path) -> Iterator[Path]:
-    with faults.memory(tmp_path) as directory:
-        yield directory
-
-
 @pytest.mark.parametrize("how", ["before", "within", "power"])
 @pytest.mark.parametrize("scenario", crashes.SCENARIOS)
 def test_ends_at_every_point(ram: Path, scenario: str, how: str) -> None:

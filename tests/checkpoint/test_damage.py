@@ -26,19 +26,6 @@ from zerolite.checkpoint.reader import CheckpointReader
 CASES = "tests.checkpoint.cases.crashes"
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Pool]:
-    """One process without a process group."""
-    with Pool(1, init_group=False) as pool:
-        yield pool
-
-
-@pytest.fixture
-def ram(tmp_path: Path) -> Iterator[Path]:
-    with faults.memory(tmp_path) as directory:
-        yield directory
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Path]:
     """A directory with checkpoints of steps 1 and 2."""
