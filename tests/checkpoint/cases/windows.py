@@ -82,4 +82,5 @@ def engine_that_is_gone(directory: str) -> list[str]:
     other = engine_for(1, "fp32")
     path, _ = other.load_checkpoint(directory)
     assert path is not None and not saving._unfinished
+    assert gc.isenabled()  # it is off within the calls
     return [path]
