@@ -168,6 +168,7 @@ def test_errors_use_the_spelling_of_the_user() -> None:
 
 # ------------------------------------------------------------------ contradictions
 
+ELASTIC: dict[str, Any] = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4]}
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("fp16.enabled", {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
     ("fp16.enabled", {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
@@ -208,6 +209,20 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
         "lower_precision_safe_modules",
     ),
     ("zero_optimization.reduce_scatter", {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, "stage 3"),
+    ("elasticity.micro_batch_sizes", {"elasticity": {"enabled": True, "max_train_batch_size": 8}}, "enabled is true"),
+    ("elasticity.max_train_batch_size", {"elasticity": {"enabled": True, "micro_batch_sizes": [2]}}, "train_batch"),
+    (
+        "elasticity.max_train_batch_size",
+        {
+            "train_batch_size": 8,
+            "elasticity": {"enabled": True, "micro_batch_sizes": [2], "ignore_non_elastic_batch_info": True},
+        },
+        "ignore_non_elastic_batch_info = false",
+    ),
+    ("elasticity.min_gpus", {"elasticity": {**ELASTIC, "min_gpus": 3, "max_gpus": 2}}, "elasticity.max_gpus = 2"),
+    ("train_micro_batch_size_per_gpu", {"train_micro_batch_size_per_gpu": 2, "elasticity": ELASTIC}, "ignore_non"),
+    ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2, "elasticity": ELASTIC}, "ignore_non"),
+    ("train_batch_size", {"train_batch_size": 101, "elasticity": ELASTIC}, "max_train_batch_size = 100"),
 ]
 
 
@@ -236,6 +251,16 @@ def test_contradictions(path: str, source: dict[str, Any], names: str) -> None:
         {"bf16": {"enabled": False, "bf16_master_weights_and_grads": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
         {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}},
+        {"elasticity": {"enabled": False, "min_gpus": 3, "max_gpus": 2}, "train_micro_batch_size_per_gpu": 2},
+        {"elasticity": ELASTIC, "train_batch_size": 100},
+        {"elasticity": {"enabled": True, "micro_batch_sizes": [2]}, "train_batch_size": 100},
+        {"elasticity": ELASTIC, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
+        {
+            "elasticity": {**ELASTIC, "ignore_non_elastic_batch_info": True},
+            "train_batch_size": 101,
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": 5,
+        },
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "data_types": {"grad_accum_dtype": "bf16"}},
     ],
 )
@@ -256,6 +281,8 @@ def test_a_wrong_value_causes_no_second_error() -> None:
     assert list(errors_of(source)) == ["zero_optimization.stage"]
     source = {"bf16": {"enabled": "yes"}, "data_types": {"grad_accum_dtype": "bf16"}}
     assert list(errors_of(source)) == ["bf16.enabled"]
+    source = {"elasticity": {**ELASTIC, "max_train_batch_size": 0, "micro_batch_sizes": []}}
+    assert list(errors_of(source)) == ["elasticity.max_train_batch_size", "elasticity.micro_batch_sizes"]
 
 
 # ------------------------------------------------------------------ known, not supported yet

@@ -72,9 +72,24 @@ FULL: dict[str, Any] = {
     "jsonl_monitor": {"enabled": True, "output_path": "b/c", "job_name": "d"},
     "tensorboard": {"enabled": True, "output_path": "/e", "job_name": "f"},
     "wandb": {"enabled": True, "group": "g", "team": "h", "project": "i"},
+    "elasticity": {
+        "enabled": False,
+        "max_train_batch_size": 64,
+        "micro_batch_sizes": [2, 4],
+        "min_gpus": 2,
+        "max_gpus": 8,
+        "num_gpus_per_node": 2,
+        "prefer_larger_batch": False,
+        "ignore_non_elastic_batch_info": True,
+        "min_time": 20,
+        "version": 0.1,
+        "model_parallel_size": 1,
+    },
     "dataloader_drop_last": True,
     "dump_state": True,
     "max_consecutive_skipped_steps": 7,
+    "desync_timeout_s": 30,
+    "check_collectives": True,
     "checkpoint": {"keep_last": 3, "timeout_s": 60},
 }
 
@@ -86,6 +101,7 @@ NAMES = [
     "zero_optimization.leaf_module.names",
     "zero_optimization.leaf_module.name_suffixes",
 ]
+LISTS = [*NAMES, "elasticity.micro_batch_sizes"]
 TEXTS = [
     *(
         f"{block}.{key}"
@@ -134,7 +150,7 @@ def test_every_key_is_kept() -> None:
             expected = expected[name]
         if path == "torch_autocast.dtype":
             expected = "fp16"
-        if path in NAMES:
+        if path in LISTS:
             assert isinstance(expected, list)
             expected = tuple(expected)
         assert get(config, path) == expected, path
@@ -204,9 +220,22 @@ def test_defaults() -> None:
         "wandb.group": None,
         "wandb.team": None,
         "wandb.project": "deepspeed",
+        "elasticity.enabled": False,
+        "elasticity.max_train_batch_size": None,
+        "elasticity.micro_batch_sizes": None,
+        "elasticity.min_gpus": 1,
+        "elasticity.max_gpus": 10_000,
+        "elasticity.num_gpus_per_node": 1,
+        "elasticity.prefer_larger_batch": True,
+        "elasticity.ignore_non_elastic_batch_info": False,
+        "elasticity.min_time": 0,
+        "elasticity.version": 0.2,
+        "elasticity.model_parallel_size": 1,
         "dataloader_drop_last": False,
         "dump_state": False,
         "max_consecutive_skipped_steps": 50,
+        "desync_timeout_s": 300.0,
+        "check_collectives": False,
         "checkpoint.keep_last": None,
         "checkpoint.timeout_s": 300.0,
     }
@@ -349,20 +378,25 @@ INTEGERS = [
         "loss_scale_window", "hysteresis", "min_loss_scale", "stage", "reduce_bucket_size", "allgather_bucket_size",
         "steps_per_print", "max_consecutive_skipped_steps", "keep_last", "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
-        "stage3_max_reuse_distance", "stage3_module_granularity_threshold",
+        "stage3_max_reuse_distance", "stage3_module_granularity_threshold", "max_train_batch_size", "min_gpus",
+        "max_gpus", "num_gpus_per_node", "min_time",
     }
 ]  # fmt: skip
-NUMBERS = ["fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor", "checkpoint.timeout_s"]
+NUMBERS = [
+    "fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor", "checkpoint.timeout_s", "desync_timeout_s",
+]  # fmt: skip
+CHOICES = ["elasticity.version", "elasticity.model_parallel_size"]
 DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"]
 BOOLEANS = [
     path
     for path in plain_paths()
-    if path not in {*INTEGERS, *NUMBERS, *DTYPES, *NAMES, *TEXTS} and not path.startswith(("optimizer.", "scheduler."))
+    if path not in {*INTEGERS, *NUMBERS, *DTYPES, *LISTS, *TEXTS, *CHOICES}
+    and not path.startswith(("optimizer.", "scheduler."))
 ]
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 19 and len(BOOLEANS) == 23
+    assert len(INTEGERS) == 24 and len(BOOLEANS) == 27
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 
@@ -431,6 +465,15 @@ def test_out_of_range(path: str, value: int) -> None:
     assert list(errors_of(nested(path, value))) == [path]
 
 
+def test_a_time_that_is_off_or_long_enough() -> None:
+    for written, meant in ((0, 0.0), ("0", 0.0), (1, 1.0), (2.5, 2.5), ("1e3", 1000.0)):
+        got = load_config({"desync_timeout_s": written}).desync_timeout_s
+        assert got == meant and type(got) is float
+    for value in (0.5, -1, -0.1, 1e-9):
+        sentence = errors_of({"desync_timeout_s": value})["desync_timeout_s"]
+        assert f"expected a finite number of at least 1, or 0, got {value}" in sentence
+
+
 def test_the_remedy_for_a_fraction() -> None:
     assert "write 1 or 2" in errors_of({"steps_per_print": 1.5})["steps_per_print"]
 
@@ -443,7 +486,7 @@ def test_only_booleans_are_booleans(path: str, value: Any) -> None:
     assert "expected true" in errors[path]
 
 
-@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES])
+@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
 def test_null_only_where_it_means_something(path: str) -> None:
     default = get(load_config({}), path)
     if default is None or path == "zero_optimization.stage3_module_granularity_threshold":
@@ -492,6 +535,33 @@ def test_wrong_module_names(path: str, value: Any) -> None:
     errors = errors_of(nested(path, value))
     assert list(errors) == [path]
     assert "expected an array of strings" in errors[path] and "write names such as [" in errors[path]
+
+
+@pytest.mark.parametrize("value", [2, "2", [], {}, True, [0], [1.5], [True], [None], ["x"], [2, -1], [2**31]])
+def test_wrong_lists_of_sizes(value: Any) -> None:
+    errors = errors_of({"elasticity": {"micro_batch_sizes": value}})
+    assert list(errors) == ["elasticity.micro_batch_sizes"]
+    assert "expected an" in errors["elasticity.micro_batch_sizes"] and ", got " in str(errors)
+
+
+def test_lists_of_sizes() -> None:
+    config = load_config({"elasticity": {"micro_batch_sizes": [2, "4", 8.0]}})
+    assert config.elasticity.micro_batch_sizes == (2, 4, 8)
+    assert load_config({"elasticity": {"micro_batch_sizes": "auto"}}) == load_config({})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "meant"),
+    [("version", 0.1, 0.1), ("version", "0.2", 0.2), ("version", 0.3, None), ("version", "latest", None),
+     ("model_parallel_size", 1.0, 1), ("model_parallel_size", 2, None), ("model_parallel_size", True, None)],
+)  # fmt: skip
+def test_numbers_of_which_only_some_are_possible(path: str, value: Any, meant: float | None) -> None:
+    source = {"elasticity": {path: value}}
+    if meant is not None:
+        assert getattr(load_config(source).elasticity, path) == meant
+    else:
+        (sentence,) = errors_of(source).values()
+        assert ("expected 0.1 or 0.2, got" if path == "version" else "expected 1, got") in sentence
 
 
 @pytest.mark.parametrize("path", NAMES)
@@ -548,7 +618,7 @@ def test_null_limits_of_stage_3() -> None:
 # ------------------------------------------------------------------ "auto"
 
 
-@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES])
+@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
 def test_auto_is_the_default(path: str) -> None:
     assert get(load_config(nested(path, "auto")), path) == get(load_config({}), path)
 

@@ -1,38 +1,92 @@
+"""What torchrun, srun and the mpiruns leave in the environment, and what follows from it."""
+
+import sys
+import types
+
 import pytest
 
-from zerolite.comm.process_group import Rendezvous, first_host, local_rank, read_environment
+from zerolite.comm import rendezvous
+from zerolite.comm.rendezvous import Rendezvous, find_local_rank, first_host, read_environment
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "123"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "100007",
+    "SLURM_JOB_NODELIST": "gpu[02-06]",
+    "SLURM_STEP_NODELIST": "gpu[03-06]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "1683750913",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_FD": "8"}
 
 
 def test_no_environment_is_a_single_process():
-    assert read_environment({}) is None
-    assert read_environment({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) is None, (
-        "a shell inside an allocation is no task"
-    )
+    assert read_environment({}) is None and find_local_rank({}) is None
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"},
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291", "PMI_RANK": "0", "PMIX_RANK": "0"},
+    ],
+    ids=["salloc", "sbatch", "the step of salloc's shell", "the step of a batch script"],
+)
+def test_a_shell_in_an_allocation_is_no_task(env):
+    assert read_environment(env) is None and find_local_rank(env) is None
 
 
 def test_torchruns_names():
-    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "123"}
-    assert read_environment(env) == Rendezvous(3, 4, 1, "h", 123)
+    assert read_environment(TORCHRUN) == Rendezvous(3, 4, 1, "h", 123)
     assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}) == Rendezvous(0, 1, 0, "127.0.0.1", 29500)
 
 
-def test_torchruns_names_win_over_slurms():
-    env = {"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "7", "SLURM_NTASKS": "8", "SLURM_LOCALID": "7"}
-    assert read_environment(env).rank == 1
-    assert local_rank({**env, "LOCAL_RANK": "1"}) == 1
+@pytest.mark.parametrize("outer", [SRUN, OPEN_MPI, MPICH], ids=["srun", "Open MPI", "MPICH"])
+def test_torchruns_names_win(outer):
+    """A job that was started inside of a task."""
+    assert read_environment({**outer, **TORCHRUN}) == Rendezvous(3, 4, 1, "h", 123)
+    assert find_local_rank({**outer, **TORCHRUN}) == 1
 
 
-def test_slurms_names():
-    env = {
-        "SLURM_PROCID": "5",
-        "SLURM_NTASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_JOB_ID": "100007",
-        "SLURM_JOB_NODELIST": "gpu[03-06]",
-    }
-    assert read_environment(env) == Rendezvous(5, 8, 1, "gpu03", 20000 + 100007 % 20000)
-    assert read_environment({**env, "MASTER_ADDR": "x", "MASTER_PORT": "9"}).master_addr == "x"
-    assert local_rank(env) == 1
+def test_a_rank_exported_from_the_launchers_keeps_the_launchers_local_rank():
+    exported = {**SRUN, "RANK": "5", "WORLD_SIZE": "8"}
+    assert read_environment(exported).local_rank == find_local_rank(exported) == 1
+    other = {**SRUN, "RANK": "2", "WORLD_SIZE": "8"}
+    assert find_local_rank(other) is None and read_environment(other).local_rank == 2
+
+
+# ------------------------------------------------------------------ srun
+
+
+def test_sruns_names():
+    assert read_environment(SRUN) == Rendezvous(5, 8, 1, "gpu03", 20000 + 100007 % 12768)
+    assert read_environment({**SRUN, "MASTER_ADDR": "x", "MASTER_PORT": "9"}) == Rendezvous(5, 8, 1, "x", 9)
+    assert find_local_rank(SRUN) == 1
+
+
+def test_a_step_with_fewer_tasks_than_the_allocation():
+    assert read_environment({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
+
+
+def test_jobs_and_steps_get_different_ports():
+    ports = [
+        read_environment({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        for job in range(5000, 6000)
+        for step in range(3)
+    ]
+    assert len(set(ports)) == len(ports) and min(ports) >= 20000 and max(ports) < 32768
 
 
 @pytest.mark.parametrize(
@@ -43,11 +97,121 @@ def test_slurms_names():
         ("node[03-05,9],login", "node03"),
         ("n[1,2]", "n1"),
         ("rack2-n[007-010]x,y", "rack2-n007x"),
+        ("rack[1-2]n[03-04],other", "rack1n03"),
+        ("login,node[03-05]", "login"),
         ("10.0.0.1", "10.0.0.1"),
     ],
 )
 def test_first_host(nodes, host):
     assert first_host(nodes) == host
+
+
+def test_an_empty_node_list_is_an_error():
+    with pytest.raises(ValueError, match="node list"):
+        first_host("")
+
+
+# ------------------------------------------------------------------ mpirun
+
+
+def test_open_mpis_names():
+    found = read_environment(OPEN_MPI)
+    assert found == Rendezvous(1, 2, 1, "127.0.0.1", found.master_port) and 20000 <= found.master_port < 32768
+    assert find_local_rank(OPEN_MPI) == 1
+    assert read_environment({**OPEN_MPI, "PMIX_NAMESPACE": "1683750914"}).master_port != found.master_port
+    assert read_environment({**OPEN_MPI, "MASTER_PORT": "9"}).master_port == 9
+    assert read_environment({**OPEN_MPI, "MASTER_ADDR": "h"}).master_addr == "h"
+
+
+def test_mpichs_names():
+    env = {**MPICH, "MASTER_ADDR": "h"}
+    assert read_environment(env) == Rendezvous(1, 2, 0, "h", 29500) and find_local_rank(env) == 0
+    assert read_environment({**MPICH, "MPI_LOCALNRANKS": "2"}).master_addr == "127.0.0.1"
+    assert read_environment({**MPICH, "PMI_RANK": "0", "PMI_SIZE": "1"}).world_size == 1
+
+
+def test_two_mpichs_on_a_host_get_different_ports(monkeypatch):
+    """They do not number their jobs, so the process tells them apart that has started the ranks."""
+    ports = set()
+    for launching in ("10 700", "10 701", "11 700"):
+        monkeypatch.setattr(rendezvous, "_launching_process", lambda of=launching: of)
+        ports.add(read_environment({**MPICH, "MPI_LOCALNRANKS": "2"}).master_port)
+        assert read_environment({**MPICH, "MASTER_ADDR": "h"}).master_port == 29500, "it says nothing to other hosts"
+    assert len(ports) == 3 and min(ports) >= 20000 and max(ports) < 32768
+
+
+def test_pmi_of_other_launchers():
+    env = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_ADDR": "h"}
+    assert read_environment(env) == Rendezvous(3, 4, 1, "h", 29500) and find_local_rank(env) == 1
+
+
+def test_pmi_of_srun_says_nothing_of_its_own():
+    assert read_environment({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}) == read_environment(SRUN)
+
+
+@pytest.mark.parametrize("inner", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
+def test_an_mpirun_inside_an_allocation(inner):
+    """SLURM then counts the daemons that mpirun has started by srun, one on each host."""
+    daemon = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
+    several_hosts = {name: "1" if name.endswith(("LOCAL_SIZE", "LOCALNRANKS")) else inner[name] for name in inner}
+    found = read_environment({**daemon, **several_hosts})
+    assert (found.rank, found.world_size, found.master_addr) == (1, 2, "gpu02")
+    assert find_local_rank({**daemon, **several_hosts}) == int(inner.get("MPI_LOCALRANKID", 1))
+    assert 20000 <= found.master_port < 32768
+
+
+SEVERAL_HOSTS = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+
+
+def test_several_hosts_without_an_address(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for env in (SEVERAL_HOSTS, MPICH):
+        with pytest.raises(ValueError, match=r"mpirun -x MASTER_ADDR=HOST.*mpiexec -genv MASTER_ADDR HOST.*mpi4py"):
+            read_environment(env)
+
+
+def test_several_hosts_ask_through_mpi4py(monkeypatch):
+    said = []
+
+    class World:
+        def Get_size(self):
+            return size
+
+        def bcast(self, value, root):
+            said.append((value, root))
+            return "10.0.0.7"
+
+    mpi = types.ModuleType("mpi4py.MPI")
+    mpi.COMM_WORLD = World()
+    monkeypatch.setitem(sys.modules, "mpi4py", types.ModuleType("mpi4py"))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    size = 2
+    assert read_environment(SEVERAL_HOSTS).master_addr == "10.0.0.7"
+    assert read_environment({**SEVERAL_HOSTS, "OMPI_COMM_WORLD_RANK": "0"}).master_addr == "10.0.0.7"
+    assert said[0] == (None, 0) and said[1][0], "rank 0, and nobody else, says its address"
+    size = 1
+    with pytest.raises(ValueError, match="another MPI than this mpirun"):
+        read_environment(SEVERAL_HOSTS)
+
+
+def test_an_mpirun_is_found_among_the_processes_above(tmp_path, monkeypatch):
+    def process(pid, name, parent, start):
+        (tmp_path / pid).mkdir()
+        numbers = [parent, *["0"] * 17, start, "0"]
+        (tmp_path / pid / "stat").write_text(f"{pid} ({name}) S {' '.join(numbers)}\n")
+
+    monkeypatch.setattr(rendezvous, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
+    assert rendezvous._launching_process() is None, "not Linux"
+    process("self", "python) S 7 (x", "20", "900")
+    process("20", "bash", "10", "800")
+    process("10", "hydra_pmi_proxy", "1", "700")
+    process("1", "init", "0", "1")
+    assert rendezvous._launching_process() == "10 700"
+    (tmp_path / "10" / "stat").write_text((tmp_path / "20" / "stat").read_text().replace(" 10 ", " 1 "))
+    assert rendezvous._launching_process() is None
+
+
+# ------------------------------------------------------------------ what is wrong is named
 
 
 @pytest.mark.parametrize(
@@ -58,13 +222,14 @@ def test_first_host(nodes, host):
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK < WORLD_SIZE"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "number in the variable RANK, got 'x'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2, OMPI_COMM_WORLD_SIZE=2"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE missing"),
+        ({"PMIX_RANK": "0"}, "PMI_SIZE missing.*unset PMIX_RANK"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, "neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "4"}, "0 <= SLURM_PROCID < SLURM_STEP_NUM_TASKS"),
+        ({**SRUN, "SLURM_LOCALID": "one"}, "SLURM_LOCALID, got 'one'"),
     ],
 )
 def test_incomplete_or_wrong_variables_are_named(env, words):
     with pytest.raises(ValueError, match=words):
         read_environment(env)
-
-
-def test_an_empty_node_list_is_an_error():
-    with pytest.raises(ValueError, match="node list"):
-        first_host("")

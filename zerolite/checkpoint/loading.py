@@ -109,7 +109,7 @@ class Loader:
             return _Plan(reader, match, buffers, None, groups, None, False)
         kinds = self._kinds(reader, groups) if request.load_optimizer_states else None
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
-        self._check_window(state["window"])
+        self._check_window(state["window"], reader.manifest.about.world_size)
         if state["loaders"]:
             loaders.check_state_dict(state["loaders"])
         begins = scheduler is not None and schedule is None
@@ -219,13 +219,15 @@ class Loader:
                         "states are others. Nothing was loaded; pass load_optimizer_states=False to begin with new ones"
                     )
 
-    def _check_window(self, saved: Mapping[str, Any] | None) -> None:
+    def _check_window(self, saved: Mapping[str, Any] | None, ranks: int) -> None:
         steps = self._parts.config.gradient_accumulation_steps or 1
         if saved is not None and saved["micro_batches"] != steps:
+            elastic = self._parts.config.elasticity.enabled
+            remedy = f"go on with {ranks} rank{'s' if ranks != 1 else ''}, as then," if elastic else "set it as it was,"
             raise CheckpointError(
-                "the checkpoint was saved within a step, whose gradient_accumulation_steps was "
-                f"{saved['micro_batches']} and here is {steps}. Nothing was loaded; set it as it was, or load one that "
-                "was saved after engine.step()"
+                f"the checkpoint was saved within a step, whose gradient_accumulation_steps was "
+                f"{saved['micro_batches']} and here is {steps}. Nothing was loaded; {remedy} or load one that was saved "
+                "after engine.step()"
             )
 
     # ---------------------------------------------------------------- doing

@@ -7,6 +7,7 @@ from zerolite.comm.host_group import HostGroup
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record
+from zerolite.comm.shared_store import SharedStore
 
 __all__ = [
     "CollectiveCall",
@@ -16,6 +17,7 @@ __all__ = [
     "NullCommunicator",
     "Pending",
     "Recorder",
+    "SharedStore",
     "create_communicator",
     "destroy",
     "init_distributed",

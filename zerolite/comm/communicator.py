@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm import recorder
+from zerolite.comm.flight import WAIT, Flight, Raw, wait_for
 from zerolite.comm.process_group import keep_track, second_group
 
 
@@ -26,16 +27,22 @@ class Pending:
         self._keep = list(keep)
         self._finish: Callable[[], torch.Tensor] | None = finish
         self._result: torch.Tensor | None = None
+        self.entry: Raw | None = None  # what it is, for messages
 
     def arrived(self) -> bool:
         """True if nothing has to be waited for any more."""
         return all(work.is_completed() for work in self._works)
 
+    def of(self, entry: Raw | None) -> Pending:
+        """Itself, which carries out ``entry``."""
+        self.entry = entry
+        return self
+
     def wait(self) -> torch.Tensor:
         """The result. On CUDA the current stream waits, not the host. May be called again."""
         if self._finish is not None:
-            for work in self._works:
-                work.wait()
+            if self._works:
+                wait_for(self._works, self.entry)
             self._result = self._finish()
             self._works, self._keep, self._finish = [], [], None
         assert self._result is not None
@@ -74,6 +81,7 @@ class Communicator:
         self.world_size = world_size
         self._second: Communicator | None = None
         self.guard: Callable[[str], None] | None = None  # called with its name before every collective
+        self.flight = Flight()
         keep_track(self)
 
     def close(self) -> None:
@@ -95,31 +103,33 @@ class Communicator:
         """
         return None
 
-    def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0) -> Pending:
-        """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor."""
-        self._note("all_reduce", tensor, tag)
-        return self._all_reduce(tensor, tag, divisor)
+    def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
+        """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor. ``key`` says what it is, here
+        and below: see :class:`~zerolite.comm.flight.Entry`."""
+        entry = self._note("all_reduce", tensor, tag, key)
+        return self._all_reduce(tensor, tag, divisor).of(entry)
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
         """Maximum over ranks of a small tensor, in place; returns when it is there."""
-        self._note("all_reduce", tensor, tag)
+        entry = self._note("all_reduce", tensor, tag)
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            wait_for((work,), entry)
 
     def reduce_scatter(
-        self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None
+        self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None, key: int = 0
     ) -> Pending:
         """``wait()`` gives the sum over ranks of this rank's part of ``full``, divided by ``divisor``; shape [numel
         / world_size], in ``dtype`` (default: ``full``'s). Where 16-bit values are summed in fp32, they are rounded
         to ``dtype`` only. ``full`` is clobbered.
         """
-        self._note("reduce_scatter", full, tag)
-        return self._reduce_scatter(full, tag, divisor, dtype or full.dtype)
+        entry = self._note("reduce_scatter", full, tag, key)
+        return self._reduce_scatter(full, tag, divisor, dtype or full.dtype).of(entry)
 
-    def all_gather(self, full: torch.Tensor, tag: str) -> Pending:
+    def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
         """In place: this rank's part of ``full`` is sent, the other parts are received."""
-        self._note("all_gather", full, tag)
-        return self._all_gather(full, tag)
+        entry = self._note("all_gather", full, tag, key)
+        return self._all_gather(full, tag).of(entry)
 
     def gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int = 0
@@ -137,28 +147,38 @@ class Communicator:
         """
         if self.guard is not None:
             self.guard("gather_shards")
-        if self.world_size > 1:
-            recorder.note_several("all_gather", fulls, tag)
-        return self._gather_shards(fulls, shards, tag, key)
+        if self.world_size == 1:
+            return self._gather_shards(fulls, shards, tag, key)
+        recorder.note_several("all_gather", fulls, tag)
+        entry: Raw = ("all_gather", tag, shards, None, key)
+        self.flight.count += 1
+        self.flight.latest.append(entry)
+        return self._gather_shards(fulls, shards, tag, key).of(entry)
 
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
         """Rank ``source`` of the group overwrites everybody's ``tensor``; returns when it has."""
         if self.world_size == 1:
             return
-        self._note("broadcast", tensor, tag)
+        entry = self._note("broadcast", tensor, tag)
         assert self.group is not None
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
+        source = dist.get_global_rank(self.group, source)
+        wait_for((dist.broadcast(tensor, src=source, group=self.group, async_op=True),), entry)
 
     def part(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """Rank ``rank``'s part of ``full`` (default: this rank's), a view."""
         numel = full.numel() // self.world_size
         return full.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
-    def _note(self, op: str, tensor: torch.Tensor, tag: str) -> None:
+    def _note(self, op: str, tensor: torch.Tensor, tag: str, key: int = 0) -> Raw | None:
         if self.guard is not None:
             self.guard(op)
-        if self.world_size > 1:
-            recorder.note(op, tensor, tag)
+        if self.world_size == 1:
+            return None
+        recorder.note(op, tensor, tag)
+        entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
+        self.flight.count += 1
+        self.flight.latest.append(entry)
+        return entry
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return done(divide(tensor, divisor))
@@ -180,6 +200,10 @@ class Communicator:
 
 class NativeCommunicator(Communicator):
     """The backend's own collectives (NCCL and everything else that is not gloo)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(group, rank, world_size)
+        WAIT.on_device = True
 
     def second(self, backend: str) -> Communicator:
         assert self.group is not None

@@ -6,15 +6,16 @@ import gc
 import importlib
 import logging
 import os
-import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from zerolite.comm.arrival import meet, open_store
+from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
 
 logger = logging.getLogger("zerolite")
 
@@ -70,67 +71,6 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return DEFAULT_TIMEOUT
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where this process stands in its job, as read from an environment."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    master_addr: str
-    master_port: int
-
-
-def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
-    """The rendezvous that ``env`` describes in torchrun's names or SLURM's; None where there is neither.
-
-    Raises ValueError if torchrun's names are incomplete or not numbers.
-    """
-    if "RANK" in env or "WORLD_SIZE" in env:
-        missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
-        if missing:
-            raise ValueError(
-                f"init_distributed: the environment sets only part of torchrun's variables; {' and '.join(missing)} "
-                "missing. Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or none of them for a single process."
-            )
-        rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"init_distributed: expected 0 <= RANK < WORLD_SIZE, got RANK={rank}, WORLD_SIZE={world_size}"
-            )
-        return Rendezvous(
-            rank,
-            world_size,
-            _integer(env, "LOCAL_RANK", default=rank),
-            env.get("MASTER_ADDR", "127.0.0.1"),
-            _integer(env, "MASTER_PORT", default=29500),
-        )
-    # An interactive SLURM shell also sets SLURM_NTASKS; only a step started by srun sets SLURM_STEP_ID with
-    # SLURM_PROCID.
-    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-        job = _integer(env, "SLURM_JOB_ID", default=0)
-        return Rendezvous(
-            _integer(env, "SLURM_PROCID"),
-            _integer(env, "SLURM_NTASKS"),
-            _integer(env, "SLURM_LOCALID", default=0),
-            env.get("MASTER_ADDR") or first_host(nodes),
-            _integer(env, "MASTER_PORT", default=20000 + job % 20000),
-        )
-    return None
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: ``node[03-05,9],login`` gives ``node03``."""
-    match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodelist.strip())
-    if not match or not match.group(0):
-        raise ValueError(f"init_distributed: expected a SLURM node list such as 'node[01-04]', got {nodelist!r}")
-    prefix, ranges, suffix = match.groups()
-    if not ranges:
-        return prefix + suffix
-    return f"{prefix}{re.split('[,-]', ranges)[0]}{suffix}"
-
-
 def init_distributed(
     backend: str | None = None,
     init_method: str | None = None,
@@ -141,13 +81,16 @@ def init_distributed(
     """Start torch.distributed; harmless if it runs already.
 
     With ``init_method`` (``env://``, ``tcp://host:port``, ``file:///path``) and, for tcp and file, ``rank`` and
-    ``world_size``: as ``torch.distributed.init_process_group``. With nothing given: from torchrun's environment, or
-    SLURM's, or else as one process on its own, without any port. ``backend`` defaults to NCCL for CUDA tensors
+    ``world_size``: as ``torch.distributed.init_process_group``. With nothing given: from the environment of torchrun,
+    mpirun or srun, or else as one process on its own, without any port. ``backend`` defaults to NCCL for CUDA tensors
     (gloo beside it for CPU tensors) where CUDA is usable, and to gloo elsewhere. ``timeout`` is a timedelta or
-    seconds, 30 minutes by default.
+    seconds, 30 minutes by default: how long ranks wait for each other, here (rank 0 may have data to load first) and
+    in each collective.
 
-    Raises ValueError for arguments or variables that are incomplete or contradict each other. Called on all ranks;
-    ``zerolite.initialize`` calls it first.
+    Raises ValueError for arguments or variables that are incomplete or contradict each other; RuntimeError, on all
+    ranks that have come, if others do not come in time (they are named; a warning does so after 30 s and then every
+    minute), if two processes have the same rank, if they differ in ``world_size``, or if rank 0 cannot be reached.
+    Called on all ranks; ``zerolite.initialize`` calls it first.
     """
     global _started_here
     if dist.is_initialized():
@@ -163,9 +106,9 @@ def init_distributed(
     timeout = timeout or DEFAULT_TIMEOUT
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if init_method not in (None, "env://"):
+    if init_method is not None and init_method != "env://":
         rank, world_size = _checked_place(init_method, rank, world_size)
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        _start(backend, init_method, rank, world_size, timeout)
     else:
         _start_from_environment(backend, rank, world_size, timeout)
     _started_here = True
@@ -194,12 +137,10 @@ def destroy() -> None:
 
 
 def local_rank(env: Mapping[str, str] | None = None) -> int:
-    """This process's place on its host: LOCAL_RANK, SLURM_LOCALID, or the rank where neither is set (one host)."""
-    env = os.environ if env is None else env
-    if "LOCAL_RANK" in env:
-        return _integer(env, "LOCAL_RANK")
-    if "SLURM_LOCALID" in env and "RANK" not in env:
-        return _integer(env, "SLURM_LOCALID")
+    """This process's place on its host, as its launcher says it; the rank where none does (one host)."""
+    found = find_local_rank(os.environ if env is None else env)
+    if found is not None:
+        return found
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -225,12 +166,17 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
         return
     os.environ.setdefault("MASTER_ADDR", found.master_addr)
     os.environ.setdefault("MASTER_PORT", str(found.master_port))
-    dist.init_process_group(
-        backend, init_method="env://", rank=found.rank, world_size=found.world_size, timeout=timeout
-    )
+    host = f"[{found.master_addr}]" if ":" in found.master_addr else found.master_addr
+    _start(backend, f"tcp://{host}:{found.master_port}", found.rank, found.world_size, timeout)
 
 
-def _checked_place(init_method: str | None, rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _start(backend: str, init_method: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    store = open_store(init_method, rank, world_size, timeout)
+    meet(store, rank, world_size, timeout.total_seconds())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _checked_place(init_method: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         raise ValueError(
             f"init_distributed: init_method={init_method!r} needs rank and world_size, got rank={rank}, "
@@ -239,12 +185,3 @@ def _checked_place(init_method: str | None, rank: int | None, world_size: int | 
     if not 0 <= rank < world_size:
         raise ValueError(f"init_distributed: expected 0 <= rank < world_size, got rank={rank}, world_size={world_size}")
     return rank, world_size
-
-
-def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if name not in env and default is not None:
-        return default
-    try:
-        return int(env[name])
-    except ValueError:
-        raise ValueError(f"init_distributed: expected a number in the variable {name}, got {env[name]!r}") from None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm.communicator import NOTHING, Pending, done, empty
+from zerolite.comm.flight import WAIT, Mismatch, wait_for
 from zerolite.comm.gloo import HALF, GlooCommunicator, mean_in_order, pack, places_in_pack
 from zerolite.comm.host_memory import HostMemory
 
@@ -93,7 +94,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         if not self._memory.holds(nbytes):
             # Memory is made by all ranks together: only if all are about to.
             arrived, fence = self._fence(ticket)
-            fence.wait()
+            wait_for((fence,), (launch.op, launch.tag, nbytes, torch.uint8, 0))
             self._compare(arrived, ticket, launch)
         regions = self._memory.regions(self._count, nbytes)
         if regions is None:
@@ -119,13 +120,14 @@ class SharedMemoryCommunicator(GlooCommunicator):
         if highest == ticket:
             return
         shortest, longest = -highest[5], highest[2]
-        raise RuntimeError(
+        error = Mismatch(
             f"rank {self.rank}: the ranks launched different collectives in the same place. Expected the same one "
             f"everywhere; here it is {launch.op} of {launch.nbytes} bytes for {launch.tag!r} (number {self._count} of "
             f"communicator {self._serial}), and over the ranks it has {shortest} to {longest} bytes. Do branches "
             "that depend on the rank use different modules (at stage 3 make one unit of them: "
             "zero_optimization.leaf_modules), or the backwards of two engines overlap?"
         )
+        raise WAIT.explain(error) or error
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         # Everybody sums everything: up to four ranks that is no more work than two halves, and needs one fence.

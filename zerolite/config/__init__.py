@@ -5,16 +5,14 @@ from __future__ import annotations
 from .errors import ConfigError
 from .load import load_config
 from .models import (
-    Bf16Config,
     DataTypesConfig,
-    Fp16Config,
     LeafModuleConfig,
     OptimizerConfig,
     SchedulerConfig,
-    TorchAutocastConfig,
     ZeroConfig,
     ZeroliteConfig,
 )
+from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
 
 __all__ = [
     "Bf16Config",

@@ -107,6 +107,60 @@ def _accumulation_dtype(config: ZeroliteConfig) -> Iterator[Contradiction]:
             )
 
 
+def _elastic_needs(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    """What the block cannot do without. Whether anything fits is found out when the number of ranks is known."""
+    block = config.elasticity
+    if not block.enabled:
+        return
+    if block.micro_batch_sizes is None:
+        yield Contradiction(
+            ("elasticity.micro_batch_sizes", "elasticity.enabled"),
+            "expected the sizes that are allowed, got nothing, and elasticity.enabled is true; write them, such as "
+            "[2, 4]",
+        )
+    given = config.train_batch_size is not None and not block.ignore_non_elastic_batch_info
+    if block.max_train_batch_size is None and not given:
+        yield Contradiction(
+            (
+                "elasticity.max_train_batch_size",
+                "elasticity.ignore_non_elastic_batch_info",
+                "elasticity.enabled",
+                "train_batch_size",
+            ),
+            "expected the largest global batch that is allowed, got nothing, and elasticity.enabled is true; write it, "
+            "or the batch itself as train_batch_size"
+            + (" with ignore_non_elastic_batch_info = false" if block.ignore_non_elastic_batch_info else ""),
+        )
+    if block.min_gpus > block.max_gpus:
+        yield Contradiction(
+            ("elasticity.min_gpus", "elasticity.max_gpus", "elasticity.enabled"),
+            f"expected at most elasticity.max_gpus = {block.max_gpus}, got {block.min_gpus}; change one of the two",
+        )
+
+
+def _elastic_decides(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    """Sizes beside the block that cannot hold for every number of ranks."""
+    block = config.elasticity
+    if not block.enabled or block.ignore_non_elastic_batch_info:
+        return
+    switches = ("elasticity.enabled", "elasticity.ignore_non_elastic_batch_info")
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = getattr(config, key)
+        if value is not None:
+            yield Contradiction(
+                (key, *switches),
+                f'expected nothing or "auto", since elasticity.enabled makes it follow from the number of ranks, got '
+                f"{value}; leave it out or set elasticity.ignore_non_elastic_batch_info",
+            )
+    train, largest = config.train_batch_size, block.max_train_batch_size
+    if train is not None and largest is not None and train > largest:
+        yield Contradiction(
+            ("train_batch_size", "elasticity.max_train_batch_size", *switches),
+            f"expected at most elasticity.max_train_batch_size = {largest}, got {train}; lower it, or leave one of the "
+            "two out",
+        )
+
+
 _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _one_precision,
     _bf16_states_need_bf16_masters,
@@ -115,4 +169,6 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _one_way_to_divide,
     _stage_3_reduce_scatters,
     _accumulation_dtype,
+    _elastic_needs,
+    _elastic_decides,
 )

@@ -343,19 +343,6 @@ _OTHERS: dict[str, Key | Block] = {
 _REMOVED_BY_DEEPSPEED: dict[str, Key | Block] = {
     "amp": _switched("opt_level", "loss_scale", "keep_batchnorm_fp32", note="use fp16, bf16 or torch_autocast"),
     "sparse_gradients": Key((False,), _REMOVED),
-    "elasticity": _switched(
-        "max_train_batch_size",
-        "micro_batch_sizes",
-        "min_gpus",
-        "max_gpus",
-        "min_time",
-        "version",
-        "ignore_non_elastic_batch_info",
-        "prefer_larger_batch",
-        "num_gpus_per_node",
-        "model_parallel_size",
-        note=_REMOVED,
-    ),
     "sparse_attention": _on_by_presence(
         "mode",
         "block",

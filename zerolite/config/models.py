@@ -20,12 +20,14 @@ from pydantic import (
 
 from . import batch
 from .contradictions import find_contradictions
+from .elastic_block import ElasticityConfig
+from .elasticity import solve as solve_elastic
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
-from .rules import MAX_BATCH, Boolean, Dtype, FreeObject, Integer, Names, Number, Text
+from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
+from .rules import MAX_BATCH, Boolean, Dtype, FreeObject, Integer, Names, Number, OffOrNumber, Text
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
-Immediate = Annotated[bool, BeforeValidator(Boolean(always="gradients always accumulate as they arrive"))]
 OptionalDtype = Annotated[str | None, BeforeValidator(Dtype())]
 BatchSize = Annotated[
     int | None,
@@ -69,70 +71,6 @@ class SchedulerConfig(_Block):
         default_factory=lambda: FreeObject()({}),
         description='Arguments of its constructor, in optimizer steps where they count. `"auto"` leaves an argument at '
         "its default.",
-    )
-
-
-class Fp16Config(_Block):
-    """Compute in float16 with fp32 master weights and a loss scale."""
-
-    enabled: Bool = Field(default=False, description="Compute in float16.")
-    auto_cast: Bool = Field(
-        default=False, description="Cast floating inputs to float16. The engine does so in any case."
-    )
-    loss_scale: Annotated[float, BeforeValidator(Number(0.0))] = Field(
-        default=0.0, description="Static factor by which the loss is multiplied before backward; 0 = dynamic."
-    )
-    initial_scale_power: Annotated[int, BeforeValidator(Integer(0, 127))] = Field(
-        default=16, description="A dynamic loss scale starts at 2 to this power."
-    )
-    loss_scale_window: Annotated[int, BeforeValidator(Integer(1))] = Field(
-        default=1000, description="Steps in a row without overflow after which a dynamic loss scale doubles."
-    )
-    hysteresis: Annotated[int, BeforeValidator(Integer(1))] = Field(
-        default=2, description="Overflows (steps) that are tolerated before a dynamic loss scale is halved."
-    )
-    consecutive_hysteresis: Bool = Field(
-        default=False,
-        description="Refill the hysteresis after every step without overflow, so that only overflows in a row count.",
-    )
-    min_loss_scale: Annotated[int, BeforeValidator(Integer(1))] = Field(
-        default=1, description="A dynamic loss scale never falls below this factor."
-    )
-    fp16_master_weights_and_grads: Bool = Field(
-        default=False, description="Keep master weights and accumulated gradients in float16 instead of fp32."
-    )
-
-
-class Bf16Config(_Block):
-    """Compute in bfloat16 with fp32 master weights. The block may also be spelled `bfloat16`."""
-
-    enabled: Bool = Field(default=False, description="Compute in bfloat16.")
-    immediate_grad_update: Annotated[
-        bool, BeforeValidator(Boolean(always="gradients always accumulate as they arrive"))
-    ] = Field(default=True, description="Gradients are accumulated as they arrive. Only true is possible.")
-    check_grad_overflow: Bool = Field(
-        default=True, description="Skip the step, on all ranks, when a gradient is not finite."
-    )
-    bf16_master_weights_and_grads: Bool = Field(
-        default=False, description="Keep master weights and accumulated gradients in bfloat16 instead of fp32."
-    )
-    bf16_optimizer_states: Bool = Field(
-        default=False,
-        description="Keep the optimizer's states in bfloat16 too; needs `bf16_master_weights_and_grads`.",
-    )
-
-
-class TorchAutocastConfig(_Block):
-    """Run the forward pass under torch.autocast; parameters stay in fp32."""
-
-    enabled: Bool = Field(default=False, description="Run forward under torch.autocast.")
-    dtype: Annotated[str, BeforeValidator(Dtype(("bf16", "fp16"), nullable=False))] = Field(
-        default="bf16", description="The dtype autocast computes in."
-    )
-    lower_precision_safe_modules: Annotated[tuple[str, ...] | None, BeforeValidator(Names())] = Field(
-        default=None,
-        description="Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all "
-        "gradients are reduced in fp32.",
     )
 
 
@@ -275,6 +213,9 @@ class ZeroliteConfig(_Block):
         default=None,
         description="Micro-batches in one optimizer step. null: derived from the other two sizes, or 1.",
     )
+    elasticity: ElasticityConfig = Field(
+        default_factory=ElasticityConfig, description="Batch sizes that follow from the number of ranks."
+    )
     dataloader_drop_last: Bool = Field(
         default=False,
         description="Leave out the samples of `training_data` at the end of a pass that do not fill a batch on every "
@@ -329,6 +270,17 @@ class ZeroliteConfig(_Block):
         description="Training raises after so many steps in a row that were skipped because a gradient was not finite; "
         "0 = never. (zerolite's own key.)",
     )
+    desync_timeout_s: Annotated[float, BeforeValidator(OffOrNumber(1.0))] = Field(
+        default=300.0,
+        description="Seconds that a rank may wait for the others, within a step or between two, before the job is "
+        "ended and every rank says where each of them is; 0 = never. Raise it above the longest time that one rank "
+        "works alone while others wait. (zerolite's own key.)",
+    )
+    check_collectives: Bool = Field(
+        default=False,
+        description="Before each collective the ranks compare its operation, number of elements and dtype, and raise "
+        "where they differ. Slow; to find the cause of a hang. (zerolite's own key.)",
+    )
 
     # Keys given as "auto" whose value must still be found by resolve().
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
@@ -350,9 +302,11 @@ class ZeroliteConfig(_Block):
 
         train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size. Both batch sizes
         stay None when neither is given: the user's own loader decides. The accumulation is never None afterwards.
+        With `elasticity`, the train batch size is the same for every world_size.
 
         Raises:
-            ConfigError: the given sizes contradict each other, or a key is "auto" and nothing says what it should be.
+            ConfigError: the given sizes contradict each other, the world size does not fit what `elasticity` says, or
+                a key is "auto" and nothing says what it should be.
             ValueError: world_size is not an integer of at least 1.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -361,9 +315,8 @@ class ZeroliteConfig(_Block):
         for path, block in (("optimizer.type", self.optimizer), ("scheduler.type", self.scheduler)):
             if block is not None and block.type == "auto":
                 errors.append((path, 'expected a name, got "auto", which has no default here; write the name'))
-        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         try:
-            sizes = batch.solve(*given, world_size)
+            sizes = self._batch_sizes(world_size)
         except batch.BatchSizeError as error:
             errors.append((error.key, error.sentence))
             raise ConfigError(errors) from None
@@ -382,3 +335,9 @@ class ZeroliteConfig(_Block):
         resolved = self.model_copy(update=solved)
         resolved._auto = frozenset()
         return resolved
+
+    def _batch_sizes(self, world_size: int) -> batch.BatchSizes:
+        if self.elasticity.enabled:
+            return solve_elastic(self.elasticity.terms(self.train_batch_size), world_size)
+        given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
+        return batch.solve(*given, world_size)

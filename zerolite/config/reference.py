@@ -48,6 +48,16 @@ or [hjson](https://hjson.github.io) text (comments, no quotes, no commas needed)
 | `train_micro_batch_size_per_gpu` | accumulation 1, the train batch size is derived |
 | only `gradient_accumulation_steps`, or nothing (accumulation 1) | both batch sizes stay null: your loader decides |
 
+A job that goes on with fewer or more ranks should take the same steps. With an [`elasticity`](#elasticity) block, one
+train batch size holds for every number of ranks, and micro-batch and accumulation follow:
+
+    "elasticity": {"enabled": true, "max_train_batch_size": 100, "micro_batch_sizes": [2, 3, 4], "max_gpus": 16}
+
+gives steps of 96 samples, which 1, 2, 3, 4, 6, 8, 12 and 16 ranks can take (no other size up to 100 suits more numbers
+of ranks up to 16): 16 ranks as one micro-batch of 3 × 2 accumulated, 8 ranks as 4 × 3, 6 ranks as 4 × 4. A number of
+ranks that cannot is an error that names the nearest that can. DeepSpeed looks for such a size among fewer candidates,
+and may find another one; give `train_batch_size` beside the block to keep the one you have.
+
 ## Keys
 """
 

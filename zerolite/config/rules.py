@@ -126,6 +126,43 @@ class Integer:
 
 
 @dataclass(frozen=True)
+class Integers:
+    """A list of integers, at least one, as Integer reads them; or null."""
+
+    minimum: int = 0
+    maximum: int = MAX_INT
+
+    @property
+    def expected(self) -> str:
+        return "an array of integers or null"
+
+    def __call__(self, value: object) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not value:
+            _fail(self.expected, value, "write sizes such as [2, 4]")
+        read = Integer(self.minimum, self.maximum)
+        return tuple(number for number in map(read, value) if number is not None)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few numbers."""
+
+    values: tuple[float, ...]
+
+    @property
+    def expected(self) -> str:
+        return " or ".join(f"{value:g}" for value in self.values)
+
+    def __call__(self, value: object) -> float:
+        number = _as_number(value)
+        if isinstance(number, bool) or number not in self.values:
+            _fail(self.expected, value, "write one of these or leave the key out")
+        return next(allowed for allowed in self.values if allowed == number)
+
+
+@dataclass(frozen=True)
 class Number:
     """A finite number of at least (or, if exclusive, above) the minimum. Integers become floats."""
 
@@ -149,6 +186,21 @@ class Number:
         if result < self.minimum or (self.exclusive and result == self.minimum):
             _fail(self.expected, value, "write a larger number")
         return result
+
+
+@dataclass(frozen=True)
+class OffOrNumber(Number):
+    """A finite number of at least the minimum, or 0 for off."""
+
+    @property
+    def expected(self) -> str:
+        return f"{super().expected}, or 0"
+
+    def __call__(self, value: object) -> float:
+        number = _as_number(value)
+        if number == 0 and not isinstance(number, bool):
+            return 0.0
+        return super().__call__(value)
 
 
 _DTYPE_NAMES = {

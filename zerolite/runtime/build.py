@@ -26,6 +26,7 @@ from zerolite.comm import (
 )
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.agreement import check_initialize, check_made_optimizer
 from zerolite.runtime.arguments import (
     OWNERS,
     OptimizerLike,
@@ -53,17 +54,18 @@ from zerolite.runtime.decisions import (
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.fp32_modules import Fp32Modules
 from zerolite.runtime.growth import Growth, Parameters, Ways
-from zerolite.runtime.initial_sync import broadcast_into, check_same_model, differing, synchronize_tensors
+from zerolite.runtime.initial_sync import broadcast_into, differing, synchronize_tensors
 from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.watchdog import start_watchdog
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
-from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel, whole_shape
+from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stage3 import PartitionedModel, make_whole
@@ -98,7 +100,8 @@ def initialize(
     ``training_data``; 0 loads in this one.
 
     Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError
-    for the other arguments, RuntimeError if ranks hold different models. Called on all ranks, with equal arguments.
+    for the other arguments, RuntimeError if ranks hold different models, configs or optimizers. Called on all ranks,
+    with equal arguments.
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -108,22 +111,28 @@ def initialize(
     device = default_device(local_rank())
     if device.type == "cpu":
         keep_freed_memory()
+    watchdog = start_watchdog(given.desync_timeout_s)
     comm = create_communicator(device)
     resolved = given.resolve(comm.world_size)
     policy = STAGES[resolved.zero_optimization.stage]
     precision = precision_of(resolved)
     fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
     precision = dataclasses.replace(precision, keeps_fp32=fp32.holds)
+    groups = param_groups_of(model, optimizer, model_parameters)
+    arguments = {"broadcast_buffers": broadcast_buffers, "lr_scheduler": lr_scheduler}
+    check_initialize(resolved, model, optimizer, groups, comm, device, **arguments)
     if not policy.shard_parameters:
         make_whole(model)
         model.to(device)
-    groups = param_groups_of(model, optimizer, model_parameters)
     make_inner = optimizer_maker(optimizer, resolved, policy, groups)
+    if isinstance(make_inner, torch.optim.Optimizer) and make_inner is not optimizer:  # a function has made it just now
+        check_made_optimizer(make_inner, model, comm, device)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
     assembly = _Assembly(model, resolved, policy, precision, fp32, comm, device)
     engine = assembly.build(make_inner, groups, broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(lr_scheduler, resolved, engine.optimizer)
     engine.loaders.collate_fn = collate_fn
+    watchdog.watch(engine)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
     if resolved.dump_state and comm.rank == 0:
@@ -170,7 +179,6 @@ class _Assembly:
         chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         trained = [p for p in self.model.parameters() if id(p) in chosen]
         check_trained(trained, names, meta_allowed=self.policy.shard_parameters)
-        _check_same_model(self.model, self.comm, self.device)
         self.specs = _parameter_specs(trained, names, self.precision, self.communication)
         return trained
 
@@ -342,13 +350,6 @@ def _fill(buffer: ParameterBuffer, precision: Precision, comm: Communicator, dev
             broadcast_into(flat, comm, device, "initial_sync")
 
     buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
-
-
-def _check_same_model(model: torch.nn.Module, comm: Communicator, device: torch.device) -> None:
-    if comm.world_size > 1:
-        lines = [f"{n} {tuple(whole_shape(p))} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
-        lines += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
-        check_same_model(lines, comm, device)
 
 
 def _synchronize_rest(

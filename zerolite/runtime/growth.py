@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.runtime.initial_sync import check_same_model
+from zerolite.runtime.agreement import Description, check_agreement, describe_parameter
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.layout import PartitionLayout
-from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_shape
+from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
+
+_DIFFERENT = "zerolite: the ranks begin to train different parameters (unfrozen, or added in a param group)"
 
 Parameters = Sequence[torch.nn.Parameter]
 
@@ -118,8 +120,9 @@ class Growth:
     @torch.no_grad()
     def _train(self, parameters: Parameters) -> None:
         names = self._names()
-        lines = [f"{names[id(p)]} {tuple(whole_shape(p))} {p.dtype}" for p in parameters]
-        check_same_model(lines, self._comm, self._device)
+        described = {f"parameter '{names[id(p)]}'": describe_parameter(p) for p in parameters}
+        order = {"the parameters": [names[id(p)] for p in parameters]}
+        check_agreement(Description(described, orders=order), self._comm, self._device, _DIFFERENT)
         self._pipeline.settle()
         self._publisher.wait_all()
         everything = [*self._reducer.parameters, *parameters]

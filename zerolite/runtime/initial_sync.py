@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -44,23 +43,6 @@ def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch
     comm.all_reduce_max(extremes, tag="initial_sync")
     largest, smallest = extremes[: len(tensors)], ~extremes[len(tensors) :]
     return [bool(value) for value in HostRead(largest != smallest).get().tolist()]
-
-
-def check_same_model(description: Sequence[str], comm: Communicator, device: torch.device) -> None:
-    """Raise RuntimeError on all ranks if ``description`` (a line per parameter and buffer) is not the same on all
-    of them."""
-    digest = torch.tensor([len(description), zlib.crc32("\n".join(description).encode())], device=device)
-    extremes = torch.cat([digest, -digest])
-    comm.all_reduce_max(extremes, tag="initial_sync")
-    values = [int(value) for value in HostRead(extremes).get().tolist()]
-    if values[0] != -values[2] or values[1] != -values[3]:
-        raise RuntimeError(
-            f"zerolite.initialize: the ranks hold different models. Rank {comm.rank} has {len(description)} "
-            "parameters and buffers "
-            f"(over the ranks {-values[2]} to {values[0]}); names, shapes, dtypes and requires_grad must be equal "
-            "on all ranks. Build "
-            "the model the same way everywhere."
-        )
 
 
 def synchronize_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device, tag: str) -> None:

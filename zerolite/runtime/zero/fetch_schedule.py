@@ -296,6 +296,7 @@ class FetchSchedule:
         self._trace: list[int] = []
         self._count = 0
         self._last: int | None = None
+        self.steps = 0  # begun so far
 
     def _check(self, parameter: int, place: str) -> None:
         if not 0 <= parameter < len(self._numels):
@@ -337,6 +338,7 @@ class FetchSchedule:
 
         A step that begins with something live (held, or left by a step that was not ended) is served on demand.
         """
+        self.steps += 1
         self._depart()
         self._reset(kind)
         self._following = False
@@ -535,6 +537,17 @@ class FetchSchedule:
     def following(self) -> bool:
         """Whether the events of this step agree with its plan; between steps, whether all of the last one did."""
         return self._following
+
+    def events(self) -> tuple[str, int, tuple[int, ...]]:
+        """For messages: the kind of the step, the number from 1 of the first event given, and the events of the step
+        from there: a unit that is entered, or ~unit when it is left. The latest alone where no trace is kept. May be
+        called by another thread."""
+        plan, position, trace, count, last = self._plan, self._position, tuple(self._trace), self._count, self._last
+        if plan is not None:
+            return self._kind or "", 1, plan.trace[:position]
+        if len(trace) == count:
+            return self._kind or "", 1, trace
+        return self._kind or "", count, () if last is None else (last,)
 
     def where(self) -> str:
         """Where this rank stands, for messages: the event, counted from 1, and the open uses, outermost first."""

@@ -366,9 +366,10 @@ class GradReducer:
             local.div_(options.predivide)
         divisor = self._comm.world_size * options.arrival_factor / options.predivide
         if options.shard and options.use_reduce_scatter:
-            state.pending = self._comm.reduce_scatter(local, "gradients", divisor, self._reduced_dtype(state))
+            reduced = self._reduced_dtype(state)
+            state.pending = self._comm.reduce_scatter(local, "gradients", divisor, reduced, state.bucket.index + 1)
         else:
-            state.pending = self._comm.all_reduce(local, "gradients", divisor)
+            state.pending = self._comm.all_reduce(local, "gradients", divisor, state.bucket.index + 1)
         state.local = None
         state.sent = None if state.staged else local
         state.staged = False

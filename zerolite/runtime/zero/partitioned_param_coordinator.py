@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.comm.flight import Mismatch
 from zerolite.runtime.zero.buffer import take_values
 from zerolite.runtime.zero.fetch_schedule import Fetch, FetchLimits, FetchSchedule
 from zerolite.runtime.zero.partitioned_parameter import (
@@ -435,9 +436,9 @@ class PartitionedParameterCoordinator:
                 if started is not None:
                     finish(started)
         except RuntimeError as error:
-            if type(error) is not RuntimeError:
+            if type(error) not in (RuntimeError, Mismatch):
                 raise  # out of memory, for one, is caught by its type
-            raise RuntimeError(f"{error}\nThis rank stood at {self.where()}.") from error
+            raise type(error)(f"{error}\nThis rank stood at {self.where()}.") from error
 
     def _launch(self, indices: Iterable[int]) -> None:
         handles = self.handles

@@ -40,7 +40,7 @@ class Publisher:
         self.wait([bucket])  # of the step before, if no forward has needed it since
         self._buffer.publish(bucket, rounded)
         if self._gather:
-            pending = self._comm.all_gather(self._buffer.compute[bucket], tag="parameters")
+            pending = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
             self._pending[bucket] = pending
 
     def end_step(self) -> None:

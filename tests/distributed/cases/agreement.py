@@ -1,0 +1,223 @@
+"""Engines that are asked for differently on one rank."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zerolite
+from zerolite.comm.gloo import GlooCommunicator
+
+Arguments = dict[str, Any]
+
+
+class Small(nn.Module):
+    """``x [B, 4]`` -> ``[B, 3]``, with a buffer."""
+
+    def __init__(self, head: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.head = nn.Linear(5, head)
+        self.register_buffer("offset", torch.zeros(head))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x))) + self.offset
+
+
+def _wider_head(given: Arguments) -> None:
+    given["model"] = Small(head=4)
+
+
+def _one_parameter_more(given: Arguments) -> None:
+    given["model"].scale = nn.Parameter(torch.ones(3))
+
+
+def _another_order(given: Arguments) -> None:
+    model = given["model"]
+    body = model.body
+    del model.body
+    model.body = body
+
+
+def _another_dtype(given: Arguments) -> None:
+    given["model"].head.double()
+
+
+def _frozen(given: Arguments) -> None:
+    given["model"].head.bias.requires_grad_(False)
+
+
+def _another_buffer(given: Arguments) -> None:
+    given["model"].register_buffer("offset", torch.zeros(1, 3))
+
+
+def _config_of(**params: Any) -> Callable[[Arguments], None]:
+    def change(given: Arguments) -> None:
+        given["config"]["optimizer"]["params"].update(params)
+
+    return change
+
+
+def _stage(number: int) -> Callable[[Arguments], None]:
+    def change(given: Arguments) -> None:
+        given["config"]["zero_optimization"]["stage"] = number
+
+    return change
+
+
+def _clipping(given: Arguments) -> None:
+    given["config"]["gradient_clipping"] = 0.5
+
+
+def _no_gradients_kept(given: Arguments) -> None:
+    given["config"]["bf16"] = {"enabled": True}
+
+
+def _another_config_optimizer(given: Arguments) -> None:
+    given["config"]["optimizer"] = {"type": "Adam", "params": {"lr": 0.1}}
+
+
+def _buffers_sent(given: Arguments) -> None:
+    given["broadcast_buffers"] = True
+
+
+def _with_instance(given: Arguments, lr: float = 0.1, head_lr: float = 0.1, kind: Any = torch.optim.SGD) -> None:
+    model = given["model"]
+    del given["config"]["optimizer"]
+    groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": head_lr}]
+    given["optimizer"] = kind(groups, lr=lr)
+
+
+def _other_membership(given: Arguments) -> None:
+    model = given["model"]
+    del given["config"]["optimizer"]
+    groups = [{"params": [*model.body.parameters(), model.head.bias]}, {"params": [model.head.weight]}]
+    given["optimizer"] = torch.optim.SGD(groups, lr=0.1)
+
+
+def _by_function(given: Arguments, momentum: float = 0.0) -> None:
+    del given["config"]["optimizer"]
+    given["optimizer"] = functools.partial(_make, _Hidden(momentum))
+
+
+class _Hidden:
+    """A number that no description of the function shows."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+def _make(momentum: _Hidden, groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=momentum.value)
+
+
+def _same(given: Arguments) -> None:
+    pass
+
+
+# What all ranks do, and what the last one does instead.
+CHANGES: dict[str, tuple[Callable[[Arguments], None], Callable[[Arguments], None]]] = {
+    "shape": (_same, _wider_head),
+    "one more": (_same, _one_parameter_more),
+    "order": (_same, _another_order),
+    "dtype": (_same, _another_dtype),
+    "frozen": (_same, _frozen),
+    "buffer": (_same, _another_buffer),
+    "lr": (_same, _config_of(lr=0.5)),
+    "momentum": (_same, _config_of(momentum=0.9)),
+    "clipping": (_same, _clipping),
+    "bf16": (_same, _no_gradients_kept),
+    "config optimizer": (_same, _another_config_optimizer),
+    "argument": (_same, _buffers_sent),
+    "instance lr": (_with_instance, functools.partial(_with_instance, head_lr=0.01)),
+    "instance class": (_with_instance, functools.partial(_with_instance, kind=torch.optim.Adagrad)),
+    "membership": (_with_instance, _other_membership),
+    "instance": (_same, _with_instance),
+    "function": (_by_function, functools.partial(_by_function, momentum=0.5)),
+    **{f"stage {number}": (_same, _stage(number)) for number in range(4)},
+}
+
+
+def _arguments(config: dict[str, Any], partitioned: bool, change: str, odd: bool) -> Arguments:
+    model: nn.Module = Small()
+    config = copy.deepcopy(config)
+    given: Arguments = {"model": model, "config": config}
+    CHANGES[change][odd](given)
+    if partitioned:
+        stage, config["zero_optimization"]["stage"] = config["zero_optimization"]["stage"], 3
+        with zerolite.zero.Init(module=given["model"], config_dict_or_path=config):
+            pass
+        config["zero_optimization"]["stage"] = stage
+    return given
+
+
+def refusals(config: dict[str, Any], changes: list[str], partitioned: bool = False) -> dict[str, str]:
+    """For each change what is raised, and at the end training that works."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    messages = {}
+    for change in changes:
+        given = _arguments(config, partitioned, change, odd)
+        try:
+            zerolite.initialize(**given)
+        except Exception as error:
+            messages[change] = f"{type(error).__name__}: {error}"
+    return messages
+
+
+def accepted(config: dict[str, Any]) -> float:
+    """What may depend on the rank does; the loss of a step, summed over ranks."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    config["steps_per_print"] = 1000 + rank
+    config["wall_clock_breakdown"] = rank == 1
+    config["jsonl_monitor"] = {"enabled": False, "output_path": f"/somewhere/{rank}"}
+    engine = zerolite.initialize(Small(), config)
+    loss = engine(torch.full((2, 4), float(rank))).square().sum()
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total)
+
+
+def woken(config: dict[str, Any]) -> str:
+    """One rank unfreezes a parameter, the others another one."""
+    model = Small()
+    model.body.requires_grad_(False)
+    engine = zerolite.initialize(model, config)
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    (model.body.bias if odd else model.body.weight).requires_grad_(True)
+    try:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def parted_gathers(same: bool) -> dict[str, Any]:
+    """Messages of a gather of as many elements on all ranks; of another parameter on the last rank, unless ``same``."""
+    group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    comm = GlooCommunicator(group, rank, world)
+    results: dict[str, Any] = {}
+    for name, numel in (("packed", 6), ("several", 40_000)):
+        key = 1 if same or rank < world - 1 else 2
+        full = torch.zeros(world * numel)
+        try:
+            comm.gather_shards([full], [torch.full((numel,), rank + 10.0 * key)], "parameters", key).wait()
+            results[name] = full[::numel].tolist()
+        except RuntimeError as error:
+            results[name] = str(error)
+        if not same:
+            break  # the group is of no use any more
+    comm.close()
+    dist.destroy_process_group(group)
+    return results

@@ -1,0 +1,122 @@
+"""What must be equal on all ranks is compared when an engine is made, and differences are named on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.configs import config
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.agreement"
+
+# What the message says of each change; {first} are the ranks that agree, {odd} is the last one.
+WORDS = {
+    "shape": [
+        "parameter 'head.weight' has shape (3, 5) on {first}, but (4, 5) on {odd}",
+        "parameter 'head.bias' has shape (3,) on {first}, but (4,) on {odd}",
+        "buffer 'offset' has shape (3,) on {first}, but (4,) on {odd}",
+    ],
+    "one more": ["parameter 'scale' exists on {odd} only", "param group 0 holds 4 parameters on {first}, but 5 "],
+    "order": ["the model's parameters come in another order: number 0 is 'body.weight' on {first}, but 'head.weight'"],
+    "dtype": ["parameter 'head.bias' has dtype torch.float32 on {first}, but torch.float64 on {odd}"],
+    "frozen": [
+        "parameter 'head.bias' has requires_grad True on {first}, but False on {odd}",
+        "param group 0 holds 4 parameters on {first}, but 3 parameters on {odd}: 'head.bias' is in it on {first} only",
+    ],
+    "buffer": ["buffer 'offset' has shape (3,) on {first}, but (1, 3) on {odd}"],
+    "lr": ["config key optimizer.params.lr is 0.1 on {first}, but 0.5 on {odd}"],
+    "momentum": ["config key optimizer.params.momentum is not set on {first}, but 0.9 on {odd}"],
+    "clipping": ["config key gradient_clipping is 0.0 on {first}, but 0.5 on {odd}"],
+    "bf16": ["config key bf16.enabled is False on {first}, but True on {odd}"],
+    "config optimizer": ["config key optimizer.type is 'SGD' on {first}, but 'Adam' on {odd}"],
+    "argument": ["the argument broadcast_buffers is False on {first}, but True on {odd}"],
+    "instance lr": ["param group 1 has lr 0.1 on {first}, but 0.01 on {odd}"],
+    "instance class": ["the optimizer is torch.optim.sgd.SGD on {first}, but torch.optim.adagrad.Adagrad on {odd}"],
+    "membership": [
+        "param group 0 holds 2 parameters on {first}, but 3 parameters on {odd}: 'head.bias' is in it on {odd} only",
+        "param group 1 holds 2 parameters on {first}, but 1 parameter on {odd}: 'head.bias' is in it on {first} only",
+    ],
+    "instance": [
+        "the optimizer is not given on {first}, but torch.optim.sgd.SGD on {odd}",
+        "config key optimizer.type is 'SGD' on {first}, but not set on {odd}",
+    ],
+    "function": ["param group 0 has momentum 0.0 on {first}, but 0.5 on {odd}"],
+}
+FIRST = {2: "rank 0", 3: "ranks 0 and 1", 4: "ranks 0-2"}
+WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+
+
+def small(stage: int) -> dict[str, Any]:
+    return config(stage, optimizer=("SGD", {"lr": 0.1}))
+
+
+def check(ranks: list[dict[str, str]], words: dict[str, list[str]], world: int) -> None:
+    for rank, messages in enumerate(ranks):
+        assert messages == ranks[0], rank
+        for change, sentences in words.items():
+            message = messages.get(change, "nothing was raised")
+            assert message.startswith("RuntimeError: zerolite.initialize: the ranks hold different"), (change, message)
+            for sentence in sentences:
+                wanted = sentence.format(first=FIRST[world], odd=f"rank {world - 1}")
+                assert f"\n- {wanted}" in message, (change, wanted, message)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_differences_are_named_on_every_rank(pools: Pools, stage: int, world: int) -> None:
+    ranks = pools(world).run(f"{CASES}:refusals", {"config": small(stage), "changes": list(WORDS)})
+    check(ranks, WORDS, world)
+    for change in set(WORDS) - {
+        "shape",
+        "one more",
+        "order",
+        "dtype",
+        "frozen",
+        "instance",
+        "instance class",
+        "config optimizer",
+    }:
+        assert ranks[0][change].count("\n- ") == len(WORDS[change]), ranks[0][change]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("partitioned", [False, True], ids=["plain", "zero.Init"])
+def test_different_stages_are_named(pools: Pools, partitioned: bool, world: int) -> None:
+    for stage in range(4):
+        others = {f"stage {number}": number for number in range(4) if number != stage}
+        case = {"config": small(stage), "changes": list(others), "partitioned": partitioned}
+        sentence = f"config key zero_optimization.stage is {stage} on {{first}}, but {{}} on {{odd}}"
+        words = {name: [sentence.replace("{}", str(number))] for name, number in others.items()}
+        check(pools(world).run(f"{CASES}:refusals", case), words, world)
+
+
+def test_partitioned_parameters_are_described_whole(pools: Pools) -> None:
+    changes = ["frozen", "lr", "instance lr"]
+    case = {"config": small(3), "changes": changes, "partitioned": True}
+    check(pools(2).run(f"{CASES}:refusals", case), {change: WORDS[change] for change in changes}, 2)
+
+
+def test_one_process_agrees_with_itself(pools: Pools) -> None:
+    assert pools(1).run(f"{CASES}:refusals", {"config": small(2), "changes": ["lr", "function"]}) == [{}]
+
+
+def test_what_rank_0_alone_does_may_depend_on_the_rank(pools: Pools) -> None:
+    totals = pools(2).run(f"{CASES}:accepted", {"config": small(2)})
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_unfreezing_different_parameters_is_named(pools: Pools, stage: int) -> None:
+    for message in pools(2).run(f"{CASES}:woken", {"config": small(stage)}):
+        assert "begin to train different parameters" in message
+        assert "parameter 'body.weight' exists on rank 0 only" in message
+        assert "parameter 'body.bias' exists on rank 1 only" in message
+
+
+def test_messages_of_different_collectives_never_meet(pools: Pools) -> None:
+    """Between hosts nothing compares them; ranks that part must not take one parameter for another."""
+    assert pools(2).run(f"{CASES}:parted_gathers", {"same": True}) == [{"packed": [10, 11], "several": [10, 11]}] * 2
+    for result in pools(2).run(f"{CASES}:parted_gathers", {"same": False}):
+        assert "Timed out" in result["packed"], result

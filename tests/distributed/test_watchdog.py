@@ -1,0 +1,125 @@
+"""Ranks that wait for each other in vain are told why, and ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases import watchdog as cases
+from tests.pool import Pools, WorkerDied
+from zerolite import failure_record
+from zerolite.runtime.watchdog import EXIT_STATUS
+
+CASES = "tests.distributed.cases.watchdog"
+TIMEOUT_S = 1.5
+
+slow = pytest.mark.slow
+
+# How rank 1 parts from the others, at which stages, and what the message says then.
+PARTINGS: dict[str, tuple[tuple[int, ...], list[str]]] = {
+    "sleep": ((0, 1, 2, 3), ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for nobody"]),
+    "fewer": ((0, 3), ["rank 1 is outside of the engine", "in _wait_outside", "engine.join()"]),
+    "sleep in forward": ((0, 1, 2, 3), ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
+    "save": ((0, 1, 2, 3), ["rank 1 called engine.save_checkpoint() alone", "on all ranks"]),
+    "branch": ((3,), ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),
+    "stop": ((1, 3), ["rank 1: no answer, last seen in step", "rank 1 died", "native code"]),
+    "metric": ((1, 3), ["engine.reduce()", "a branch that depends on the rank", "for metrics"]),
+}
+FAST = {("sleep", 2), ("sleep in forward", 0), ("save", 1), ("branch", 3), ("metric", 3)}
+
+
+def partings() -> list[Any]:
+    found = []
+    for how, (stages, _) in PARTINGS.items():
+        for stage in stages:
+            for world_size in (2, 3):
+                marks = [] if (how, stage) in FAST and world_size == 2 else [slow]
+                found.append(pytest.param(how, stage, world_size, marks=marks, id=f"{how}-{stage}-{world_size}"))
+    return found
+
+
+def run_until_ended(pools: Pools, world_size: int, directory: Path, case: dict[str, Any]) -> tuple[str, list[str]]:
+    """What the pool says of the end, and each rank's failure record."""
+    with pytest.raises(WorkerDied) as died:
+        pools(world_size).run(f"{CASES}:part", {**case, "directory": str(directory)})
+    records = [failure_record.read(str(directory / f"record.{rank}.json")) for rank in range(world_size)]
+    return str(died.value), [record.message if record is not None else "" for record in records]
+
+
+@pytest.mark.parametrize("how, stage, world_size", partings())
+def test_every_rank_ends_with_the_same_diagnosis(
+    pools: Pools, tmp_path: Path, how: str, stage: int, world_size: int
+) -> None:
+    by_messages = how in ("branch", "metric")  # shared memory would find these out by itself
+    case = {"how": how, "stage": stage, "timeout_s": TIMEOUT_S, "shared_memory": not by_messages}
+    said, messages = run_until_ended(pools, world_size, tmp_path, case)
+    answered = [rank for rank in range(world_size) if not (how == "stop" and rank == cases.ODD)]
+    for rank in answered:
+        assert f"rank {rank} died: exit code {EXIT_STATUS}" in said
+    message = messages[0]
+    assert all(messages[rank] == message for rank in answered)
+    for sentence in ["longer than desync_timeout_s (1.5 s)", *PARTINGS[how][1]]:
+        assert sentence in message, message
+    for rank in answered:
+        assert f"rank {rank}" in message
+    assert "Stack of rank" in message and "cases/watchdog.py" in message
+    assert f"step {cases.AT + 1}, in" in message
+
+
+@pytest.mark.parametrize(
+    "stage, world_size", [(0, 2), pytest.param(1, 3, marks=slow), pytest.param(2, 2, marks=slow), (3, 2)]
+)
+def test_slow_ranks_below_the_timeout_are_left_alone(pools: Pools, tmp_path: Path, stage: int, world_size: int) -> None:
+    case = {"how": "slow", "stage": stage, "timeout_s": 1.0, "directory": str(tmp_path)}
+    for result in pools(world_size).run(f"{CASES}:part", case):
+        assert result["steps"] == 4 and not result["raised"]
+    assert not list(tmp_path.glob("record*"))
+
+
+def test_ranks_may_wait_for_ever_where_the_config_says_so(pools: Pools, tmp_path: Path) -> None:
+    case = {"how": "slow", "stage": 1, "timeout_s": 0, "directory": str(tmp_path)}
+    assert [result["steps"] for result in pools(2).run(f"{CASES}:part", case)] == [4, 4]
+
+
+def test_ranks_that_find_out_by_themselves_raise_it(pools: Pools, tmp_path: Path) -> None:
+    """Shared memory compares what is launched. The workers live on, and the next question is a new one."""
+    case = {"how": "metric", "stage": 2, "timeout_s": 30.0, "directory": str(tmp_path)}
+    for result in pools(2).run(f"{CASES}:part", case):
+        message = result["raised"]
+        assert f"rank {result['rank']}: the ranks launched different collectives" in message
+        assert "rank 0: reduce_scatter for gradients" in message and "rank 1: all_gather for metrics" in message
+        assert "engine.reduce()" in message
+    case = {"how": "branch", "stage": 3, "timeout_s": 30.0, "directory": str(tmp_path)}
+    for result in pools(2).run(f"{CASES}:part", case):
+        assert "number 4 in this step: rank 0: 'experts.first' entered; rank 1: 'experts.second'" in result["raised"]
+    assert not list(tmp_path.glob("record*"))
+
+
+def test_a_step_costs_one_small_write_beside_the_main_thread(pools: Pools) -> None:
+    for result in pools(2).run(f"{CASES}:beats", {"stage": 1, "steps": 5}):
+        calls = result["calls"]
+        written = [key for name, key, _ in calls if name == "set"]
+        assert 1 <= len(written) <= 6 and all(key.startswith("beat/") for key in written)
+        assert {name for name, _, _ in calls} == {"set", "add"}  # and one look at whether somebody asks, per period
+        assert {thread for _, _, thread in calls} == {"zerolite watchdog"}
+
+
+def test_sigusr1_prints_the_position_of_a_rank_that_waits(pools: Pools) -> None:
+    said = pools(2).run(f"{CASES}:signalled")[0]
+    assert "zerolite: SIGUSR1: rank 0 stands in step 1, in engine.backward(), at " in said
+    assert "waits for" in said and "a stack" in said
+
+
+@pytest.mark.parametrize(
+    "last_words, expected",
+    [
+        ("", ["rank 1 ended normally after step 0", "Uneven batches?", "engine.join()"]),
+        ("with ValueError: bad data", ["rank 1 ended with ValueError: bad data", "Its process died"]),
+    ],
+)
+def test_a_lost_connection_is_explained(pools: Pools, last_words: str, expected: list[str]) -> None:
+    said = pools(2).run(f"{CASES}:lost", {"stage": 2, "last_words": last_words})[0]
+    for sentence in ["rank 0 has lost another rank", "Connection closed by peer", *expected]:
+        assert sentence in said, said

@@ -1,0 +1,176 @@
+"""One global batch for every world size: exhaustively for small numbers, against what trying finds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+
+from zerolite.config import ConfigError, load_config
+from zerolite.config.elasticity import Elasticity, choose_batch, choose_micro, fitting_worlds, solve
+
+MICROS = [combination for size in (1, 2, 3) for combination in itertools.combinations((1, 2, 3, 4, 6, 9), size)]
+
+
+def fits(train: int, micros: tuple[int, ...], world: int) -> list[tuple[int, int]]:
+    """Every (micro-batch, accumulation) with this product, found by trying."""
+    return [(m, a) for m in micros for a in range(1, train + 1) if m * a * world == train]
+
+
+def tried_batch(max_train: int, micros: tuple[int, ...], worlds: range, larger: bool) -> int | None:
+    counts = {
+        train: sum(any(train % (m * world) == 0 for m in micros) for world in worlds)
+        for train in range(1, max_train + 1)
+    }
+    best = max(counts.values())
+    found = [train for train, count in counts.items() if count == best]
+    return (found[-1] if larger else found[0]) if best else None
+
+
+@pytest.mark.parametrize("worlds", [range(1, 5), range(1, 50), range(3, 8), range(2, 20, 2), range(8, 9), range(3, 3)])
+def test_the_batch_that_the_most_world_sizes_fit(worlds: range) -> None:
+    nothing = 0
+    for micros, larger in itertools.product(MICROS, (True, False)):
+        for max_train in (1, 2, 3, 7, 16, 30, 59, 60):
+            expected = tried_batch(max_train, micros, worlds, larger)
+            assert choose_batch(max_train, micros, worlds, larger) == expected, (max_train, micros, larger)
+            nothing += expected is None
+    assert nothing, "some are too small for any"
+
+
+def test_the_world_sizes_that_fit() -> None:
+    for train, micros in itertools.product(range(1, 40), MICROS):
+        worlds = range(1, 45)
+        assert fitting_worlds(train, micros, worlds) == [world for world in worlds if fits(train, micros, world)]
+
+
+def test_micro_batch_and_accumulation() -> None:
+    for train, micros, world in itertools.product(range(1, 30), MICROS, range(1, 10)):
+        found = [micro for micro, _ in fits(train, micros, world)]
+        assert choose_micro(train, micros, world, True) == max(found, default=None)
+        assert choose_micro(train, micros, world, False) == min(found, default=None)
+
+
+def test_every_world_size_that_fits_takes_the_same_steps() -> None:
+    for micros, larger in itertools.product(MICROS, (True, False)):
+        elasticity = Elasticity(micros, 1, 20, prefer_larger=larger, max_train=50)
+        train = elasticity.batch()
+        assert train is not None
+        for world in range(1, 25):
+            possible = fits(train, micros, world) if world <= 20 else []
+            if not possible:
+                with pytest.raises(ValueError, match="got"):
+                    solve(elasticity, world)
+                continue
+            sizes = solve(elasticity, world)
+            assert sizes.train == train and (sizes.micro, sizes.accumulation) in possible
+
+
+# ------------------------------------------------------------------ the configuration
+
+BLOCK: dict[str, Any] = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 3, 4], "max_gpus": 16}
+
+
+def sizes_of(source: dict[str, Any], world: int) -> tuple[int | None, int | None, int | None]:
+    config = load_config(source).resolve(world)
+    return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+
+def error_of(source: dict[str, Any], world: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source).resolve(world)
+    ((path, sentence),) = caught.value.errors
+    assert path == "elasticity"
+    assert sentence.startswith("expected ") and ", got " in sentence and "; " in sentence
+    return sentence
+
+
+def test_the_example_of_the_documentation() -> None:
+    found = {}
+    for world in range(1, 17):
+        try:
+            found[world] = sizes_of({"elasticity": BLOCK}, world)
+        except ConfigError:
+            continue
+    assert list(found) == [1, 2, 3, 4, 6, 8, 12, 16] and {sizes[0] for sizes in found.values()} == {96}
+    assert found[16][1:] == (3, 2) and found[8][1:] == (4, 3) and found[6][1:] == (4, 4)
+
+
+def test_a_resolved_configuration_stays_as_it_is() -> None:
+    resolved = load_config({"elasticity": BLOCK}).resolve(4)
+    assert resolved.resolve(4) == resolved
+    assert resolved.resolve(6).train_batch_size == 96
+
+
+def test_the_smallest_of_equally_good_batches() -> None:
+    small = {**BLOCK, "prefer_larger_batch": False, "max_gpus": 4}
+    large = {**BLOCK, "max_gpus": 4}
+    assert sizes_of({"elasticity": large}, 4) == (96, 4, 6)
+    assert sizes_of({"elasticity": small}, 4) == (12, 3, 1)
+    assert sizes_of({"elasticity": small}, 2) == (12, 2, 3)
+
+
+def test_a_batch_that_is_given() -> None:
+    given = {"train_batch_size": 60, "elasticity": BLOCK}
+    assert sizes_of(given, 5) == (60, 4, 3) and sizes_of(given, 10) == (60, 3, 2)
+    alone = {"train_batch_size": 60, "elasticity": {"enabled": True, "micro_batch_sizes": [2]}}
+    assert sizes_of(alone, 3) == (60, 2, 10)
+    sentence = error_of(given, 8)
+    assert "global batch of 60 samples (train_batch_size)" in sentence and "got 8 ranks (7.5 samples" in sentence
+
+
+def test_what_is_ignored() -> None:
+    ignored = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 7, "gradient_accumulation_steps": 5}
+    source = {**ignored, "elasticity": {**BLOCK, "ignore_non_elastic_batch_info": True}}
+    assert sizes_of(source, 8) == sizes_of({"elasticity": BLOCK}, 8)
+    off = {"train_batch_size": 60, "elasticity": {**BLOCK, "enabled": False}}
+    assert sizes_of(off, 5) == (60, 12, 1)
+
+
+def test_auto_is_what_follows() -> None:
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    assert sizes_of({**auto, "elasticity": BLOCK}, 8) == (96, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "reason", "nearest"),
+    [
+        ({}, 5, "5 ranks (19.2 samples for each)", "4 or 6"),
+        ({}, 13, "13 ranks (7.385 samples for each)", "12 or 16"),
+        ({}, 17, "17 ranks (more than max_gpus)", "16"),
+        ({"min_gpus": 3}, 2, "2 ranks (fewer than min_gpus)", "3"),
+        ({"micro_batch_sizes": [4]}, 16, "16 ranks (6 samples for each)", "12"),
+        ({"num_gpus_per_node": 4}, 6, "6 ranks (not a multiple of num_gpus_per_node, 4)", "4 or 8"),
+    ],
+)
+def test_a_world_size_that_does_not_fit(changes: dict[str, Any], world: int, reason: str, nearest: str) -> None:
+    sentence = error_of({"elasticity": {**BLOCK, **changes}}, world)
+    assert f"got {reason}" in sentence and sentence.endswith(f"the nearest that do: {nearest}")
+    assert "global batch of 96 samples (chosen" in sentence and "those up to 100" in sentence
+
+
+def test_ranks_by_whole_nodes() -> None:
+    source = {"elasticity": {**BLOCK, "num_gpus_per_node": 3}}
+    batch = sizes_of(source, 3)[0]
+    assert batch == tried_batch(100, (2, 3, 4), range(3, 17, 3), True)
+    assert "from 1 to 16 (in multiples of 3)" in error_of(source, 4)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"elasticity": {**BLOCK, "max_train_batch_size": 10, "min_gpus": 6}}, "a batch of at most 10"),
+        ({"elasticity": {**BLOCK, "num_gpus_per_node": 17}}, "a batch of at most 100"),
+        ({"train_batch_size": 7, "elasticity": BLOCK}, "a batch of 7"),
+    ],
+)
+def test_a_batch_that_nothing_fits(source: dict[str, Any], words: str) -> None:
+    assert words in error_of(source, 6)
+
+
+def test_the_largest_choice_takes_seconds_at_most() -> None:
+    started = time.perf_counter()
+    assert choose_batch(1_000_000, (1,), range(1, 10_001), True) == 720_720
+    assert time.perf_counter() - started < 20.0

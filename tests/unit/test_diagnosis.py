@@ -1,0 +1,119 @@
+"""From positions to one message."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerolite.runtime.diagnosis import Absent, diagnose, first_difference
+from zerolite.runtime.position import Position
+
+NAME = "gathers of parameters"
+
+
+def at(rank: int, **fields: object) -> Position:
+    base = Position(
+        rank=rank,
+        host=f"host{rank}",
+        process=100 + rank,
+        call="engine.backward()",
+        line="train.py:40, in main",
+        inside="",
+        module="",
+        step=3,
+        micro_steps=2,
+        waits_for="all_gather for parameters 'a' (4 float32 on each rank)",
+        waits_s=5.0,
+        stack="  File train.py\n",
+    )
+    return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
+
+
+def test_a_position_survives_json() -> None:
+    position = at(1, collectives={NAME: [(7, "x"), (8, "y")]}, uses=[(1, "'a' entered")], schedule_step=4)
+    assert Position.from_json(position.to_json()) == position
+
+
+def test_ranks_in_the_same_place_share_a_line_and_a_stack() -> None:
+    text = diagnose("Why.", [at(rank) for rank in range(64)], {})
+    assert text.startswith("Why.\n\nWhere the ranks are:\n  ranks 0-63: step 3, in engine.backward()")
+    assert text.count("Stack of") == 1
+    assert "the messages between them do not get through" in text and "NCCL_SOCKET_IFNAME" in text
+
+
+def test_the_first_difference_is_the_first_even_if_ranks_remember_other_lengths() -> None:
+    short = [(number, f"c{number}") for number in range(90, 101)]
+    long = [(number, f"c{number}") for number in range(60, 98)] + [(98, "other"), (99, "c99")]
+    text = first_difference([at(0, collectives={NAME: short}), at(1, collectives={NAME: long})])
+    assert text == (
+        f"They parted at collective number 98 of the {NAME}: rank 0: c98; rank 1: other (the one before, c97, was the "
+        "same)."
+    )
+
+
+def test_what_has_not_come_yet_is_no_entry() -> None:
+    ahead, behind = [(1, "c1"), (2, "c2")], [(1, "c1")]
+    positions = [at(0, collectives={NAME: ahead}), at(1, collectives={NAME: behind}), at(2, collectives={NAME: ahead})]
+    assert "number 2 of the gathers of parameters: ranks 0 and 2: c2; rank 1: nothing so far" in first_difference(
+        positions
+    )
+
+
+def test_equal_sequences_have_no_difference() -> None:
+    same = {NAME: [(1, "c1"), (2, "c2")]}
+    assert first_difference([at(0, collectives=same), at(1, collectives=same)]) == ""
+    assert first_difference([at(0), at(1)]) == ""
+
+
+def test_uses_of_different_steps_are_not_compared() -> None:
+    one, other = at(0, uses=[(1, "'a' entered")], schedule_step=7), at(1, uses=[(1, "'b' entered")], schedule_step=8)
+    assert first_difference([one, other]) == ""
+    assert "leaf_modules" not in diagnose("Why.", [one, other], {})
+
+
+def test_different_modules_are_a_branch() -> None:
+    before = [(1, "'in' entered"), (2, "'in' left")]
+    one, other = [*before, (3, "'left' entered")], [*before, (3, "'right' entered")]
+    text = diagnose("Why.", [at(0, uses=one), at(1, uses=other), at(2, uses=one)], {})
+    assert "use of a module number 3 in this step: ranks 0 and 2: 'left' entered; rank 1: 'right' entered" in text
+    assert "a branch that depends on the rank" in text and "'left' and 'right'" in text and "leaf_modules" in text
+
+
+def test_a_rank_that_saves_alone() -> None:
+    saving = at(0, call="engine.save_checkpoint()", waits_for="the other ranks")
+    text = diagnose("Why.", [saving, at(1), at(2)], {})
+    assert "rank 0 called engine.save_checkpoint() alone" in text
+    everybody = [at(rank, call="engine.save_checkpoint()") for rank in range(3)]
+    assert "alone" not in diagnose("Why.", everybody, {})
+
+
+def test_a_rank_that_is_elsewhere() -> None:
+    outside = at(2, call="", line="train.py:12, in evaluate", waits_for="")
+    text = diagnose("Why.", [at(0), at(1), outside], {})
+    assert "rank 2 is outside of the engine, at train.py:12, in evaluate" in text and "engine.join()" in text
+    inside = at(2, inside="model.py:8, in forward", call="the forward", waits_for="")
+    assert "rank 2 is slow or stuck in the forward, at model.py:8, in forward" in diagnose("Why.", [at(0), inside], {})
+
+
+def test_ranks_in_different_calls_and_steps() -> None:
+    metric = at(1, call="engine.reduce()", waits_for="all_gather for metrics")
+    text = diagnose("Why.", [at(0), metric], {})
+    assert "(engine.backward(), engine.reduce())" in text
+    later = at(1, call="the forward", step=5)
+    assert "rank 1 is ahead" in diagnose("Why.", [at(0), later], {})
+
+
+def test_ranks_that_do_not_answer() -> None:
+    text = diagnose("Why.", [at(0)], {1: Absent(last="in step 3, 40 s ago"), 2: Absent(last="in step 3, 40 s ago")})
+    assert "ranks 1 and 2: no answer, last seen in step 3, 40 s ago: dead, or stuck outside of Python" in text
+    assert "ranks 1 and 2 died" in text
+    text = diagnose("Why.", [at(0)], {1: Absent()})
+    assert "not yet in zerolite.initialize()" in text
+    text = diagnose("Why.", [at(0), at(2)], {1: Absent(ended="ended normally after step 2")})
+    assert "uneven batches: rank 1 came to the end" in text and "engine.join()" in text
+    text = diagnose("Why.", [at(0)], {1: Absent(ended="ended with ValueError: x after step 2")})
+    assert "rank 1 ended with an exception" in text
+
+
+def test_many_different_stacks_are_cut() -> None:
+    text = diagnose("Why.", [at(rank, stack=f"  File {rank}\n") for rank in range(9)], {})
+    assert text.count("Stack of rank") == 6 and "(3 more stacks)" in text

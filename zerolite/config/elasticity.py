@@ -1,0 +1,149 @@
+"""The `elasticity` block: one global batch that does not depend on the world size.
+
+Pure arithmetic on plain integers. A world size *fits* a batch if the batch is micro-batch x accumulation x world size
+with one of the micro-batch sizes that the block allows. All sizes are in samples; a world size is a number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .batch import BatchSizeError, BatchSizes
+
+MAX_CHOICE = 1_000_000
+"""The largest batch size among which one is chosen: it takes a second."""
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """What the `elasticity` block says of sizes, in the block's own terms.
+
+    Attributes:
+        micros: the micro-batch sizes that are allowed, at least one.
+        min_gpus, max_gpus: the smallest and the largest world size.
+        num_gpus_per_node: world sizes are multiples of it, since ranks come and go by whole nodes.
+        prefer_larger: of batches that are equally good, the largest (else the smallest); of micro-batches too.
+        max_train: the batch is chosen among the sizes up to this one, None where `train` is given.
+        train: the batch itself, None where it is to be chosen.
+    """
+
+    micros: tuple[int, ...]
+    min_gpus: int
+    max_gpus: int
+    num_gpus_per_node: int = 1
+    prefer_larger: bool = True
+    max_train: int | None = None
+    train: int | None = None
+
+    @property
+    def worlds(self) -> range:
+        """The world sizes that the job may have."""
+        step = self.num_gpus_per_node
+        return range(-(-self.min_gpus // step) * step, self.max_gpus + 1, step)
+
+    def batch(self) -> int | None:
+        """The global batch; None where no world size fits any."""
+        if self.train is not None:
+            return self.train
+        assert self.max_train is not None
+        return choose_batch(self.max_train, self.micros, self.worlds, self.prefer_larger)
+
+
+@lru_cache(maxsize=16)
+def choose_batch(max_train: int, micros: tuple[int, ...], worlds: range, prefer_larger: bool) -> int | None:
+    """The batch size of at most `max_train` that the most of the world sizes fit; of several the largest, or the
+    smallest. None where none fits any."""
+    units = [unit for unit in micros if not any(unit % other == 0 for other in micros if other < unit)]
+    # Whatever fits a batch also fits its double, so the largest of the best is in the upper half.
+    first = max_train // 2 + 1 if prefer_larger else 1
+    counts = [0] * (max_train + 1 - first)
+    for world in worlds:
+        if world * min(units) > max_train:
+            break
+        sizes = (range(-(-first // (unit * world)) * unit * world, max_train + 1, unit * world) for unit in units)
+        for size in set().union(*sizes):
+            counts[size - first] += 1
+    best = max(counts)
+    if best == 0:
+        return None
+    return max_train - counts[::-1].index(best) if prefer_larger else first + counts.index(best)
+
+
+def fitting_worlds(train: int, micros: Sequence[int], worlds: range) -> list[int]:
+    """The world sizes that fit this batch, ascending."""
+    smallest = min(micros)
+    return [
+        world for world in worlds if world * smallest <= train and any(train % (micro * world) == 0 for micro in micros)
+    ]
+
+
+def choose_micro(train: int, micros: Iterable[int], world_size: int, prefer_larger: bool) -> int | None:
+    """The largest micro-batch (or the smallest) with which the world size fits the batch; None if there is none."""
+    fitting = [micro for micro in micros if train % (micro * world_size) == 0]
+    if not fitting:
+        return None
+    return max(fitting) if prefer_larger else min(fitting)
+
+
+def solve(elasticity: Elasticity, world_size: int) -> BatchSizes:
+    """The sizes at a world size.
+
+    Raises:
+        BatchSizeError: it does not fit; the sentence says why and names the nearest ones that do.
+    """
+    train = elasticity.batch()
+    worlds = [] if train is None else fitting_worlds(train, elasticity.micros, elasticity.worlds)
+    if train is None or not worlds:
+        raise BatchSizeError("elasticity", _nothing_fits(elasticity))
+    micro = choose_micro(train, elasticity.micros, world_size, elasticity.prefer_larger)
+    if micro is None or world_size not in elasticity.worlds:
+        raise BatchSizeError("elasticity", _does_not_fit(elasticity, train, worlds, world_size))
+    return BatchSizes(train, micro, train // (micro * world_size))
+
+
+def nearest_worlds(worlds: Sequence[int], world_size: int) -> list[int]:
+    """Of ascending world sizes, the largest below this one and the smallest above, where they exist."""
+    below = [world for world in worlds if world < world_size]
+    above = [world for world in worlds if world > world_size]
+    return below[-1:] + above[:1]
+
+
+def _nothing_fits(elasticity: Elasticity) -> str:
+    given = f"of {elasticity.train}" if elasticity.train is not None else f"of at most {elasticity.max_train}"
+    return (
+        f"expected a global batch that some number of ranks {_range(elasticity)} splits into micro-batches of "
+        f"{_words(elasticity.micros)}, got a batch {given}, which none does; allow other micro_batch_sizes, fewer "
+        "ranks or a larger batch"
+    )
+
+
+def _does_not_fit(elasticity: Elasticity, train: int, worlds: list[int], world_size: int) -> str:
+    if elasticity.train is None:
+        origin = f"chosen, since the most numbers of ranks split it, among those up to {elasticity.max_train}"
+    else:
+        origin = "train_batch_size"
+    if world_size > elasticity.max_gpus:
+        reason = "more than max_gpus"
+    elif world_size < elasticity.min_gpus:
+        reason = "fewer than min_gpus"
+    elif world_size % elasticity.num_gpus_per_node:
+        reason = f"not a multiple of num_gpus_per_node, {elasticity.num_gpus_per_node}"
+    else:
+        reason = f"{train / world_size:.4g} samples for each"
+    return (
+        f"expected a number of ranks {_range(elasticity)} that splits the global batch of {train} samples ({origin}) "
+        f"into micro-batches of {_words(elasticity.micros)}, got {world_size} ranks ({reason}); the nearest that do: "
+        f"{_words(nearest_worlds(worlds, world_size))}"
+    )
+
+
+def _range(elasticity: Elasticity) -> str:
+    text = f"from {elasticity.min_gpus} to {elasticity.max_gpus}"
+    step = elasticity.num_gpus_per_node
+    return text if step == 1 else f"{text} (in multiples of {step})"
+
+
+def _words(values: Iterable[int]) -> str:
+    return " or ".join(str(value) for value in sorted(set(values)))

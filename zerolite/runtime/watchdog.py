@@ -1,0 +1,410 @@
+"""A thread that ends a job whose ranks wait for each other in vain, with one message that says why.
+
+Each rank's thread looks, a few times in `desync_timeout_s`, how long its process has waited for the others (a clock
+that every wait for a collective starts: zerolite.comm.flight), and says in the rendezvous' store which step it is in.
+The first rank that has waited too long asks: every rank's thread puts down where its main thread stands
+(position.py); the asker compares (diagnosis.py) and puts down the verdict; every rank prints it and ends with status
+76. A rank that does not answer is dead, or stuck where no Python thread runs.
+
+Ranks that find out by themselves that they launched different collectives ask at once, and raise the verdict instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerolite import failure_record
+from zerolite.comm import SharedStore, keep_track
+from zerolite.comm.flight import WAIT, Mismatch
+from zerolite.comm.ranks import name_ranks
+from zerolite.runtime.diagnosis import Absent, diagnose
+from zerolite.runtime.position import WATCHDOG, Position, position_of
+
+if TYPE_CHECKING:
+    from zerolite.runtime.engine import Engine
+
+logger = logging.getLogger("zerolite")
+
+EXIT_STATUS = 76
+"""Of a process that its watchdog ends (EX_PROTOCOL of sysexits.h: the other side did not keep to the protocol)."""
+
+_LONGEST_PERIOD_S = 5.0
+_ANSWER_S = 3.0  # beyond two periods: how long a rank's answer may take
+_RAISE_S = 10.0  # how long a rank that was asked about a mismatch may take to find out by itself
+_SILENT_S = 30.0  # how long the store may take to answer
+_LEAVE_S = 3.0  # how long ranks wait for the others to have read the verdict
+_NOTE_S = 1.5  # how long a rank that has lost another waits for that one's last words
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote process exited|"
+    r"timed out waiting|remote error|connection lost|no route to host",
+    re.IGNORECASE,
+)
+
+
+class PeerLost(RuntimeError):
+    """A collective has failed because another process has gone."""
+
+
+class Watchdog:
+    """One per process and default process group; see the module. One process alone never waits, and only listens to
+    SIGUSR1."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+        self._rank, self._world_size = store.rank, store.world_size
+        self._timeout_s = 0.0
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._epoch = 0  # questions so far
+        self._consulting = threading.Lock()
+        self._heard = ""  # a verdict that the thread has got, and that the main thread may raise
+        self._raising = False  # the main thread raises the verdict
+        self._told = False  # it has raised one since initialize; what follows in its clean-up is a consequence
+        self._ending = False  # the process is about to end with the verdict
+        self._beaten = 0  # what was said last: backwards so far
+        self._closed = False
+        self._alone = False  # the process that held the store has gone
+        self._steps = 0  # done, as far as this thread has seen
+        self._looked = time.monotonic()  # when the thread was last done with the store
+        self._process = os.getpid()
+        self._wake, self._woken = os.pipe()
+        os.set_blocking(self._woken, False)
+        self._signalled = _listen(self._woken)
+        self._thread = threading.Thread(target=self._run, name=WATCHDOG, daemon=True)
+        self._guard = threading.Thread(target=self._watch_the_thread, name=WATCHDOG, daemon=True)
+        self._stop = threading.Event()
+
+    def start(self, timeout_s: float) -> None:
+        """timeout_s: how long a rank may wait for the others, 0 for ever; of several engines that are alive, the
+        shortest holds. Called on all ranks, when ``initialize`` begins."""
+        self._told = False
+        others = [self._timeout_s] if self._engines else []
+        self._timeout_s = min((t for t in (timeout_s, *others) if t), default=0.0)
+        WAIT.explain = self.explain
+        if self._thread.is_alive():
+            self._nudge()
+            return
+        self._thread.start()
+        if not self._store.alone:
+            self._guard.start()
+
+    def watch(self, engine: Engine) -> None:
+        """Positions are those of ``engine`` from now on. Called when ``initialize`` has made it."""
+        self._engines.add(engine)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, and its process group is the default one."""
+        return not self._closed and self._store.belongs_to_default_group()
+
+    def close(self, how: str = "") -> None:
+        """The process group is about to end, in good order or as ``how`` says. Called in the main thread."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._say_ended(how)
+        self._closed = True
+        self._stop.set()
+        self._nudge()
+        if WAIT.explain == self.explain:
+            WAIT.explain = lambda error: None
+        if self._signalled:
+            faulthandler.unregister(signal.SIGUSR1)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2 * _LONGEST_PERIOD_S)
+        if not self._thread.is_alive():
+            self._store.close()
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._woken, b"\0")
+
+    # ---------------------------------------------------------------- the thread
+
+    @property
+    def _period(self) -> float | None:
+        """How often the thread looks, in seconds; None: only when it is woken."""
+        if self._store.alone or not self._timeout_s:
+            return None
+        return min(_LONGEST_PERIOD_S, self._timeout_s / 10)
+
+    def _run(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._wake], [], [], self._period)
+            if self._closed:
+                break
+            if ready:
+                self._read_signal()
+            if self._period is None:
+                continue
+            if self._alone:
+                self._look_alone()
+                continue
+            try:
+                self._look()
+            except (RuntimeError, OSError):
+                self._alone = True
+            self._looked = time.monotonic()
+        for descriptor in (self._wake, self._woken):
+            os.close(descriptor)
+
+    def _watch_the_thread(self) -> None:
+        """Ends the process if the thread cannot: a store on a host that is cut off does not answer for many minutes."""
+        while not self._stop.wait(self._period or _LONGEST_PERIOD_S):
+            if self._period and time.monotonic() - self._looked > _SILENT_S + self._period and not self._ending:
+                self._look_alone()
+
+    def _look(self) -> None:
+        self._beat()
+        waited, epoch = WAIT.seconds(), self._epoch
+        too_long = waited > self._timeout_s
+        asked = self._store.add(f"{epoch}/asked", 0)
+        if not (asked or too_long) or self._closed:
+            return
+        reason = (
+            f"zerolite: rank {self._rank} has waited {waited:.0f} s for the other ranks, longer than desync_timeout_s "
+            f"({self._timeout_s:g} s), so the job is ended."
+        )
+        fatal = json.loads(self._store.get(f"{epoch}/fatal")) if asked else True
+        verdict = self._consult(reason, True, epoch)
+        if verdict is None:
+            return
+        deadline = time.monotonic() + (0 if fatal else _RAISE_S)
+        while not self._raising and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not self._raising:
+            self._end(verdict)
+        self._raising, self._heard = False, ""
+
+    def _beat(self) -> None:
+        """One small write for each step at most."""
+        engines = list(self._engines)
+        self._steps = max((engine.global_steps for engine in engines), default=self._steps)
+        beat = sum(engine.micro_steps for engine in engines)
+        if beat != self._beaten:
+            self._store.set(f"beat/{self._rank}", json.dumps([self._steps + 1, time.time()]))
+            self._beaten = beat
+
+    def _look_alone(self) -> None:
+        """Nobody can be asked any more."""
+        if not self._closed and WAIT.seconds() > self._timeout_s:
+            own = self._position()
+            reason = (
+                f"zerolite: rank {self._rank} has waited {own.waits_s:.0f} s for the other ranks, and the store of the "
+                "rendezvous does not answer: the process that held it (rank 0, or the launcher) has gone."
+            )
+            self._end(diagnose(reason, [own], {}))
+
+    def _end(self, verdict: str) -> None:
+        """The process, at once: its main thread may never wake."""
+        self._ending = True
+        if not verdict.startswith("zerolite"):
+            verdict = f"zerolite: the ranks launched different collectives, so the job is ended.\n\n{verdict}"
+        failure_record.write(verdict, "")
+        with contextlib.suppress(Exception):
+            print(verdict, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        self._leave_together()
+        os._exit(EXIT_STATUS)
+
+    def _leave_together(self) -> None:
+        """Whoever ends first may take the store, or be the launcher's reason to end the others."""
+        with contextlib.suppress(RuntimeError, OSError):
+            store, key = self._store, f"{self._epoch - 1}/read"
+            store.add(key, 1)
+            answered = json.loads(store.get(f"{self._epoch - 1}/answered"))
+            deadline = time.monotonic() + _LEAVE_S
+            while store.add(key, 0) < answered and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if self._rank == 0:  # which may hold the store
+                time.sleep(0.3)
+
+    # ---------------------------------------------------------------- question and verdict
+
+    def _consult(self, reason: str, fatal: bool, seen: int | None = None) -> str | None:
+        """Ask all ranks where they stand, or answer the question that is open. Gives the verdict, the same on all
+        ranks, which begins with the asker's ``reason``, if there is one. ``fatal``: whether those that answer are to
+        end. ``seen``: the question that the thread has seen; None if the main thread has answered it meanwhile."""
+        with self._consulting:
+            if seen is None and self._heard:
+                return self._heard
+            if seen not in (None, self._epoch):
+                return None
+            epoch, self._epoch = self._epoch, self._epoch + 1
+            own = self._position()
+            first = self._store.add(f"{epoch}/asked", 1) == 1
+            if first:
+                self._store.set(f"{epoch}/fatal", json.dumps(fatal))
+            self._store.set(f"{epoch}/at/{self._rank}", own.to_json())
+            verdict = self._judge(epoch, reason) if first else self._await_verdict(epoch, own, reason)
+            self._heard = verdict if seen is not None else ""
+            return verdict
+
+    def _judge(self, epoch: int, reason: str) -> str:
+        store = self._store
+        missing = list(range(self._world_size))
+        deadline = time.monotonic() + 2 * (self._period or _LONGEST_PERIOD_S) + _ANSWER_S
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.has(f"{epoch}/at/{rank}")]
+            time.sleep(0.02 if missing else 0)
+        there = [rank for rank in range(self._world_size) if rank not in missing]
+        positions = [Position.from_json(store.get(f"{epoch}/at/{rank}")) for rank in there]
+        verdict = diagnose(reason, positions, {rank: self._last_of(rank) for rank in missing})
+        store.set(f"{epoch}/answered", json.dumps(len(there)))
+        store.set(f"{epoch}/verdict", verdict)
+        return verdict
+
+    def _await_verdict(self, epoch: int, own: Position, reason: str) -> str:
+        store = self._store
+        deadline = time.monotonic() + 2 * (2 * (self._period or _LONGEST_PERIOD_S) + _ANSWER_S)
+        while not store.has(f"{epoch}/verdict"):
+            if time.monotonic() > deadline:
+                gone = "zerolite: the rank that asked where the others stand has gone."
+                return diagnose(f"{reason} {gone}".strip(), [own], {})
+            time.sleep(0.02)
+        return store.get(f"{epoch}/verdict")
+
+    def _last_of(self, rank: int) -> Absent:
+        store = self._store
+        ended = store.get(f"ended/{rank}") if store.has(f"ended/{rank}") else ""
+        last = ""
+        if store.has(f"beat/{rank}"):
+            step, when = json.loads(store.get(f"beat/{rank}"))
+            last = f"in step {step}, {max(0.0, time.time() - when):.0f} s ago"
+        return Absent(ended, last)
+
+    # ---------------------------------------------------------------- errors of collectives
+
+    def explain(self, error: RuntimeError) -> RuntimeError | None:
+        """A better error than that of a collective which has failed in the main thread, or None."""
+        if self._ending:
+            time.sleep(2 * _LEAVE_S)  # the thread ends this process
+        if self._store.alone or self._closed or not self._timeout_s:
+            return None
+        try:
+            if isinstance(error, Mismatch):
+                if self._told:
+                    return None
+                self._raising = self._told = True
+                verdict = self._consult("", fatal=False)
+                self._raising = bool(self._heard)  # then the thread waits for it
+                return Mismatch(f"{error}\n\n{verdict}")
+            if _LOST.search(str(error)):
+                return PeerLost(self._without_peer(error))
+        except (RuntimeError, OSError) as failed:
+            logger.debug("no diagnosis: %s", failed)
+        return None
+
+    def _last_words(self) -> dict[int, Absent]:
+        """Of ranks that have ended, as soon as there is one."""
+        store = self._store
+        deadline = time.monotonic() + _NOTE_S
+        ended: dict[int, Absent] = {}
+        with contextlib.suppress(RuntimeError):  # the process that held the store has gone
+            while not ended and time.monotonic() < deadline:
+                others = (rank for rank in range(self._world_size) if rank != self._rank)
+                ended = {rank: self._last_of(rank) for rank in others if store.has(f"ended/{rank}")}
+                time.sleep(0 if ended else 0.05)
+        return ended
+
+    def _without_peer(self, error: RuntimeError) -> str:
+        own = self._position()
+        ended = self._last_words()
+        said = "; ".join(f"{name_ranks([rank])} {known.ended}" for rank, known in ended.items())
+        advice = (
+            "its process died: see its output, and the last lines of the launcher; if it was aborted by gloo for the "
+            'size of a message, the ranks launched different collectives here, and "check_collectives": true names them'
+        )
+        if ended and all("normally" in known.ended for known in ended.values()):
+            advice = (
+                f"uneven batches? {name_ranks(list(ended))} left while this rank still had work; put the loop in `with "
+                "engine.join():`, or give all ranks as many batches"
+            )
+        return (
+            f"rank {self._rank} has lost another rank, in {own.place()}: {said or 'it said nothing before it went'}. "
+            f"{advice[0].upper()}{advice[1:]}. ({error})"
+        )
+
+    def _say_ended(self, how: str) -> None:
+        """Last words, for those who still wait."""
+        if self._store.alone or self._alone:
+            return
+        steps = max((engine.global_steps for engine in list(self._engines)), default=self._steps)
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.set(f"ended/{self._rank}", f"ended {how or 'normally'} after step {steps}")
+
+    def _position(self) -> Position:
+        """This rank's; what cannot be told of it is left out, since the message must come."""
+        try:
+            return position_of(self._rank, self._engines)
+        except Exception as error:
+            logger.debug("the position cannot be told in full", exc_info=error)
+            return position_of(self._rank, ())
+
+    # ---------------------------------------------------------------- SIGUSR1
+
+    def _read_signal(self) -> None:
+        """faulthandler has written all threads' stacks into the pipe: print them behind the position."""
+        time.sleep(0.05)  # until it has written all
+        text = os.read(self._wake, 1 << 20).decode(errors="replace").strip("\0")
+        if not text or self._closed:
+            return
+        own = self._position()
+        waits = f", waits for {own.waits_for} since {own.waits_s:.0f} s" if own.waits_for else ""
+        print(
+            f"zerolite: SIGUSR1: rank {self._rank} stands in {own.place()}{waits}\n{text}", file=sys.stderr, flush=True
+        )
+
+
+def _listen(pipe: int) -> bool:
+    """Have SIGUSR1 write all stacks into ``pipe``, also while the main thread is in native code; False where somebody
+    else handles that signal."""
+    handled = 0
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        status = Path("/proc/self/status").read_text().splitlines()
+        caught = next(line for line in status if line.startswith("SigCgt"))
+        handled = int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1
+    if handled or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        return False
+    faulthandler.register(signal.SIGUSR1, file=pipe, all_threads=True)
+    return True
+
+
+# -------------------------------------------------------------------- the one of this process
+
+_current: Watchdog | None = None
+_starts = 0
+
+
+def start_watchdog(timeout_s: float) -> Watchdog:
+    """This process's. Called on all ranks by ``initialize``, in the same order."""
+    global _current, _starts
+    if _current is None or not _current.usable:
+        if _current is not None:
+            _current.close()
+        _starts += 1
+        _current = Watchdog(SharedStore(f"zerolite/watchdog/{_starts}"))
+        keep_track(_current)
+    _current.start(timeout_s)
+    return _current
+
+
+def _at_exit() -> None:
+    if _current is not None:
+        error = getattr(sys, "last_value", None)
+        _current.close("" if error is None else f"with {type(error).__name__}: {error}")
+
+
+atexit.register(_at_exit)
