@@ -47,6 +47,10 @@ def check(pools: Pools, directory: Path, stage: int, saves: int, loads: list[int
 
 def test_a_run_goes_on_with_half_of_its_ranks(pools: Pools, tmp_path: Path) -> None:
     check(pools, tmp_path, stage=2, saves=4, loads=[2])
+    first, second = pools(2).run(f"{CASES}:load_with_smaller_steps", {"directory": str(tmp_path)})
+    (sentence,) = [text for text in first if "elasticity" in text]
+    assert "a step takes 6 samples on 2 ranks, and took 24 on 4 when the checkpoint was saved" in sentence
+    assert not [text for text in second if "elasticity" in text], "once"
 
 
 @pytest.mark.slow

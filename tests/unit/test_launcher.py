@@ -1,134 +1,40 @@
-"""What the launcher finds out before it starts anything: devices, cores, the command line, who failed first."""
+"""What the launcher works out without starting anything: the command line, threads, processes, the first failure."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from zerolite.launcher import cli, resources
-
-
-class TestDevices:
-    @pytest.mark.parametrize(
-        ("visible", "count"),
-        [
-            ("", 0),
-            ("-1", 0),
-            ("0", 1),
-            ("3,1, 2", 3),
-            ("0,1,-1,2", 2),
-            ("0,,1", 1),
-            ("GPU-8932f937,GPU-1f0e", 2),
-            ("MIG-GPU-8932f937/1/2", 1),
-            ("none", 0),
-        ],
-    )
-    def test_visible_entries(self, visible: str, count: int) -> None:
-        assert resources.count_visible_entries(visible) == count
-
-    def fake_nvidia_smi(self, directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-        tool = directory / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\n{body}\n")
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", str(directory))
-
-    def test_listed_devices(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Parts of a device (MIG) are indented below it and do not count; `-L` must have been asked for."""
-        lines = "GPU 0: A (UUID: GPU-1)\\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\\nGPU 1: A (UUID: GPU-2)\\n"
-        self.fake_nvidia_smi(tmp_path, monkeypatch, f'[ "$*" = "-L" ] && printf "{lines}"')
-        assert resources.count_cuda_devices({}) == 2
-        assert resources.default_nproc({}) == 2
-
-    def test_variable_comes_before_the_tool(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fake_nvidia_smi(tmp_path, monkeypatch, f'touch "{tmp_path}/asked"; echo "GPU 0: A"')
-        assert resources.count_cuda_devices({"CUDA_VISIBLE_DEVICES": ""}) == 0
-        assert resources.default_nproc({"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
-        assert not (tmp_path / "asked").exists()
-
-    def test_a_tool_that_fails_means_no_devices(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fake_nvidia_smi(tmp_path, monkeypatch, 'echo "GPU 0: but the driver is broken"; exit 9')
-        assert resources.count_cuda_devices({}) == 0
-
-    def test_a_tool_that_hangs_means_no_devices(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fake_nvidia_smi(tmp_path, monkeypatch, "")
-
-        def hang(command: list[str], timeout: float, **_: object) -> None:
-            raise subprocess.TimeoutExpired(command, timeout)
-
-        monkeypatch.setattr(subprocess, "run", hang)
-        assert resources.count_cuda_devices({}) == 0
-
-    def test_no_tool(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        assert resources.count_cuda_devices({}) == 0
-        assert resources.default_nproc({}) == 1
-
-
-class TestCores:
-    @pytest.mark.parametrize(
-        ("text", "quota"),
-        [("150000 100000\n", 1.5), ("max 100000\n", None), ("", None), ("100000 0\n", None), ("nonsense", None)],
-    )
-    def test_quota(self, tmp_path: Path, text: str, quota: float | None) -> None:
-        (tmp_path / "cpu.max").write_text(text)
-        assert resources.read_cpu_quota(tmp_path / "cpu.max") == quota
-
-    def test_no_quota_file(self, tmp_path: Path) -> None:
-        assert resources.read_cpu_quota(tmp_path / "cpu.max") is None
-
-    @pytest.mark.parametrize(
-        ("usable", "physical", "logical", "quota", "cores"),
-        [
-            (64, 32, 64, None, 32),  # two hardware threads a core
-            (16, 32, 64, None, 8),  # a quarter of the machine
-            (64, 64, 64, None, 64),
-            (64, 32, 64, "250000 100000", 3),  # a container
-            (1, 32, 64, None, 1),
-            (4, None, None, None, 4),  # psutil does not know
-        ],
-    )
-    def test_cores(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        usable: int,
-        physical: int | None,
-        logical: int | None,
-        quota: str | None,
-        cores: int,
-    ) -> None:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(usable)), raising=False)
-        monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, _l=logical: _l if logical else physical)
-        monkeypatch.setattr(resources, "CGROUP_CPU_MAX", tmp_path / "cpu.max")
-        if quota is not None:
-            (tmp_path / "cpu.max").write_text(quota)
-        assert resources.count_cores() == cores
+from zerolite.failure_record import FailureRecord
+from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
+from zerolite.launcher.failures import Failure, Outcome
+from zerolite.launcher.job import NodeJob
+from zerolite.launcher.processes import JobProcesses, ProcessStat, descendants
+from zerolite.launcher.rank_start import rank_command, threads_per_rank
 
 
 class TestThreads:
-    @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 1, "8"), (8, 3, "2"), (2, 4, "1")])
+    @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 1, 8), (8, 3, 2), (2, 4, 1)])
     def test_shared_out(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: int, nproc: int, threads: str
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: int, nproc: int, threads: int
     ) -> None:
-        monkeypatch.setenv("OMP_NUM_THREADS", "to be removed")
-        monkeypatch.delenv("OMP_NUM_THREADS")
-        monkeypatch.setattr(cli, "count_cores", lambda: cores)
-        cli.set_thread_count(nproc)
-        assert os.environ["OMP_NUM_THREADS"] == threads
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr("zerolite.launcher.resources.count_cores", lambda: cores)
+        assert threads_per_rank(NodeJob("1", ["t.py"], nproc=nproc), {}) == threads
+        supervisor.share_cores(NodeJob("1", ["t.py"], nproc=nproc))
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and f"{cores} cores" in line
+        supervisor.share_cores(NodeJob("1", ["t.py"], nproc=nproc, node_rank=1))
+        assert capsys.readouterr().err == "", "said once for the job, not on each node"
 
-    def test_the_users_choice_stays(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setenv("OMP_NUM_THREADS", "5")
-        cli.set_thread_count(1)
-        assert os.environ["OMP_NUM_THREADS"] == "5"
-        assert capsys.readouterr().err == ""
+    def test_the_users_choice_stays(self) -> None:
+        assert threads_per_rank(NodeJob("1", ["t.py"]), {"OMP_NUM_THREADS": "5"}) is None
+        assert threads_per_rank(NodeJob("1", ["t.py"], env={"OMP_NUM_THREADS": "5"}), {}) is None
 
 
 class TestCommandLine:
@@ -139,6 +45,9 @@ class TestCommandLine:
             (["--nproc", "2", "t.py", "--nproc", "3"], ["--nproc", "2"], ["t.py", "--nproc", "3"]),
             (["--nproc=2", "t.py", "--", "-m"], ["--nproc=2"], ["t.py", "--", "-m"]),
             (["--nproc", "2", "-m", "pkg", "-m", "x"], ["--nproc", "2", "-m", "pkg"], ["-m", "x"]),
+            (["--num_gpus", "2", "--no_ssh", "a_b.py", "--c_d"], ["--num-gpus", "2", "--no-ssh"], ["a_b.py", "--c_d"]),
+            (["--log_dir=a_b", "t.py"], ["--log-dir=a_b"], ["t.py"]),
+            (["-i", "a@b_c", "t.py"], ["-i", "a@b_c"], ["t.py"]),
             (["--", "-odd.py", "--", "x"], [], ["-odd.py", "--", "x"]),
             (["--nproc"], ["--nproc"], []),
             (["-m"], ["-m"], []),
@@ -147,16 +56,113 @@ class TestCommandLine:
         ],
     )
     def test_split(self, argv: list[str], own: list[str], rest: list[str]) -> None:
-        assert cli.split_command_line(argv, cli.build_parser()) == (own, rest)
+        assert options.split_command_line(argv, options.build_parser()) == (own, rest)
 
-    def test_request(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(self, *argv: str) -> options.LaunchRequest:
+        return options.read_options(argv, options.build_parser())
+
+    def test_all_options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "t.py").write_text("")
-        assert cli.parse_command_line(["--nproc", "3", "--master-port", "29511", "t.py", "--nproc", "x"]) == (
-            cli.LaunchRequest(["t.py"], ["--nproc", "x"], 3, 29511)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        (tmp_path / "vars").write_text("A=1\n")
+        line = (
+            "--nproc 3 --num-nodes 2:4 --node-rank 1 --master-addr n0 --master-port 29511 --hostfile h --include a "
+            "--launcher slurm --launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
+            "--tee 1,3-4 --env-file vars --bind-cores --dry-run t.py --nproc x"
         )
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-        assert cli.parse_command_line(["-m", "t", "--x"]) == cli.LaunchRequest(["-m", "t"], ["--x"], 2, None)
+        import shlex
+
+        assert self.request(*shlex.split(line)) == options.LaunchRequest(
+            target=["t.py"],
+            script_args=["--nproc", "x"],
+            nproc=3,
+            num_nodes=(2, 4),
+            node_rank=1,
+            master_addr="n0",
+            master_port=29511,
+            hostfile="h",
+            include="a",
+            launcher="slurm",
+            launcher_args=["-F", "file"],
+            ssh_port=22,
+            no_ssh=True,
+            max_restarts=2,
+            log_dir=str(tmp_path / "logs"),
+            tee=[1, 3, 4],
+            env={"A": "1"},
+            bind_cores=True,
+            dry_run=True,
+        )
+        assert self.request("t.py") == options.LaunchRequest(["t.py"])
+        assert self.request("-m", "t", "--x") == options.LaunchRequest(["-m", "t"], ["--x"])
+
+    def test_names_of_deepspeed_and_torchrun(self) -> None:
+        theirs = self.request("--num_gpus=2", "--num_nodes=3", "--no_ssh", "--no_local_rank", "--module", "a.b", "x")
+        assert theirs == self.request("--nproc", "2", "--num-nodes", "3", "--no-ssh", "-m", "a.b", "x")
+        theirs = self.request(
+            "--enable_each_rank_log", "d", "--bind_cores_to_rank", "-H", "h", "-e", "f", "--no_python", "c"
+        )
+        assert theirs == self.request("--log-dir=d", "--bind-cores", "--hostfile=h", "--exclude=f", "--no-python", "c")
+        assert self.request("--nproc_per_node", "2", "--nnodes", "1:2", "t.py").num_nodes == (1, 2)
+
+    @pytest.mark.parametrize(
+        ("argv", "parts"),
+        [
+            (["--nprocs", "2"], ["--nprocs", "--nproc?"]),
+            (["--hostfiles=x"], ["--hostfiles", "--hostfile?"]),
+            (["--xyzzy"], ["--xyzzy", "--help"]),
+            (["--save_pid"], ["--save-pid is not supported", "$!"]),
+            (["--num-nodes", "0"], ["--num-nodes", "'0'"]),
+            (["--num-nodes", "3:2"], ["--num-nodes", "'3:2'"]),
+            (["--tee", "some"], ["--tee", "'some'"]),
+            (["--max-restarts", "-1"], ["--max-restarts", "-1"]),
+            (["--include", "a", "--exclude", "b"], ["--include and --exclude"]),
+            (["--no-python", "-m"], ["--no-python and a module"]),
+            (["--env-file", "nowhere"], ["nowhere"]),
+            (["--launcher", "telnet"], ["--launcher", "telnet", "slurm"]),
+        ],
+    )
+    def test_mistakes(self, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]) -> None:
+        with pytest.raises(SystemExit) as stop:
+            self.request(*argv, "t.py")
+        assert stop.value.code == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("zerolite: error: ") and all(part in last for part in parts), last
+
+    @pytest.mark.parametrize(
+        ("argv", "part"),
+        [
+            (["--no-ssh", "--num-nodes", "2"], "needs --node-rank"),
+            (["--num-nodes", "2", "--node-rank", "0"], "needs --master-addr"),
+            (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "0 to 1"),
+            (["--node-rank", "1", "--master-addr", "a"], "needs --num-nodes"),
+            (["--no-ssh", "--hostfile", "h"], "--hostfile"),
+        ],
+    )
+    def test_this_nodes_part(self, argv: list[str], part: str) -> None:
+        assert part in str(cli.find_node_problem(self.request(*argv, "t.py")))
+        assert cli.find_node_problem(self.request("--no-ssh", "t.py")) is None
+
+    def test_who_starts_the_nodes(self) -> None:
+        for argv in (["--hostfile", "h"], ["--include", "a"], ["--num-nodes", "2"], ["--launcher", "slurm"]):
+            assert cli.is_remote(self.request(*argv, "t.py"))
+        for argv in ([], ["--num-nodes", "1"], ["--launcher", "none"], ["--num-nodes", "2", "--node-rank", "1"]):
+            assert not cli.is_remote(self.request(*argv, "t.py"))
+
+    def test_env_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "home").mkdir()
+        environ = {"HOME": str(tmp_path / "home")}
+        assert options.find_env_file(None, environ) is None
+        (tmp_path / "home" / ".zerolite_env").write_text("")
+        assert options.find_env_file(None, environ) == str(tmp_path / "home" / ".zerolite_env")
+        (tmp_path / ".zerolite_env").write_text("# comment\n\nA=1\n B = two words \nC='x=\"y\"'\nD=\n")
+        assert options.find_env_file(None, environ) == str(tmp_path / ".zerolite_env")
+        assert options.find_env_file("other", environ) == "other"
+        assert options.read_env_file(".zerolite_env") == {"A": "1", "B": "two words", "C": 'x="y"', "D": ""}
+        (tmp_path / "bad").write_text("A=1\nno value\n")
+        with pytest.raises(ValueError, match="line 2 of bad is 'no value'"):
+            options.read_env_file("bad")
 
     def test_module_search_leaves_no_trace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -179,23 +185,145 @@ class TestCommandLine:
         assert cli.find_nproc_problem(512) is None
         assert cli.find_nproc_problem(513) is not None
 
+    def test_command_of_a_rank(self) -> None:
+        start = [sys.executable, "-u", "-m", "zerolite.launcher.rank"]
+        assert rank_command(NodeJob("1", ["t.py"], ["-x"])) == [*start, "--script", "t.py", "-x"]
+        assert rank_command(NodeJob("1", ["-m", "a.b"], ["-m"])) == [*start, "--module", "a.b", "-m"]
+        assert rank_command(NodeJob("1", ["sh"], ["-c", ":"], python=False)) == [*start, "--command", "sh", "-c", ":"]
+
 
 class TestFailures:
-    def failure(self, exitcode: int, timestamp: int) -> SimpleNamespace:
-        return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, pid=4321, signal_name=lambda: "SIGSEGV")
+    def failure(self, number: int, seen: float, **fields: object) -> Failure:
+        failure = Failure(rank=number, world_size=4, host="node7", pid=4711, seen=seen)
+        return dataclasses.replace(failure, **fields)  # type: ignore[arg-type]
 
-    def test_first_seen_is_reported(self) -> None:
-        from zerolite.launcher import agent
+    def record(self, message: str, time: float, consequence: bool = False) -> FailureRecord:
+        return FailureRecord(message, "", time, "node7", consequence)
 
-        failures = {2: self.failure(9, 100), 0: self.failure(-15, 100), 1: self.failure(1, 100)}
-        assert agent.first_failure(failures)[0] == 2
-        assert agent.describe_failures(failures, 3) == (
-            "rank 2 of 3 (process 4321) failed with exit status 9; the others were stopped"
-        )
+    def test_order(self) -> None:
+        """Causes before consequences; records tell the time better than the agent, which looks now and then."""
+        peer = self.failure(0, 10.0, record=self.record("RuntimeError: reset by peer", 9.0, True))
+        late = self.failure(1, 10.2)
+        cause = self.failure(2, 10.3, record=self.record("ValueError: x", 10.1))
+        lost = Failure(host="node3", of_agent="host node3 gave no sign of life", seen=1.0)
+        assert failures.in_order([lost, peer, late, cause]) == [cause, late, peer, lost]
 
-    def test_signal(self) -> None:
-        from zerolite.launcher import agent
+    @pytest.mark.parametrize(
+        ("fields", "reason", "status"),
+        [
+            ({"exitcode": 3}, "exit status 3", 3),
+            ({"exitcode": -11}, "ended by signal 11 (SIGSEGV)", 139),
+            ({"exitcode": -99}, "ended by signal 99 (SIG99)", 227),
+            ({"exitcode": -9, "killed_for_memory": True}, "killed by the kernel, since memory had run out", 137),
+            ({"exitcode": 1, "tail": "a\nMemoryError\n"}, "exit status 1, out of memory", 1),
+        ],
+    )
+    def test_reason(self, fields: dict[str, object], reason: str, status: int) -> None:
+        failure = self.failure(2, 1.0, **fields)
+        assert failures.reason(failure).startswith(reason)
+        assert failures.exit_status(failure) == status
 
-        sentence = agent.describe_failures({0: self.failure(-11, 100)}, 1)
-        assert sentence == "rank 0 of 1 (process 4321) was ended by signal 11 (SIGSEGV)"
-        assert [agent.exit_status(code) for code in (0, 1, 255, -9, -15)] == [0, 1, 255, 137, 143]
+    @pytest.mark.parametrize(
+        "message",
+        [
+            "MemoryError",
+            "torch.OutOfMemoryError: CUDA out of memory.",
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried",
+            "OSError: [Errno 12] Cannot allocate memory",
+        ],
+    )
+    def test_out_of_memory(self, message: str) -> None:
+        failure = self.failure(2, 1.0, record=self.record(message, 1.0))
+        assert failures.reason(failure) == f"exit status 1, out of memory, {message}"
+
+    def test_last_lines(self) -> None:
+        record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
+        first = self.failure(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
+        lines = failures.describe(Outcome([first, self.failure(3, 2.0, exitcode=-6)], attempt=1))
+        assert lines == [
+            "zerolite: rank 2 of 4 on host node7 (process 4711) failed: exit status 1, ValueError: x in attempt 1",
+            "Traceback",
+            "  here",
+            "ValueError: x",
+            "y",
+            "zerolite: all output of rank 2: /l/rank_2.out and /l/rank_2.err",
+            "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
+            "zerolite: the other 2 ranks were ended",
+        ]
+        silent = failures.describe(Outcome([self.failure(0, 1.0, tail="a\nb")]))
+        assert silent[1:4] == ["zerolite: the last lines of rank 0's standard error:", "a", "b"]
+
+    def test_outcome_survives_json(self) -> None:
+        outcome = Outcome([self.failure(2, 1.5, record=self.record("m", 2.5, True), output=["o"])], False, 3)
+        assert Outcome.from_json(outcome.to_json()) == outcome
+        assert Outcome.from_json(Outcome().to_json()) == Outcome()
+
+
+class TestRank:
+    def test_cpus(self) -> None:
+        assert rank.parse_cpus("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
+
+    def test_what_only_says_that_a_peer_has_gone(self) -> None:
+        class DistNetworkError(RuntimeError):
+            pass
+
+        gone = "[pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by a remote worker"
+        assert rank.is_consequence(RuntimeError(gone))
+        assert rank.is_consequence(DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed."))
+        assert not rank.is_consequence(RuntimeError("shapes differ"))
+        assert not rank.is_consequence(ValueError(gone)), "a sentence of the user's own"
+
+
+class TestMemoryKills:
+    def test_counter(self, tmp_path: Path) -> None:
+        (tmp_path / "membership").write_text("0::/a/b\n")
+        (tmp_path / "a" / "b").mkdir(parents=True)
+        events = tmp_path / "a" / "b" / "memory.events"
+        events.write_text("low 0\noom 1\noom_kill 2\noom_group_kill 7\n")
+        watch = memory_kills.MemoryKills(tmp_path, tmp_path / "membership")
+        assert not watch.happened(1 << 30)
+        events.write_text("low 0\noom 2\noom_kill 3\n")
+        assert watch.happened(1 << 30)
+
+    def test_version_1(self, tmp_path: Path) -> None:
+        (tmp_path / "membership").write_text("5:cpu:/x\n4:memory:/job\n")
+        (tmp_path / "memory" / "job").mkdir(parents=True)
+        control = tmp_path / "memory" / "job" / "memory.oom_control"
+        control.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
+        assert memory_kills.counter_files(tmp_path, tmp_path / "membership") == [control]
+
+    def test_nothing_known(self, tmp_path: Path) -> None:
+        assert not memory_kills.MemoryKills(tmp_path, tmp_path / "none").happened(1 << 30)
+
+    def test_kernel_log(self, tmp_path: Path) -> None:
+        log = tmp_path / "kmsg"
+        log.write_text("3,1,1,-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB\n")
+        assert memory_kills.logged(4711, str(log)) and not memory_kills.logged(471, str(log))
+        assert not memory_kills.logged(4711, str(tmp_path / "none"))
+
+
+class TestProcesses:
+    def test_descendants(self) -> None:
+        def stat(pid: int, parent: int) -> ProcessStat:
+            return ProcessStat(pid, "x", "S", parent, pid, pid)
+
+        table = {pid: stat(pid, parent) for pid, parent in [(2, 1), (3, 2), (4, 3), (5, 1), (6, 99)]}
+        assert descendants(table, [2]) == {3, 4}
+        assert descendants(table, [1]) == {2, 3, 4, 5}
+
+    def test_marker_finds_what_is_no_descendant(self) -> None:
+        """And another job's process, or one with a longer marker, is not found."""
+        command = "exec setsid sleep 100 </dev/null >/dev/null 2>&1 & echo $!"
+        pids = [
+            int(subprocess.run(["sh", "-c", command], env={"ZEROLITE_JOB_ID": marker}, capture_output=True).stdout)
+            for marker in ("feed-0", "feed-01")
+        ]
+        try:
+            mine = JobProcesses("feed-0")
+            deadline = 200
+            while pids[0] not in mine.find() and deadline:
+                deadline -= 1
+            assert pids[0] in mine.find() and pids[1] not in mine.find()
+            assert pids[0] not in JobProcesses("feed-0", spare=[pids[0]]).find()
+        finally:
+            subprocess.run(["kill", "-9", *map(str, pids)], check=True)

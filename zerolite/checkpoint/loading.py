@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 
+from zerolite.checkpoint.batches import changed_batch, window_obstacle
 from zerolite.checkpoint.directory import NoCheckpoint, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.matching import Match, check_complete, listed, match_groups, match_parameters, reordered
@@ -220,15 +221,10 @@ class Loader:
                     )
 
     def _check_window(self, saved: Mapping[str, Any] | None, ranks: int) -> None:
-        steps = self._parts.config.gradient_accumulation_steps or 1
-        if saved is not None and saved["micro_batches"] != steps:
-            elastic = self._parts.config.elasticity.enabled
-            remedy = f"go on with {ranks} rank{'s' if ranks != 1 else ''}, as then," if elastic else "set it as it was,"
-            raise CheckpointError(
-                f"the checkpoint was saved within a step, whose gradient_accumulation_steps was "
-                f"{saved['micro_batches']} and here is {steps}. Nothing was loaded; {remedy} or load one that was saved "
-                "after engine.step()"
-            )
+        config = self._parts.config
+        steps = config.gradient_accumulation_steps or 1
+        if saved and (obstacle := window_obstacle(saved["micro_batches"], steps, ranks, config.elasticity.enabled)):
+            raise CheckpointError(obstacle)
 
     # ---------------------------------------------------------------- doing
 
@@ -343,7 +339,11 @@ class Loader:
                 _CALL,
                 ", ".join(kept),
             )
-        saved = plan.reader.manifest.about.world_size
+        about = plan.reader.manifest.about
+        saved = about.world_size
+        changed = changed_batch(about.config, saved, self._parts.config.train_batch_size, self._host.world_size)
+        if changed is not None and not request.load_module_only:
+            logger.warning("%s: %s", _CALL, changed)
         if saved < self._host.world_size and not request.load_module_only:
             logger.info(
                 "%s: random number generators of ranks %d and above go on as they are: there were %d ranks",

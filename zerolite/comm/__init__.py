@@ -1,5 +1,6 @@
 """The only caller of torch.distributed: starting it, groups, collectives and the record of what was sent."""
 
+from zerolite.comm.collective_check import CollectiveCheck, check_is_wanted
 from zerolite.comm.communicator import Communicator, Pending
 from zerolite.comm.control import ControlChannel
 from zerolite.comm.create import create_communicator, second_communicator, use_communicator
@@ -11,6 +12,7 @@ from zerolite.comm.shared_store import SharedStore
 
 __all__ = [
     "CollectiveCall",
+    "CollectiveCheck",
     "Communicator",
     "ControlChannel",
     "HostGroup",
@@ -18,6 +20,7 @@ __all__ = [
     "Pending",
     "Recorder",
     "SharedStore",
+    "check_is_wanted",
     "create_communicator",
     "destroy",
     "init_distributed",

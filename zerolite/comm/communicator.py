@@ -9,7 +9,7 @@ in fp32 at no extra traffic), and a gather is an exchange: see gloo.py and share
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,6 @@ class Pending:
     def arrived(self) -> bool:
         """True if nothing has to be waited for any more."""
         return all(work.is_completed() for work in self._works)
-
-    def of(self, entry: Raw | None) -> Pending:
-        """Itself, which carries out ``entry``."""
-        self.entry = entry
-        return self
 
     def wait(self) -> torch.Tensor:
         """The result. On CUDA the current stream waits, not the host. May be called again."""
@@ -69,6 +64,14 @@ with torch.inference_mode(False):
     NOTHING = torch.empty(0, device="cpu")  # what waiting for several tensors gives
 
 
+class Check(Protocol):
+    """See :class:`~zerolite.comm.collective_check.CollectiveCheck`."""
+
+    def launch(self, entry: Raw, start: Callable[[], Pending]) -> Pending: ...
+
+    def pass_now(self, entry: Raw) -> None: ...
+
+
 class Communicator:
     """Collectives of one data-parallel group. This class is the one of a group of one process: nothing to send.
 
@@ -82,6 +85,7 @@ class Communicator:
         self._second: Communicator | None = None
         self.guard: Callable[[str], None] | None = None  # called with its name before every collective
         self.flight = Flight()
+        self.check: Check | None = None  # compares collectives between ranks before they begin
         keep_track(self)
 
     def close(self) -> None:
@@ -107,11 +111,18 @@ class Communicator:
         """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor. ``key`` says what it is, here
         and below: see :class:`~zerolite.comm.flight.Entry`."""
         entry = self._note("all_reduce", tensor, tag, key)
-        return self._all_reduce(tensor, tag, divisor).of(entry)
+        if self.check is not None and entry is not None:
+            pending = self.check.launch(entry, lambda: self._all_reduce(tensor, tag, divisor))
+        else:
+            pending = self._all_reduce(tensor, tag, divisor)
+        pending.entry = entry
+        return pending
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
         """Maximum over ranks of a small tensor, in place; returns when it is there."""
         entry = self._note("all_reduce", tensor, tag)
+        if self.check is not None and entry is not None:
+            self.check.pass_now(entry)
         if self.world_size > 1:
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             wait_for((work,), entry)
@@ -124,12 +135,22 @@ class Communicator:
         to ``dtype`` only. ``full`` is clobbered.
         """
         entry = self._note("reduce_scatter", full, tag, key)
-        return self._reduce_scatter(full, tag, divisor, dtype or full.dtype).of(entry)
+        if self.check is not None and entry is not None:
+            pending = self.check.launch(entry, lambda: self._reduce_scatter(full, tag, divisor, dtype or full.dtype))
+        else:
+            pending = self._reduce_scatter(full, tag, divisor, dtype or full.dtype)
+        pending.entry = entry
+        return pending
 
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
         """In place: this rank's part of ``full`` is sent, the other parts are received."""
         entry = self._note("all_gather", full, tag, key)
-        return self._all_gather(full, tag).of(entry)
+        if self.check is not None and entry is not None:
+            pending = self.check.launch(entry, lambda: self._all_gather(full, tag))
+        else:
+            pending = self._all_gather(full, tag)
+        pending.entry = entry
+        return pending
 
     def gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int = 0
@@ -149,17 +170,26 @@ class Communicator:
             self.guard("gather_shards")
         if self.world_size == 1:
             return self._gather_shards(fulls, shards, tag, key)
-        recorder.note_several("all_gather", fulls, tag)
+        if recorder.active:
+            recorder.note_several("all_gather", fulls, tag)
         entry: Raw = ("all_gather", tag, shards, None, key)
-        self.flight.count += 1
-        self.flight.latest.append(entry)
-        return self._gather_shards(fulls, shards, tag, key).of(entry)
+        flight = self.flight
+        flight.count += 1
+        flight.latest.append(entry)
+        if self.check is not None:
+            pending = self.check.launch(entry, lambda: self._gather_shards(fulls, shards, tag, key))
+        else:
+            pending = self._gather_shards(fulls, shards, tag, key)
+        pending.entry = entry
+        return pending
 
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
         """Rank ``source`` of the group overwrites everybody's ``tensor``; returns when it has."""
         if self.world_size == 1:
             return
         entry = self._note("broadcast", tensor, tag)
+        if self.check is not None and entry is not None:
+            self.check.pass_now(entry)
         assert self.group is not None
         source = dist.get_global_rank(self.group, source)
         wait_for((dist.broadcast(tensor, src=source, group=self.group, async_op=True),), entry)
@@ -174,10 +204,12 @@ class Communicator:
             self.guard(op)
         if self.world_size == 1:
             return None
-        recorder.note(op, tensor, tag)
+        if recorder.active:
+            recorder.note(op, tensor, tag)
         entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
-        self.flight.count += 1
-        self.flight.latest.append(entry)
+        flight = self.flight
+        flight.count += 1
+        flight.latest.append(entry)
         return entry
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator
+from zerolite.comm.flight import wait_for
+from zerolite.comm.objects import broadcast_object
 from zerolite.comm.process_group import second_group
 
 TAG = "control"
@@ -31,7 +33,8 @@ class ControlChannel:
         """Every rank's ``row`` of at most ``width`` integers of 64 bits, filled up with zeros."""
         own, full = self._rows(row)
         recorder.note("all_gather", full, TAG)
-        dist.all_gather(list(full), own, group=self._group)
+        work = dist.all_gather(list(full), own, group=self._group, async_op=True)
+        wait_for((work,), ("all_gather", TAG, full.numel(), full.dtype, 0))
         return full.tolist()
 
     def leave(self, row: list[int]) -> None:
@@ -41,9 +44,7 @@ class ControlChannel:
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Rank ``source``'s ``value``, which travels by pickle between the ranks of the job."""
-        box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, source), group=self._group)
-        return box[0]
+        return broadcast_object(value, source, self._group, TAG)
 
     def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         own = torch.tensor(row + [0] * (self._width - len(row)), dtype=torch.int64, device="cpu")

@@ -57,25 +57,36 @@ class Flight:
 class Wait:
     """What the host of this process waits for, or (on CUDA) what its device waited for last."""
 
-    __slots__ = ("entry", "explain", "on_device", "since", "works")
+    __slots__ = ("_seen", "_since", "entry", "explain", "on_device", "works")
 
     def __init__(self) -> None:
         # Says more about a collective that has failed, or differs from that of other ranks: the watchdog.
         self.explain: Callable[[RuntimeError], RuntimeError | None] = lambda error: None
         self.on_device = False  # waiting returns at once, and the works' end is known to the device alone
-        self.clear()
-
-    def clear(self) -> None:
         self.works: Sequence[Any] = ()
         self.entry: Raw | None = None
-        self.since = 0.0
+        self._seen: Sequence[Any] = ()  # by the last look
+        self._since = 0.0
+
+    def under_way(self) -> bool:
+        """Whether something is waited for. May be called by another thread."""
+        works = self.works
+        return bool(works) and not all(work.is_completed() for work in works)
+
+    def look(self) -> float:
+        """For how many seconds earlier looks have seen the same wait; 0 if nothing is waited for. Called again and
+        again by one thread, so that waiting itself needs no clock."""
+        works = self.works
+        if not self.under_way():
+            self._seen = ()
+            return 0.0
+        if works is not self._seen:
+            self._seen, self._since = works, time.monotonic()
+        return time.monotonic() - self._since
 
     def seconds(self) -> float:
-        """For how long; 0 if nothing is waited for. May be called by another thread."""
-        works, since = self.works, self.since
-        if not works or all(work.is_completed() for work in works):
-            return 0.0
-        return time.monotonic() - since
+        """The same as of the last look."""
+        return time.monotonic() - self._since if self._seen and self._seen is self.works else 0.0
 
 
 class _Blocked:
@@ -86,37 +97,38 @@ class _Blocked:
 
 
 WAIT = Wait()
-_BLOCKED = (_Blocked(),)
 
 
 def wait_for(works: Sequence[Any], entry: Raw | None = None) -> None:
     """Wait for collectives. On CUDA the current stream waits, not the host, and what it waits for stays known until
     the next call. Raises RuntimeError if one fails."""
     wait = WAIT
-    wait.since, wait.entry, wait.works = time.monotonic(), entry, works
+    wait.entry, wait.works = entry, works
     try:
         for work in works:
             work.wait()
     except RuntimeError as error:
-        explained = wait.explain(error)
-        wait.clear()
-        if explained is None:
-            raise
-        raise explained from error
+        raise_explained(error)
     if not wait.on_device:
         wait.works = ()
+
+
+def raise_explained(error: RuntimeError) -> None:
+    """Raise the error of a collective, with what the watchdog knows about it."""
+    explained = WAIT.explain(error)
+    WAIT.works = ()
+    if explained is None:
+        raise error
+    raise explained from error
 
 
 @contextlib.contextmanager
 def blocked(entry: Raw) -> Iterator[None]:
     """Around a call that waits for the other ranks."""
-    WAIT.since, WAIT.entry, WAIT.works = time.monotonic(), entry, _BLOCKED
+    WAIT.entry, WAIT.works = entry, (_Blocked(),)
     try:
         yield
     except RuntimeError as error:
-        explained = WAIT.explain(error)
-        if explained is None:
-            raise
-        raise explained from error
+        raise_explained(error)
     finally:
-        WAIT.clear()
+        WAIT.works = ()

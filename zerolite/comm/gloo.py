@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from zerolite.comm.process_group import second_group
 HALF = (torch.float16, torch.bfloat16)
 _CHUNK = 1 << 16  # elements summed at once in fp32
 _LINE = 64  # bytes to which tensors that travel together are aligned
+_NUMBER_BITS, _KIND_BITS = 12, 19  # of a message's tag: gloo's have 31
 _PACKED = 1 << 16  # bytes up to which several tensors travel as one message: a copy is cheaper than a message
 
 
@@ -26,16 +28,19 @@ class GlooCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         super().__init__(group, rank, world_size)
         self._peers = [(peer, dist.get_global_rank(group, peer)) for peer in range(world_size) if peer != rank]
-        self._tag = 0
+        self._number = 0
 
     def second(self, backend: str) -> Communicator:
         assert self.group is not None
         self._second = type(self)(second_group(self.group, backend), self.rank, self.world_size)
         return self._second
 
-    def _next_tag(self) -> int:
-        self._tag = (self._tag + 1) % (1 << 20)
-        return self._tag
+    def _next_tag(self, op: str, tag: str, nbytes: int, key: int = 0) -> int:
+        """What the messages of one collective are told apart by: its number, and what it is. Messages of different
+        collectives never meet, so that ranks that part wait for each other instead of taking one for the other."""
+        self._number = (self._number + 1) % (1 << _NUMBER_BITS)
+        kind = zlib.crc32(f"{op} {tag} {nbytes} {key}".encode()) >> (32 - _KIND_BITS)
+        return kind << _NUMBER_BITS | self._number
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         # Two terms have one sum, whatever their order, so at two ranks gloo's own algorithm gives the bits of the
@@ -56,7 +61,7 @@ class GlooCommunicator(Communicator):
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
         received = {peer: empty(full.numel() // self.world_size, full.dtype) for peer, _ in self._peers}
-        number = self._next_tag()
+        number = self._next_tag("reduce_scatter", tag, full.numel() * full.element_size())
         works = [dist.irecv(received[peer], src=source, group=self.group, tag=number) for peer, source in self._peers]
         works += [
             dist.isend(self.part(sent, peer), dst=target, group=self.group, tag=number) for peer, target in self._peers
@@ -75,7 +80,7 @@ class GlooCommunicator(Communicator):
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         host = full.cpu()
         own = self.part(host)
-        number = self._next_tag()
+        number = self._next_tag("all_gather", tag, full.numel() * full.element_size())
         works = [
             dist.irecv(self.part(host, peer), src=source, group=self.group, tag=number) for peer, source in self._peers
         ]
@@ -91,17 +96,18 @@ class GlooCommunicator(Communicator):
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
-        starts, total = places_in_pack(shards)
+        _, total = places_in_pack(shards)
         if total == 0:
             return done(NOTHING)
         if total <= _PACKED or shards[0].device.type != "cpu":
-            return self._gather_packed(fulls, shards, starts, total)
+            number = self._next_tag("all_gather", tag, total, key)
+            return self._gather_packed(fulls, shards, number)
         works = []
         for full, shard in zip(fulls, shards, strict=True):
             numel = shard.numel()
             if numel == 0:
                 continue
-            number = self._next_tag()
+            number = self._next_tag("all_gather", tag, numel * shard.element_size(), key)
             for peer, source in self._peers:
                 part = full.narrow(0, peer * numel, numel)
                 works.append(dist.irecv(part, src=source, group=self.group, tag=number))
@@ -114,17 +120,15 @@ class GlooCommunicator(Communicator):
 
         return Pending(works, (*fulls, *shards), finish)
 
-    def _gather_packed(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], starts: list[int], total: int
-    ) -> Pending:
-        """All tensors in one message per pair of ranks."""
+    def _gather_packed(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], number: int) -> Pending:
+        """All tensors in one message per pair of ranks, with the tag ``number``."""
+        starts, total = places_in_pack(shards)
         device = shards[0].device
         rows = empty(self.world_size * total, torch.uint8).view(self.world_size, total)
         own = rows[self.rank] if device.type == "cpu" else empty(total, torch.uint8, device)
         pack(own, shards, starts)
         if device.type != "cpu":
             rows[self.rank].copy_(own)
-        number = self._next_tag()
         works = [dist.irecv(rows[peer], src=source, group=self.group, tag=number) for peer, source in self._peers]
         works += [dist.isend(rows[self.rank], dst=target, group=self.group, tag=number) for _, target in self._peers]
 

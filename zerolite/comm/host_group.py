@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.communicator import Communicator
+from zerolite.comm.objects import broadcast_object, gather_objects
 from zerolite.comm.process_group import second_group
+from zerolite.comm.ranks import name_ranks
 
 
 class HostGroup:
@@ -22,7 +24,7 @@ class HostGroup:
         self.rank, self.world_size = comm.rank, comm.world_size
         alone = comm.group is None or comm.world_size == 1
         self.group = None if alone else second_group(comm.group, "gloo", purpose)  # type: ignore[arg-type]
-        self._meetings = 0
+        self._meetings, self._purpose = 0, purpose
         self._key = self.broadcast(f"zerolite/{purpose}/{uuid.uuid4()}", 0)
 
     @property
@@ -67,22 +69,17 @@ class HostGroup:
         """Every rank's ``value``, in rank order."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group, self._purpose)
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Rank ``source``'s ``value``."""
         if self.group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, source), group=self.group)
-        return box[0]
+        return broadcast_object(value, source, self.group, self._purpose)
 
 
 def _without(missing: list[int], timeout_s: float, what: str) -> str:
-    ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return (
-        f"{what}: {ranks} did not take part within {timeout_s:g} s; all ranks must make this call, in the same place "
-        "(not inside `if rank == 0`), and ranks that are slow need a longer checkpoint.timeout_s"
+        f"{what}: {name_ranks(missing)} did not take part within {timeout_s:g} s; all ranks must make this call, in "
+        "the same place (not inside `if rank == 0`), and ranks that are slow need a longer checkpoint.timeout_s"
     )

@@ -46,32 +46,32 @@ class Recorder:
         return dict(Counter((call.op, call.tag) for call in self.calls))
 
 
-_active: list[Recorder] = []
+active: list[Recorder] = []  # those that record now
 
 
 @contextlib.contextmanager
 def record() -> Iterator[Recorder]:
     """Record the logical collectives that zerolite launches inside the context; contexts nest."""
     recorder = Recorder()
-    _active.append(recorder)
+    active.append(recorder)
     try:
         yield recorder
     finally:
-        _active.remove(recorder)
+        active.remove(recorder)
 
 
 def note(op: str, tensor: torch.Tensor, tag: str) -> None:
     """Called by the communicator, once per logical collective."""
-    if _active:
+    if active:
         call = CollectiveCall(op, tensor.numel(), tensor.dtype, tensor.numel() * tensor.element_size(), tag)
-        for recorder in _active:
+        for recorder in active:
             recorder.calls.append(call)
 
 
 def note_several(op: str, tensors: Sequence[torch.Tensor], tag: str) -> None:
     """Called by the communicator for a collective over several tensors; one without any element is none."""
-    if _active and (numel := sum(tensor.numel() for tensor in tensors)):
+    if active and (numel := sum(tensor.numel() for tensor in tensors)):
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         call = CollectiveCall(op, numel, tensors[0].dtype, nbytes, tag, len(tensors))
-        for recorder in _active:
+        for recorder in active:
             recorder.calls.append(call)

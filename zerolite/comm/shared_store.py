@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -25,6 +27,11 @@ class SharedStore:
     def alone(self) -> bool:
         """Whether there is one process, for which nothing is stored."""
         return self._store is None
+
+    @property
+    def held_by_launcher(self) -> bool:
+        """Whether the store outlives the ranks; otherwise it lives in rank 0's process."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def belongs_to_default_group(self) -> bool:
         """Whether the process group that it was made for is still there."""

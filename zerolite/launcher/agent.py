@@ -1,92 +1,346 @@
-"""Runs the processes of a job under torchrun's own elastic agent, in this process.
+"""What runs a node's ranks: torch's elastic agent, in a process of its own that the supervisor starts.
 
-The one module of the launcher that imports torch; the command line imports it when everything else is checked.
+`python -m zerolite.launcher.agent LIFELINE OUTCOME LOG_DIR`, two file descriptors and a directory. The first line from
+LIFELINE is the job; then come single letters, the supervisor's `INTERRUPT` and `STAND_BACK`. When it closes, the
+supervisor has died, and the agent ends everything. To OUTCOME go a line once the ranks run, and the job's outcome.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import sys
-import uuid
-from collections.abc import Mapping, Sequence
+import threading
+import time
+import traceback
+from typing import Any, NoReturn
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-# The agent looks at its processes this often. Of ranks that fail between two looks, the lowest is reported.
+from zerolite import failure_record
+from zerolite.failure_record import FailureRecord
+from zerolite.launcher.board import LOST_S, Board
+from zerolite.launcher.failures import Failure, Outcome, count, exit_status, headline, in_order
+from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
+from zerolite.launcher.logs import RankLogs
+from zerolite.launcher.meeting import Meeting, MeetingError, host_name
+from zerolite.launcher.memory_kills import MemoryKills
+from zerolite.launcher.processes import JobProcesses, send_to_groups
+from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
+from zerolite.launcher.rank_start import bound_cpus, rank_command
+from zerolite.launcher.supervisor import INTERRUPT, READY, say
+
 MONITOR_INTERVAL_S = 0.05
 
-LOCALHOST = "127.0.0.1"
+SETTLE_S = 2.0
+"""When all that failed say that another rank has gone, that one is waited for so long."""
+
+HANGING_S = 3.0
+"""A rank that has reported an error and is still there after so long counts as failed."""
 
 
-def launch(target: Sequence[str], script_args: Sequence[str], nproc: int, master_port: int | None) -> int:
-    """Start `nproc` processes of `python -u TARGET SCRIPT_ARGS`, wait for them, and return the job's exit status.
+class Agent(LocalElasticAgent):
+    """torch's agent, which ends ranks within seconds and knows which of them failed first.
 
-    When a rank fails the others are ended, and the last line on stderr names the rank that failed first.
-
-    Returns:
-        0 if every rank succeeded; else the exit status of the rank that failed first. 128 + n if signal n ended that
-        rank, or was sent to the launcher.
+    Args:
+        job: this node's part.
+        log_dir: directory for the ranks' output, exists.
+        outcome: file descriptor to which the supervisor listens.
     """
+
+    def __init__(self, job: NodeJob, log_dir: str, outcome: int) -> None:
+        self.job = job
+        self.host = host_name()
+        self.meeting = Meeting(job, self.host)
+        self.logs = RankLogs(log_dir, job.log_dir is not None, job.tee, rank_variables(job))
+        self.processes = JobProcesses(os.environ[JOB_ID_VARIABLE], spare=[os.getppid()])
+        self.board: Board | None = None
+        self.stopping = False
+        self.failures: list[Failure] = []
+        self._outcome = outcome
+        self._noted_done = False
+        self._memory_kills = MemoryKills()
+        self._unfinished_since: dict[int, float] = {}
+        super().__init__(make_spec(job, self.meeting), self.logs)
+
+    @property
+    def ranks_run(self) -> bool:
+        return self._pcontext is not None
+
+    def rank_pids(self) -> dict[int, int]:
+        """The process of each local rank, which leads a process group."""
+        return {} if self._pcontext is None else dict(self._pcontext.pids())
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        meeting = self.meeting
+        nodes, world = len(meeting.hosts), worker_group.workers[0].world_size
+        self._remaining_restarts = max(0, self.job.max_restarts - meeting.restarts)
+        if self.board is not None:
+            self.board.close()
+        if nodes > 1:
+            self.board = Board(self.job.master_addr, meeting.port, meeting.attempt, meeting.node, meeting.hosts)
+        self.failures, self._unfinished_since, self._noted_done = [], {}, False
+        self.logs.attempt = meeting.attempt
+        if meeting.attempt and meeting.node == 0:
+            why = meeting.why_last_failed() or "nodes have come or gone"
+            say(f"attempt {meeting.attempt} starts: {count(world, 'rank')} on {count(nodes, 'node')}, because {why}")
+        if self.stopping:
+            os._exit(1)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else lambda *_: None)
+        self.logs.start_tee()
+        tell(self._outcome, READY)
+        return started
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._shutdown()
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """End the ranks and all that they have started; after success, leave to the supervisor what has not ended."""
+        if self._pcontext is not None:
+            if self._worker_group.state != WorkerState.SUCCEEDED:
+                self.processes.end()
+            self._pcontext.close()
+            self.logs.stop_tee()
+
+    def _exit_codes(self) -> dict[int, int | None]:
+        """Of each local rank; None while it runs."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._pcontext.subprocess_handlers
+        return {local_rank: handlers[local_rank].proc.poll() for local_rank in sorted(handlers)}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = self._exit_codes()
+        if self.stopping:
+            self._remaining_restarts = 0
+            return RunResult(WorkerState.HEALTHY if None in codes.values() else WorkerState.FAILED)
+        failed = self._failed_ranks(codes)
+        board = self.board
+        if failed or (board is not None and (board.failed or board.gone) and not board.all_done):
+            return self._fail(worker_group, failed)
+        if None in codes.values() or not self._done_everywhere():
+            return RunResult(WorkerState.HEALTHY)
+        return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+
+    def _failed_ranks(self, codes: dict[int, int | None]) -> dict[int, int]:
+        """Exit codes of the local ranks that have failed, also of one that reported an error and hangs since."""
+        failed = {local_rank: code for local_rank, code in codes.items() if code}
+        for worker in self._worker_group.workers:
+            if codes[worker.local_rank] is None and os.path.exists(self.logs.error_files[worker.global_rank]):
+                since = self._unfinished_since.setdefault(worker.local_rank, time.monotonic())
+                if time.monotonic() - since > HANGING_S:
+                    failed[worker.local_rank] = 1
+        return failed
+
+    def _fail(self, worker_group: WorkerGroup, failed: dict[int, int]) -> RunResult:
+        """This node's ranks or another node failed: find out what there is to know, tell it, end the ranks."""
+        seen = dict.fromkeys(failed, time.time())
+        self._settle(failed, seen)
+        self.failures = [self._failure(worker_group, rank, code, seen[rank]) for rank, code in failed.items()]
+        board = self.board
+        if board is not None and board.gone and not board.failed:
+            sentence = f"the first node, {self.job.master_addr}, has gone: its agent has ended or cannot be reached"
+            self.failures.append(Failure(host=self.host, seen=time.time(), of_agent=sentence))
+        everywhere = in_order(self.failures + (board.failures if board is not None else []))
+        if self._can_restart():
+            self.meeting.note_failure(headline(everywhere[0]) if everywhere else "another node failed")
+        else:
+            self._remaining_restarts = 0
+            if board is not None and self.failures:
+                board.post(self.failures)
+        ending = time.time()
+        self.processes.end()
+        self._note_what_came_to_light(worker_group, failed, ending)
+        return RunResult(WorkerState.FAILED)
+
+    def _can_restart(self) -> bool:
+        if self._remaining_restarts <= 0:
+            return False
+        board = self.board
+        return board is None or not board.gone and len(self.meeting.hosts) - len(board.lost) >= self.job.min_nodes
+
+    def _settle(self, failed: dict[int, int], seen: dict[int, float]) -> None:
+        """Wait a little for the cause, where all that is known is that ranks have lost another one."""
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            records = [failure_record.read(path) for path in self.logs.error_files.values()]
+            causes = [record for record in records if record is not None and not record.consequence]
+            silent = len(failed) > sum(record is not None and record.consequence for record in records)
+            if not failed or causes or silent or (self.board is not None and self.board.failed):
+                return
+            time.sleep(MONITOR_INTERVAL_S)
+            for local_rank, code in self._exit_codes().items():
+                if code and local_rank not in failed:
+                    failed[local_rank] = code
+                    seen[local_rank] = time.time()
+
+    def _failure(self, worker_group: WorkerGroup, local_rank: int, code: int, seen: float) -> Failure:
+        worker = worker_group.workers[local_rank]
+        pid = self.rank_pids()[local_rank]
+        return Failure(
+            rank=worker.global_rank,
+            local_rank=local_rank,
+            world_size=worker.world_size,
+            host=self.host,
+            pid=pid,
+            exitcode=code,
+            seen=seen,
+            record=failure_record.read(self.logs.error_files[worker.global_rank]),
+            killed_for_memory=code == -signal.SIGKILL and self._memory_kills.happened(pid),
+            output=self.logs.outputs[worker.global_rank],
+            tail=self.logs.tail(worker.global_rank),
+        )
+
+    def _note_what_came_to_light(self, worker_group: WorkerGroup, failed: dict[int, int], ending: float) -> None:
+        """The ranks have ended. Some may have failed by themselves, before they were told to end."""
+        for local_rank, code in self._exit_codes().items():
+            record = failure_record.read(self.logs.error_files[worker_group.workers[local_rank].global_rank])
+            if local_rank not in failed and record is not None and record.time <= ending:
+                own = code if code is not None and code > 0 else 1
+                self.failures.append(self._failure(worker_group, local_rank, own, time.time()))
+
+    def _done_everywhere(self) -> bool:
+        """This node's ranks have succeeded. Whether those of the others have; if one fails, all may start again."""
+        if self.board is not None and not self._noted_done:
+            self._noted_done = True
+            self.board.note_done()
+        return self.board is None or self.board.all_done
+
+    def _exit_barrier(self) -> None:
+        """Nothing to wait for: this node succeeds when all have succeeded."""
+
+    def outcome(self) -> Outcome:
+        """What has become of the job, as this node knows it."""
+        if self.board is None:
+            return Outcome(self.failures, True, self.meeting.attempt)
+        speaks = self.meeting.node == 0 or self.board.gone
+        return Outcome(self.failures + self.board.failures, speaks, self.meeting.attempt)
+
+    def leave(self) -> None:
+        """Let the other nodes go on without this one; the first node lets them leave before it."""
+        if self.board is not None:
+            self.board.leave()
+            self.board.close()
+
+
+def make_spec(job: NodeJob, meeting: Meeting) -> WorkerSpec:
     # The agent expands `$` macros in arguments; a doubled `$` is a plain one.
-    arguments = [argument.replace("$", "$$") for argument in ["-u", *target, *script_args]]
-    try:
-        elastic_launch(make_launch_config(nproc, master_port), sys.executable)(*arguments)
-    except ChildFailedError as error:
-        say(describe_failures(error.failures, nproc))
-        return exit_status(first_failure(error.failures)[1].exitcode)
-    except SignalException as error:
-        received = signal.Signals(error.sigval)
-        say(f"received {received.name} and ended all {nproc} ranks")
-        return 128 + received
-    return 0
-
-
-def make_launch_config(nproc: int, master_port: int | None) -> LaunchConfig:
-    """One machine, no restarts. Without a port, the rendezvous store binds a free one itself: no race between jobs."""
-    if master_port is None:
-        backend, endpoint, extra = "c10d", "localhost:0", {}
-    else:
-        backend, endpoint, extra = "static", f"{LOCALHOST}:{master_port}", {"rank": 0}
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=backend,
-        rdzv_endpoint=endpoint,
-        rdzv_configs=dict(extra),
-        max_restarts=0,
+    arguments = [part.replace("$", "$$") for part in rank_command(job)[1:]]
+    return WorkerSpec(
+        role="rank",
+        local_world_size=job.nproc,
+        rdzv_handler=meeting,
+        entrypoint=sys.executable,
+        args=tuple(arguments),
+        max_restarts=job.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=LOCALHOST,
     )
 
 
-def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return (rank, failure) of the rank that failed first.
+def rank_variables(job: NodeJob) -> dict[int, dict[str, str]]:
+    """Further variables for the environment of each local rank."""
+    variables = {local_rank: {PARENT_VARIABLE: str(os.getpid())} for local_rank in range(job.nproc)}
+    for local_rank, cpus in bound_cpus(job).items():
+        variables[local_rank][BIND_VARIABLE] = cpus
+    return variables
 
-    The agent inserts failures in the order in which it saw them, and those it ended itself afterwards. Their timestamps
-    are whole seconds, too coarse to tell.
+
+class Guard:
+    """A thread that does what the supervisor says, and ends everything when it, or the first node, has gone.
+
+    Args:
+        lifeline: the supervisor holds its other end.
+        outcome: file descriptor to which the supervisor listens.
+
+    Attributes:
+        agent: None until it has met those of the other nodes.
     """
-    return next(iter(failures.items()))
+
+    def __init__(self, lifeline: int, outcome: int) -> None:
+        self.agent: Agent | None = None
+        self._lifeline = lifeline
+        self._outcome = outcome
+        threading.Thread(target=self._follow, name="zerolite guard", daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            if select.select([self._lifeline], [], [], 0.5)[0]:
+                self._obey(os.read(self._lifeline, 1))
+            board = self.agent.board if self.agent is not None else None
+            if board is not None and board.silent_s > LOST_S:
+                self._cut_off()
+
+    def _obey(self, letter: bytes) -> None:
+        """A letter of the supervisor's; none when it has ended."""
+        if letter == b"" or self.agent is None or not self.agent.ranks_run:
+            self._end_everything()
+        self.agent.stopping = True
+        if letter == INTERRUPT:
+            send_to_groups(self.agent.rank_pids().values(), signal.SIGINT)
+
+    def _cut_off(self) -> None:
+        """This node has lost the first one, so that nothing can be told to anybody."""
+        assert self.agent is not None
+        sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.job.master_addr}, for "
+        failure = Failure(host=self.agent.host, of_agent=f"{sentence}{LOST_S:.0f} s")
+        tell(self._outcome, Outcome([failure]).to_json())
+        self._end_everything()
+
+    def _end_everything(self) -> NoReturn:
+        if self.agent is not None:
+            self.agent.stopping = True
+            self.agent.processes.end()
+        os._exit(1)
 
 
-def describe_failures(failures: Mapping[int, ProcessFailure], nproc: int) -> str:
-    """Say in one line which rank failed first and how."""
-    rank, failure = first_failure(failures)
-    if failure.exitcode < 0:
-        how = f"was ended by signal {-failure.exitcode} ({failure.signal_name()})"
-    else:
-        how = f"failed with exit status {failure.exitcode}"
-    others = "; the others were stopped" if nproc > 1 else ""
-    return f"rank {rank} of {nproc} (process {failure.pid}) {how}{others}"
+def tell(outcome: int, line: str) -> None:
+    """Write a line to the supervisor, if it is still there."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(outcome, f"{line}\n".encode())
 
 
-def exit_status(exitcode: int) -> int:
-    """Turn a `Popen.returncode` into what a shell would report."""
-    return exitcode if exitcode >= 0 else 128 - exitcode
+def read_line(descriptor: int) -> str:
+    """The first line, and nothing behind it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()
 
 
-def say(sentence: str) -> None:
-    print(f"zerolite: {sentence}", file=sys.stderr, flush=True)
+def main(argv: list[str]) -> NoReturn:
+    """Run the node's part. Ends the process."""
+    lifeline, outcome, log_dir = int(argv[0]), int(argv[1]), argv[2]
+    os.set_inheritable(lifeline, False)
+    os.set_inheritable(outcome, False)
+    line = read_line(lifeline)
+    if not line:
+        os._exit(1)
+    job = NodeJob.from_json(line)
+    guard = Guard(lifeline, outcome)
+    agent = None
+    try:
+        agent = guard.agent = Agent(job, log_dir, outcome)
+        agent.run()
+        result = agent.outcome()
+    except Exception as error:  # nothing else would tell the supervisor what happened
+        sentence = f"the agent on host {host_name()} failed: {type(error).__name__}: {error}"
+        record = FailureRecord("", traceback.format_exc() if not isinstance(error, MeetingError) else "")
+        result = Outcome([Failure(host=host_name(), of_agent=sentence, record=record)])
+    tell(outcome, result.to_json())
+    if agent is not None:
+        agent.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_status(in_order(result.failures)[0]) if result.failures else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

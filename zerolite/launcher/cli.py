@@ -1,49 +1,23 @@
 """The `zerolite` command: `zerolite [options] script.py args...`, `zerolite [options] -m module args...`, or a command
 that starts nothing, such as `zerolite report`.
 
-Everything up to the launch itself works without torch, so that `--help` and mistakes are answered at once.
+Works without torch, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import importlib
 import importlib.util
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from zerolite.launcher.resources import count_cores, default_nproc, largest_sensible_nproc
-from zerolite.version import __version__
-
-DESCRIPTION = """\
-Start a training script on this machine, once per device. Each process finds RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; nothing is
-added to the script's arguments."""
-
-EPILOG = """\
-examples:
-  zerolite train.py --config zero2.json
-  zerolite --nproc 2 -m mypackage.train --config zero2.json
-  zerolite report
-  zerolite inspect runs/gpt/checkpoints --verify
-  zerolite export runs/gpt/checkpoints exported --dtype bf16
-
-commands that start nothing, each with a --help of its own:
-  report            versions, devices, and which kernels can be used here
-  inspect           what a checkpoint holds, and whether it is whole
-  export            a checkpoint's model, as Hugging Face loads it
-  import-deepspeed  a checkpoint of DeepSpeed's ZeRO becomes one of zerolite
-A file in the working directory that is called like one of them is run instead, as any
-script.
-
-Options come before the script; what follows it belongs to the script. OMP_NUM_THREADS
-is set to the cores divided by the processes, unless it is set already. The exit status
-is that of the rank that failed first (128 + n if signal n ended it), 0 if none failed,
-and 2 if the command line is wrong."""
-
+from zerolite.launcher.job import NodeJob
+from zerolite.launcher.options import LaunchRequest, build_parser, make_node_job, read_options
+from zerolite.launcher.resources import default_nproc, largest_sensible_nproc
 
 COMMANDS = {
     "report": "zerolite.report",
@@ -53,86 +27,59 @@ COMMANDS = {
 }
 """What starts nothing, and the module whose `main(argv)` it is, imported when it is asked for."""
 
-
-@dataclass(frozen=True)
-class LaunchRequest:
-    """A checked command line.
-
-    Attributes:
-        target: what Python is to run, `["script.py"]` or `["-m", "module"]`.
-        script_args: the script's own arguments, untouched.
-        nproc: number of processes, 1 or more.
-        master_port: TCP port of the rendezvous on this machine, or None for one that is free.
-    """
-
-    target: list[str]
-    script_args: list[str]
-    nproc: int
-    master_port: int | None
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerolite",
-        usage="zerolite [options] (script.py | -m module) [args ...]\n"
-        "       zerolite (report | inspect | export | import-deepspeed) ...",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="processes to start (default: one per visible CUDA device; 1 where there is none, since one process "
-        "already uses every core)",
-    )
-    parser.add_argument(
-        "--master-port",
-        type=int,
-        metavar="PORT",
-        help="TCP port at which the processes meet (default: a free one, so that jobs do not collide)",
-    )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as in `python -m MODULE`")
-    parser.add_argument("--version", action="version", version=f"zerolite {__version__}")
-    return parser
-
-
-def split_command_line(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Split `argv` into the launcher's own options and the rest: the script and its arguments, exactly as they are.
-
-    argparse is not asked to do this: it would swallow a `--` among the script's arguments.
-    """
-    takes_value = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
-    i = 0
-    while i < len(argv) and argv[i].startswith("-"):
-        if argv[i] == "-m":
-            return list(argv[: i + 2]), list(argv[i + 2 :])
-        if argv[i] == "--":
-            return list(argv[:i]), list(argv[i + 1 :])
-        i += 2 if argv[i] in takes_value else 1
-    return list(argv[:i]), list(argv[i:])
+DEFAULT_PORT = 29500
+"""Where every node has a command of its own, these must agree on a port; this one unless they say another."""
 
 
 def parse_command_line(argv: Sequence[str]) -> LaunchRequest:
     """Check the command line; a mistake prints a sentence and exits with status 2."""
     parser = build_parser()
-    own, rest = split_command_line(argv, parser)
-    options = parser.parse_args(own)
-    if options.module is not None:
-        target, script_args = ["-m", options.module], rest
-        problem = find_module_problem(options.module)
-    elif rest:
-        target, script_args = [rest[0]], rest[1:]
-        problem = find_script_problem(rest[0])
-    else:
-        parser.error("expected a script to run, as in `zerolite train.py`, or `-m module`, and found none")
-    nproc = default_nproc(os.environ) if options.nproc is None else options.nproc
-    problem = problem or find_nproc_problem(nproc) or find_port_problem(options.master_port)
+    request = read_options(argv, parser)
+    problem = find_target_problem(request)
+    if problem is None and request.nproc is not None:
+        problem = find_nproc_problem(request.nproc)
+    problem = problem or find_node_problem(request)
+    if problem is None and not is_remote(request) and (request.node_rank or 0) == 0:
+        problem = find_port_problem(request.master_port)
     if problem is not None:
         parser.error(problem)
-    return LaunchRequest(target, script_args, nproc, options.master_port)
+    return request
+
+
+def is_remote(request: LaunchRequest) -> bool:
+    """Whether this command starts the parts of other nodes too, or has to find out which nodes there are."""
+    asks = (request.hostfile, request.include, request.exclude)
+    several = request.num_nodes is not None and request.num_nodes[1] > 1
+    return not request.no_ssh and (several or request.launcher != "ssh" or any(ask is not None for ask in asks))
+
+
+def find_target_problem(request: LaunchRequest) -> str | None:
+    """Say why the script, module or command cannot be run, or return None."""
+    if not request.python:
+        command = request.target[0]
+        return None if shutil.which(command) else f"there is no command {command!r} that could be run"
+    if request.target[0] == "-m":
+        return find_module_problem(request.target[1])
+    return find_script_problem(request.target[0])
+
+
+def find_node_problem(request: LaunchRequest) -> str | None:
+    """Say what is missing for this node's part of a job on several nodes, or return None."""
+    if not request.no_ssh:
+        return None
+    if request.hostfile is not None or request.include is not None or request.exclude is not None:
+        return "--hostfile, --include and --exclude mean nothing where every node has a command of its own (--no-ssh)"
+    if request.num_nodes is None or request.num_nodes[1] == 1:
+        if (request.node_rank or 0) != 0:
+            return f"--node-rank {request.node_rank} needs --num-nodes too: how many nodes the job has"
+        return None
+    if request.node_rank is None:
+        return "--no-ssh with several nodes needs --node-rank: 0 on the node at --master-addr, then 1, 2, ..."
+    if not 0 <= request.node_rank < request.num_nodes[1]:
+        return f"--node-rank expects 0 to {request.num_nodes[1] - 1} with --num-nodes, and got {request.node_rank}"
+    if request.master_addr is None:
+        return "--no-ssh with several nodes needs --master-addr: the first node's name or address, the same everywhere"
+    return None
 
 
 def find_script_problem(script: str) -> str | None:
@@ -189,19 +136,22 @@ def find_port_problem(port: int | None) -> str | None:
     return None
 
 
-def set_thread_count(nproc: int) -> None:
-    """Share the cores among the processes through OMP_NUM_THREADS, unless the user has set it."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    cores = count_cores()
-    threads = max(1, cores // nproc)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    print(
-        f"zerolite: OMP_NUM_THREADS={threads} in each process, to share {cores} core{'s' if cores != 1 else ''} among "
-        f"{nproc} process{'es' if nproc != 1 else ''}; set it yourself to choose another number",
-        file=sys.stderr,
-        flush=True,
+def make_local_job(request: LaunchRequest) -> NodeJob:
+    """This machine's part: all of the job, or one node's where every node has a command of its own."""
+    fewest, most = request.num_nodes or (1, 1)
+    nproc = default_nproc({**os.environ, **request.env}) if request.nproc is None else request.nproc
+    job = make_node_job(request, nproc=nproc, min_nodes=fewest, max_nodes=most)
+    if most == 1:
+        return dataclasses.replace(job, master_port=request.master_port or 0)
+    from zerolite.launcher.network import gloo_variables
+
+    job = dataclasses.replace(
+        job,
+        node_rank=request.node_rank,
+        master_addr=request.master_addr or job.master_addr,
+        master_port=request.master_port or DEFAULT_PORT,
     )
+    return dataclasses.replace(job, env={**gloo_variables(job, os.environ), **job.env})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,12 +162,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = importlib.import_module(COMMANDS[command]).main(arguments[1:])
         return status
     request = parse_command_line(arguments)
-    set_thread_count(request.nproc)
     try:
-        from zerolite.launcher.agent import launch  # imports torch, hence only now
+        if is_remote(request):
+            from zerolite.launcher import remote
 
-        return launch(request.target, request.script_args, request.nproc, request.master_port)
-    except KeyboardInterrupt:  # while torch is being imported; later the agent handles signals
+            return remote.run(request)
+        from zerolite.launcher.supervisor import print_dry_run, run_node  # not needed for --help
+
+        job = make_local_job(request)
+        if request.dry_run:
+            print_dry_run(job)
+            return 0
+        return run_node(job)
+    except KeyboardInterrupt:  # before the supervisor handles signals
         return 130
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
@@ -14,6 +15,7 @@ import torch
 
 from zerolite.accelerator import HostRead
 from zerolite.comm import Communicator, HostGroup
+from zerolite.comm.collective_check import VARIABLE as CHECK_VARIABLE
 from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
 from zerolite.config import ZeroliteConfig
 from zerolite.runtime.zero.partitioned_parameter import whole_shape
@@ -90,9 +92,9 @@ def check_initialize(
     **arguments: Any,
 ) -> None:
     """:func:`check_agreement` of what ``zerolite.initialize`` is given: the resolved config, the model, the optimizer
-    with the param groups, the other ``arguments``, and the versions of zerolite and torch."""
+    with the param groups, the other ``arguments``, versions, and the environment where it matters."""
     if comm.world_size > 1:
-        described = [describe_versions(), describe_arguments(**arguments), describe_config(config)]
+        described = [describe_process(), describe_arguments(**arguments), describe_config(config)]
         described += [describe_model(model), describe_optimizer(optimizer, groups, model)]
         check_agreement(joined(*described), comm, device, _DIFFERENT)
 
@@ -108,8 +110,14 @@ def check_made_optimizer(
 # ------------------------------------------------------------------ what is described
 
 
-def describe_versions() -> Description:
-    return Description({"the version of zerolite": {"": __version__}, "the version of torch": {"": torch.__version__}})
+def describe_process() -> Description:
+    """Versions, and the variable that adds collectives."""
+    facts = {
+        "the version of zerolite": __version__,
+        "the version of torch": str(torch.__version__),
+        f"the environment variable {CHECK_VARIABLE}": repr(os.environ.get(CHECK_VARIABLE, "")),
+    }
+    return Description({subject: {"": text} for subject, text in facts.items()})
 
 
 def describe_config(config: ZeroliteConfig) -> Description:

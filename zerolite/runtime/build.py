@@ -17,8 +17,10 @@ from zerolite.accelerator import default_device, keep_freed_memory
 from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
+    CollectiveCheck,
     Communicator,
     HostGroup,
+    check_is_wanted,
     create_communicator,
     init_distributed,
     local_rank,
@@ -59,6 +61,7 @@ from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.parameter_access import ParameterAccess
+from zerolite.runtime.position import Names
 from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.watchdog import start_watchdog
@@ -172,6 +175,8 @@ class _Assembly:
         engine = self._make_engine(broadcast_buffers)
         self._install(engine, trained)
         self._let_grow(engine, adopts)
+        if check_is_wanted(self.config.check_collectives) and self.comm.group is not None and self.comm.world_size > 1:
+            _check_collectives(engine, self.comm)
         return engine
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
@@ -371,6 +376,22 @@ def _synchronize_rest(
     synchronize_tensors(rest, comm, device, "initial_sync")
     for parameter in others:
         parameter.data = parameter.data.to(precision.compute_dtype(parameter))
+
+
+def _check_collectives(engine: Engine, comm: Communicator) -> None:
+    known = weakref.ref(engine)
+
+    def names_of(gathered: bool, key: int) -> list[str]:
+        engine = known()
+        if engine is None:
+            return []
+        names = Names(engine)
+        return names.of_parameter(key) if gathered else names.of_bucket(key)
+
+    comm.check = CollectiveCheck(comm, "gradients and statistics", names_of)
+    if engine.coordinator is not None and engine.coordinator.comm is not comm:
+        gathers = engine.coordinator.comm
+        gathers.check = CollectiveCheck(gathers, "gathers of parameters", names_of)
 
 
 def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:

@@ -90,7 +90,7 @@ class Engine(CheckpointMethods):
         self._join: Join | None = None
         self.monitor = Monitor()  # for values of the user's own; build puts the config's here
         self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
-        self.parts = Parts(module, comm, reducer)  # what a message about this rank's position names
+        self.parts = Parts(module, comm, reducer, pipeline.counters)  # what a message about this rank's position names
         self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
         self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
 

@@ -28,6 +28,7 @@ from zerolite.comm.flight import WAIT, Entry
 if TYPE_CHECKING:
     from zerolite.comm import Communicator
     from zerolite.runtime.engine import Engine
+    from zerolite.runtime.step_outcome import StepCounters
     from zerolite.runtime.zero.grad_reducer import GradReducer
 
 LATEST = 48  # collectives of each communicator that are told, and twice as many uses
@@ -96,6 +97,7 @@ class Parts:
     module: torch.nn.Module
     comm: Communicator
     reducer: GradReducer
+    counters: StepCounters
 
 
 def position_of(rank: int, engines: Iterable[Engine]) -> Position:
@@ -127,7 +129,7 @@ def position_of(rank: int, engines: Iterable[Engine]) -> Position:
             told[prefix + name] = entries
     entry = WAIT.entry
     waits_for = ""
-    if position.waits_s:
+    if WAIT.under_way():
         own = next((names for e, names in zip(alive, known, strict=True) if e is engine), None)
         waits_for = describe(Entry(*entry), own) if entry is not None else _OTHERS
     elif any(isinstance(frame.f_locals.get("self"), HostGroup) for frame in frames):
@@ -292,7 +294,11 @@ def stacks(main: int | None) -> str:
 
 def _stack(innermost: FrameType) -> str:
     """Without the frames in which torch calls a module and those that ask for the stack, which say nothing."""
-    told = [entry for entry in traceback.extract_stack(innermost) if not entry.filename.endswith(_DULL)]
+    told = [
+        entry
+        for entry in traceback.extract_stack(innermost)
+        if not entry.filename.endswith(_DULL) and not entry.filename.startswith((_LAUNCHER, "<frozen"))
+    ]
     return "".join(traceback.format_list(told[-_DEEPEST:]))
 
 

@@ -98,7 +98,7 @@ class StepPipeline:
         self._scaler = scaler
         self._options = options
         self._device = device
-        self._counters = StepCounters()
+        self.counters = StepCounters()
         self._unsettled: _Unsettled | None = None
         self._unpublished = False  # masters are ahead of the parameters
         self.commands: Commands = unannounced
@@ -157,14 +157,14 @@ class StepPipeline:
             self._reducer.share = 1.0  # a weight says all about how much a rank counts
         self._reducer.begin_pass(reducing, end_with_backward, void=weight == 0)
         self._window.on_backward(scaled, weight)
-        self._counters.micro_steps += 1
+        self.counters.micro_steps += 1
 
     def weight_unit(self) -> float:
         """What weights are divided by before they multiply anything, so that fp16 gradients keep their size: about the
         mean weight of the step before, a power of two, the same on all ranks and for the whole window; 1 where there
         is no loss scale."""
         self.window_scale()
-        return self._counters.weight_unit
+        return self.counters.weight_unit
 
     def _check_weighted(self, weighted: bool) -> None:
         if self._window.weighted not in (None, weighted):
@@ -234,7 +234,7 @@ class StepPipeline:
         """L2 norm of the window's gradient, unscaled, before clipping; of the last step if no gradient is pending."""
         if self._window.empty or self._updated:
             self.settle()
-            return self._counters.last_norm
+            return self.counters.last_norm
         return self.stats().get().norm / self.divisor()
 
     def clip(self, max_norm: float) -> float:
@@ -375,17 +375,17 @@ class StepPipeline:
 
     @property
     def global_steps(self) -> int:
-        return self._counters.global_steps + (self._unsettled is not None)
+        return self.counters.global_steps + (self._unsettled is not None)
 
     @property
     def skipped_steps(self) -> int:
         self.settle()
-        return self._counters.skipped_steps
+        return self.counters.skipped_steps
 
     @property
     def micro_steps(self) -> int:
         """Backwards so far."""
-        return self._counters.micro_steps
+        return self.counters.micro_steps
 
     @property
     def scale(self) -> float:
@@ -414,7 +414,7 @@ class StepPipeline:
         if not (self._window.empty or self._updated):
             scale = {"loss_scale": self._loss_scale, "max_norm": self._max_norm, "flush_factor": self._flush_factor}
             window = {**scale, "counts": self._window.state_dict(), "micro_batches": self._window.micro_batches}
-        counters = self._counters.state_dict()
+        counters = self.counters.state_dict()
         return {"counters": counters, "window": window, "loss_scaler": self._scaler and self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -422,7 +422,7 @@ class StepPipeline:
         ValueError if what was saved makes no sense."""
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
-        self._counters.load_state_dict(state["counters"])
+        self.counters.load_state_dict(state["counters"])
         window = state["window"]
         if window is not None:
             self._window.load_state_dict(window["counts"])
@@ -482,7 +482,7 @@ class StepPipeline:
     def _settle(self, outcome: GradStats, divisor: float) -> None:
         self._agreed = outcome.agreed
         skipped = self._options.check_finite and not outcome.finite
-        norm = self._counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
+        norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
         if skipped and self._comm.rank == 0:
             logger.warning("%s", self._describe(outcome))
         if not skipped:
@@ -491,10 +491,10 @@ class StepPipeline:
         self.on_settled(norm)
         if skipped:
             minimum = change.after if change is not None and change.at_minimum else None
-            self._counters.raise_if_hopeless(self._describe(outcome), self._options.max_skipped_in_a_row, minimum)
+            self.counters.raise_if_hopeless(self._describe(outcome), self._options.max_skipped_in_a_row, minimum)
 
     def _describe(self, outcome: GradStats) -> str:
-        return self._counters.describe_skip(outcome, self._buffer.layout.slots)
+        return self.counters.describe_skip(outcome, self._buffer.layout.slots)
 
 
 def _vote(trace: TraceCheck | None) -> int:

@@ -36,6 +36,7 @@ from zerolite.runtime.position import WATCHDOG, Position, position_of
 
 if TYPE_CHECKING:
     from zerolite.runtime.engine import Engine
+    from zerolite.runtime.step_outcome import StepCounters
 
 logger = logging.getLogger("zerolite")
 
@@ -68,6 +69,7 @@ class Watchdog:
         self._rank, self._world_size = store.rank, store.world_size
         self._timeout_s = 0.0
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._counters: dict[int, StepCounters] = {}  # theirs, for a thread that must never be the last to hold one
         self._epoch = 0  # questions so far
         self._consulting = threading.Lock()
         self._heard = ""  # a verdict that the thread has got, and that the main thread may raise
@@ -91,7 +93,7 @@ class Watchdog:
         """timeout_s: how long a rank may wait for the others, 0 for ever; of several engines that are alive, the
         shortest holds. Called on all ranks, when ``initialize`` begins."""
         self._told = False
-        others = [self._timeout_s] if self._engines else []
+        others = [self._timeout_s] if self._counters else []
         self._timeout_s = min((t for t in (timeout_s, *others) if t), default=0.0)
         WAIT.explain = self.explain
         if self._thread.is_alive():
@@ -104,6 +106,8 @@ class Watchdog:
     def watch(self, engine: Engine) -> None:
         """Positions are those of ``engine`` from now on. Called when ``initialize`` has made it."""
         self._engines.add(engine)
+        self._counters[id(engine)] = engine.parts.counters
+        weakref.finalize(engine, self._counters.pop, id(engine), None).atexit = False
 
     @property
     def usable(self) -> bool:
@@ -168,7 +172,7 @@ class Watchdog:
 
     def _look(self) -> None:
         self._beat()
-        waited, epoch = WAIT.seconds(), self._epoch
+        waited, epoch = WAIT.look(), self._epoch
         too_long = waited > self._timeout_s
         asked = self._store.add(f"{epoch}/asked", 0)
         if not (asked or too_long) or self._closed:
@@ -190,16 +194,16 @@ class Watchdog:
 
     def _beat(self) -> None:
         """One small write for each step at most."""
-        engines = list(self._engines)
-        self._steps = max((engine.global_steps for engine in engines), default=self._steps)
-        beat = sum(engine.micro_steps for engine in engines)
+        counters = list(self._counters.values())
+        self._steps = max((counter.global_steps for counter in counters), default=self._steps)
+        beat = sum(counter.micro_steps for counter in counters)
         if beat != self._beaten:
             self._store.set(f"beat/{self._rank}", json.dumps([self._steps + 1, time.time()]))
             self._beaten = beat
 
     def _look_alone(self) -> None:
         """Nobody can be asked any more."""
-        if not self._closed and WAIT.seconds() > self._timeout_s:
+        if not self._closed and WAIT.look() > self._timeout_s:
             own = self._position()
             reason = (
                 f"zerolite: rank {self._rank} has waited {own.waits_s:.0f} s for the other ranks, and the store of the "
@@ -228,8 +232,8 @@ class Watchdog:
             deadline = time.monotonic() + _LEAVE_S
             while store.add(key, 0) < answered and time.monotonic() < deadline:
                 time.sleep(0.02)
-            if self._rank == 0:  # which may hold the store
-                time.sleep(0.3)
+            if self._rank == 0 and not self._store.held_by_launcher:
+                time.sleep(0.3)  # the others are reading the counter in this process's store
 
     # ---------------------------------------------------------------- question and verdict
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,11 +32,12 @@ class Rows(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
         return index, self.x[index], self.y[index]
 
 
-def make_engine(stage: int, seed: int, **elasticity: Any) -> Any:
+def make_engine(stage: int, seed: int, sizes: dict[str, Any] | None = None, **elasticity: Any) -> Any:
+    """sizes: instead of the elasticity block."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
     config = {
-        "elasticity": ELASTICITY | elasticity,
+        **({"elasticity": ELASTICITY | elasticity} if sizes is None else sizes),
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         "gradient_clipping": 0.5,
@@ -106,3 +108,18 @@ def refusals(directory: str) -> tuple[str, str]:
             said.append(f"{type(error).__name__}: {error}")
     one, other = said
     return one, other
+
+
+def load_with_smaller_steps(directory: str) -> list[str]:
+    """What is said of it."""
+    engine = make_engine(2, 0, {"train_micro_batch_size_per_gpu": 3})
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zerolite")
+    logger.addHandler(handler)
+    try:
+        engine.load_checkpoint(directory)
+    finally:
+        logger.removeHandler(handler)
+    return said

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
+from zerolite.comm import CollectiveCheck, HostGroup, create_communicator, use_communicator
 from zerolite.comm.gloo import GlooCommunicator
 
 Arguments = dict[str, Any]
@@ -122,6 +126,10 @@ def _same(given: Arguments) -> None:
     pass
 
 
+def _variable(given: Arguments) -> None:
+    os.environ["ZEROLITE_CHECK_COLLECTIVES"] = "1"
+
+
 # What all ranks do, and what the last one does instead.
 CHANGES: dict[str, tuple[Callable[[Arguments], None], Callable[[Arguments], None]]] = {
     "shape": (_same, _wider_head),
@@ -135,6 +143,7 @@ CHANGES: dict[str, tuple[Callable[[Arguments], None], Callable[[Arguments], None
     "clipping": (_same, _clipping),
     "bf16": (_same, _no_gradients_kept),
     "config optimizer": (_same, _another_config_optimizer),
+    "variable": (_same, _variable),
     "argument": (_same, _buffers_sent),
     "instance lr": (_with_instance, functools.partial(_with_instance, head_lr=0.01)),
     "instance class": (_with_instance, functools.partial(_with_instance, kind=torch.optim.Adagrad)),
@@ -168,6 +177,7 @@ def refusals(config: dict[str, Any], changes: list[str], partitioned: bool = Fal
             zerolite.initialize(**given)
         except Exception as error:
             messages[change] = f"{type(error).__name__}: {error}"
+        os.environ.pop("ZEROLITE_CHECK_COLLECTIVES", None)
     return messages
 
 
@@ -221,3 +231,106 @@ def parted_gathers(same: bool) -> dict[str, Any]:
     comm.close()
     dist.destroy_process_group(group)
     return results
+
+
+# ------------------------------------------------------------------ check_collectives
+
+
+def checked_training(config: dict[str, Any], shared_memory: bool, joined: bool = False) -> dict[str, Any]:
+    """Some steps with the check, and without: losses, and how many collectives there are by op and tag."""
+    os.environ["ZEROLITE_SHARED_MEMORY"] = str(int(shared_memory))
+    found: dict[str, Any] = {}
+    for name, on in (("off", False), ("on", True)):
+        torch.manual_seed(0)
+        if shared_memory:
+            config["check_collectives"] = on
+        else:
+            os.environ["ZEROLITE_CHECK_COLLECTIVES"] = str(int(on))
+        engine = zerolite.initialize(Small(), config)
+        losses = []
+        with zerolite.comm.record() as recorder, engine.join() if joined else contextlib.nullcontext():
+            for step in range(3 + joined * dist.get_rank()):
+                loss = engine(torch.full((2, 4), float(step + dist.get_rank()))).square().sum()
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+        weight = zerolite.get_full_master(engine.module.body.weight).clone()
+        checks = recorder.count(tag="check")
+        found[name] = (losses, weight, {key: n for key, n in recorder.summary().items() if key[1] != "check"})
+        found[f"checks {name}"] = checks
+        del engine
+    return found
+
+
+class Branches(nn.Module):
+    """Two layers of equal size, of which one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 5)
+        self.left = nn.Linear(5, 5)
+        self.right = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(torch.tanh(self.stem(x)))
+
+
+def checked_mismatch(config: dict[str, Any], what: str) -> str:
+    """The last rank does something else, over a process group of its own kind for this case."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    message = ""
+    with use_communicator(lambda rank, world: GlooCommunicator(group, rank, world)):
+        engine = zerolite.initialize(Branches(), {**config, "check_collectives": True})
+    try:
+        if what == "branch":
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 4), left=not odd).sum())
+                engine.step()
+        elif what == "length":
+            engine.parts.comm.all_reduce(torch.ones(8 + odd), "mine").wait()
+        elif what == "op":
+            tensor = torch.ones(8)
+            (engine.parts.comm.all_gather if odd else engine.parts.comm.all_reduce)(tensor, "mine").wait()
+        elif what == "dtype":
+            engine.parts.comm.all_reduce_max(torch.ones(8, dtype=torch.float64 if odd else torch.float32), "mine")
+    except RuntimeError as error:
+        message = f"{type(error).__name__}: {error}"
+    del engine
+    gc.collect()
+    dist.destroy_process_group(group)
+    return message
+
+
+def crossed_orders() -> list[float]:
+    """Two communicators whose collectives each rank launches in an order of its own: nobody may wait at a launch."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first = GlooCommunicator(group, rank, world)
+    second = first.second("gloo")
+    for comm, label in ((first, "first"), (second, "second")):
+        comm.check = CollectiveCheck(comm, label)
+    tensors = [torch.full((world,), float(rank)), torch.full((world,), 10.0 * rank)]
+    pairs = list(zip((first, second), tensors, strict=True))
+    pending = [comm.reduce_scatter(tensor, "mine") for comm, tensor in (pairs if rank else pairs[::-1])]
+    sums = sorted(float(one.wait()[0]) for one in pending)
+    first.close()
+    dist.destroy_process_group(group)
+    return sums
+
+
+def objects() -> list[Any]:
+    """What travels by pickle, where numpy is missing; of several lengths, and from each rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    host = HostGroup(create_communicator(torch.device("cpu")), "objects")
+    value = {"rank": rank, "text": "x" * (1000 * rank)}
+    kept = torch.Tensor.numpy
+    torch.Tensor.numpy = _no_numpy  # type: ignore[method-assign]
+    try:
+        return [host.gather(value), [host.broadcast(value, source) for source in range(world)]]
+    finally:
+        torch.Tensor.numpy = kept  # type: ignore[method-assign]
+
+
+def _no_numpy(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("Numpy is not available")

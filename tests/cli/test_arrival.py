@@ -1,0 +1,161 @@
+"""Ranks that find each other, and sentences about those that do not come."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.pool import Pool
+
+CASES = "tests.distributed.cases.arrival"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Three processes without a process group."""
+    with Pool(3, init_group=False) as pool:
+        yield pool
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def ranks(*numbers: int | None, world: int = 3) -> list[dict[str, str] | None]:
+    """Variables of processes with these ranks; None for one that does not come."""
+    return [None if number is None else {"RANK": str(number), "WORLD_SIZE": str(world)} for number in numbers]
+
+
+def start(pool: Pool, places: list[dict[str, str] | None], port: int | None = None, **case: Any) -> list[Any]:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), **case.pop("env", {})}
+    return pool.run(f"{CASES}:start", {"places": places, "env": env, **case})
+
+
+def test_all_come(pool: Pool) -> None:
+    for places in (ranks(0, 1, 2), ranks(2, 0, 1)):
+        results = start(pool, places, late=0.3)
+        assert [(result["error"], result["sum"], result["warnings"]) for result in results] == [("", 3.0, [])] * 3
+
+
+def test_they_may_start_again_in_the_same_processes(pool: Pool) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert pool.run(f"{CASES}:start_again", {"env": env, "times": 3}) == [[3.0] * 3] * 3
+
+
+@pytest.mark.parametrize("missing", [[1], [1, 2], [2]])
+def test_who_does_not_come_is_named(pool: Pool, missing: list[int]) -> None:
+    places = ranks(*(None if number in missing else number for number in range(3)))
+    results = start(pool, places, timeout=1.0, warn_after=0.3)
+    words = {(1,): "rank 1 of 3", (1, 2): "ranks 1 and 2 of 3", (2,): "rank 2 of 3"}[tuple(missing)]
+    for rank in set(range(3)) - set(missing):
+        wanted = f"init_distributed: {words} did not arrive within 1 s; rank 0 runs on {results[rank]['host']}"
+        assert wanted in results[rank]["error"], results[rank]
+        assert 0.9 < results[rank]["seconds"] < 8
+    (warning,) = results[0]["warnings"]
+    assert f"init_distributed: {words} have not arrived yet (waiting for 0 s, giving up after 1 s)" in warning
+    assert not any(result["warnings"] for result in results[1:])
+
+
+def test_rank_0_does_not_come(pool: Pool) -> None:
+    port = free_port()
+    results = start(pool, ranks(None, 1, 2), port, timeout=1.0, warn_after=0.3)
+    for rank in (1, 2):
+        error, warnings = results[rank]["error"], results[rank]["warnings"]
+        assert f"rank {rank} on {results[rank]['host']} could not reach rank 0 at 127.0.0.1:{port} within 1 s" in error
+        assert "(Connection refused)" in error and "MASTER_ADDR" in error
+        assert (
+            warnings and f"rank {rank} cannot reach rank 0 at 127.0.0.1:{port} yet: Connection refused" in warnings[0]
+        )
+
+
+def test_one_rank_twice(pool: Pool) -> None:
+    results = start(pool, ranks(0, 1, 1))
+    pids = sorted([results[1]["pid"], results[2]["pid"]])
+    for result in results:
+        assert "2 processes say that they are rank 1 of 3: process" in result["error"]
+        assert all(f"process {pid} on {result['host']}" in result["error"] for pid in pids)
+        assert result["seconds"] < 10
+
+
+def test_rank_0_twice(pool: Pool) -> None:
+    port = free_port()
+    results = start(pool, ranks(0, 1, 0), port, timeout=1.5, late=0.3)
+    assert f"rank 0 cannot listen at port {port}" in results[2]["error"]
+    assert "another process of this job has rank 0 too" in results[2]["error"]
+    assert "rank 2 of 3 did not arrive" in results[0]["error"]
+
+
+def test_different_world_sizes(pool: Pool) -> None:
+    places = [*ranks(0, world=2), *ranks(1, 2, world=3)]
+    for result in start(pool, places, timeout=5.0):
+        assert "the ranks do not agree how many they are: WORLD_SIZE is" in result["error"]
+
+
+def test_another_program_at_the_port(pool: Pool) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        results = start(pool, ranks(0, 1, None), port, timeout=1.0)
+    assert f"rank 0 cannot listen at port {port}" in results[0]["error"]
+    assert f"something listens at 127.0.0.1:{port}, but it does not answer" in results[1]["error"]
+
+
+@pytest.mark.parametrize("method", ["tcp", "file"])
+def test_missing_at_an_address_that_was_given(pool: Pool, tmp_path: Path, method: str) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}" if method == "tcp" else f"file://{tmp_path}/rendezvous"
+    case = {"init_method": address, "rank": 0, "world_size": 3, "timeout": 0.5}
+    results = start(pool, [{}, None, None], **case)
+    assert "ranks 1 and 2 of 3 did not arrive within 0.5 s" in results[0]["error"]
+
+
+def test_restarts_share_a_store_that_the_agent_keeps(pool: Pool) -> None:
+    """As torchrun does it: nobody of the job keeps the store, and what an attempt left is still there."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}
+    failed = start(pool, ranks(0, 1, None), port, env=env, timeout=0.5)
+    assert all("rank 2 of 3 did not arrive" in result["error"] for result in failed[:2])
+    pool.close()  # new processes
+    results = start(pool, ranks(0, 1, 2), port, env={**env, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert [(result["error"], result.get("sum")) for result in results] == [("", 3.0)] * 3
+    del store
+
+
+SCRIPT = """
+import os, sys
+import zerolite
+zerolite.init_distributed("gloo")
+import torch
+total = torch.ones(())
+torch.distributed.all_reduce(total)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    os._exit(7)
+zerolite.destroy()
+print("sum", int(total), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [["--standalone"], ["--master-port"]], ids=["c10d", "static"])
+def test_torchrun_restarts(tmp_path: Path, extra: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    more = [*extra, str(free_port())] if extra == ["--master-port"] else extra
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    command = ["-m", "torch.distributed.run", *more, "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
+    result = subprocess.run(
+        [sys.executable, *command], env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sum 2 restart 1") == 2

@@ -1,0 +1,311 @@
+"""However a rank, the agent or the launcher ends: the job ends within seconds, says why, and leaves no process."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import TIMEOUT_S, find_processes, start_command
+
+LIMIT_S = 10.0
+
+# `fail()` notes the time; `up()` makes a file, after which the rank waits for ever in `wait()`.
+PRELUDE = """\
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+RANK = os.environ["RANK"]
+def failing(): Path("failed_at").write_text(str(time.time()))
+def up(): Path(f"up.{RANK}").write_text(str(os.getpid()))
+def wait():
+    while True: signal.pause()
+def wait_for(name):
+    while not Path(name).exists(): time.sleep(0.02)
+"""
+
+OTHERS_WAIT = PRELUDE + "if RANK != '1': up(); wait()\nwait_for('up.0')\nfailing()\n"
+
+# A child that ignores SIGTERM, as the rank itself does; grandchildren; one of them in a session of its own and without
+# the marker, whose parents have ended; a pool of workers.
+UNRULY = (
+    PRELUDE
+    + """
+import multiprocessing
+def work(depth):
+    if depth: multiprocessing.Process(target=work, args=(depth - 1,)).start()
+    wait()
+if __name__ == "__main__" and RANK == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+    subprocess.Popen([sys.executable, "-c", stubborn])
+    subprocess.run(["sh", "-c", "setsid sleep 1000.7777 &"], env={"PATH": os.environ["PATH"]})
+    subprocess.Popen(["sh", "-c", "setsid sh -c 'sleep 1000 & sleep 1000 & wait'"])
+    for _ in range(2): multiprocessing.get_context("fork").Process(target=work, args=(1,)).start()
+    time.sleep(0.3)
+    up(); wait()
+"""
+)
+
+
+class Job:
+    """A running `zerolite` command, whose processes all carry a token of the test's own."""
+
+    def __init__(self, directory: Path, script: str, *options: str) -> None:
+        self.token = secrets.token_hex(8)
+        self.directory = directory
+        (directory / "train.py").write_text(script)
+        self.process = start_command(*options, "train.py", cwd=directory, ZEROLITE_TEST_TOKEN=self.token)
+        self.stdout = self.stderr = ""
+        self.ended_at = 0.0
+
+    def wait_up(self, *ranks: int) -> list[int]:
+        """Until the ranks are up; returns their processes."""
+        files = [self.directory / f"up.{rank}" for rank in ranks]
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(file.exists() and file.read_text() for file in files):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return [int(file.read_text()) for file in files]
+
+    def finish(self) -> int:
+        """Wait for the command's end; returns its exit status."""
+        self.stdout, self.stderr = self.process.communicate(timeout=TIMEOUT_S)
+        self.ended_at = time.time()
+        return self.process.returncode
+
+    def left(self) -> list[str]:
+        """Commands of the job's processes that are still there."""
+        return find_processes(self.token)
+
+    def wait_gone(self, since: float) -> None:
+        """Until no process is left, which must be within the limit."""
+        while self.left():
+            assert time.time() - since < LIMIT_S, self.left()
+            time.sleep(0.05)
+
+    def agent(self) -> int:
+        """The process id of the job's agent."""
+        children = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+        ).stdout
+        (line,) = [line for line in children.splitlines() if "zerolite.launcher.agent" in line]
+        return int(line.split()[0])
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    jobs = []
+
+    def begin(script: str, *options: str) -> Job:
+        jobs.append(Job(tmp_path, script, *options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.process.kill()
+        job.process.communicate()
+        for pid in find_processes(job.token, pids=True):
+            subprocess.run(["kill", "-9", pid], check=False)
+
+
+def headline(stderr: str) -> str:
+    """The sentence about what failed first."""
+    (line,) = [line for line in stderr.splitlines() if line.startswith("zerolite: rank ") and " failed: " in line]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "parts"),
+    [
+        ("import no_such_module\n", 1, ["exit status 1", "ModuleNotFoundError: No module named 'no_such_module'"]),
+        pytest.param("os._exit(41)\n", 41, ["exit status 41"], marks=pytest.mark.slow),
+        pytest.param("sys.exit('no data here')\n", 1, ["exit status 1", "no data here"], marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), 9)\n", 137, ["signal 9 (SIGKILL)", "dmesg"], marks=pytest.mark.slow),
+        pytest.param("os.abort()\n", 134, ["signal 6 (SIGABRT)"], marks=pytest.mark.slow),
+        pytest.param(
+            "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\nbytearray(1 << 33)\n",
+            1,
+            ["exit status 1, out of memory, MemoryError"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(  # the interpreter waits for the thread, for ever
+            "threading.Thread(target=wait_for, args=('never',)).start()\nraise ValueError('hanging')\n",
+            1,
+            ["ValueError: hanging"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(start, body: str, status: int, parts: list[str]) -> None:
+    """Rank 1 of three fails while the others wait; they do not wait for ever."""
+    job = start(OTHERS_WAIT + body, "--nproc", "3")
+    assert job.finish() == status, job.stderr
+    assert job.ended_at - float((job.directory / "failed_at").read_text()) < LIMIT_S
+    assert job.left() == []
+    line = headline(job.stderr)
+    assert re.match(r"zerolite: rank 1 of 3 on host \S+ \(process \d+\) failed: ", line)
+    for part in parts:
+        assert part in line
+    if "raise" in body or "import no" in body:
+        traceback = job.stderr[job.stderr.index(line) :].splitlines()[1:]
+        assert traceback[0] == "Traceback (most recent call last):"
+        assert traceback[1].startswith(f'  File "{job.directory}/train.py"'), "our own frames are shown"
+    assert "the other 2 ranks were ended" in job.stderr
+    (directory,) = re.findall(r"^zerolite: output of the ranks: (.*)$", job.stderr, re.MULTILINE)
+    assert (Path(directory) / "attempt_0" / "rank_1.err").exists()
+
+
+@pytest.mark.slow
+def test_segmentation_fault_shows_the_stack(start) -> None:
+    job = start(OTHERS_WAIT + "import ctypes\ndef deep():\n    ctypes.string_at(0)\ndeep()\n", "--nproc", "2")
+    assert job.finish() == 128 + signal.SIGSEGV, job.stderr
+    assert "signal 11 (SIGSEGV)" in headline(job.stderr)
+    assert "Fatal Python error: Segmentation fault" in job.stderr
+    assert re.search(r'File ".*train.py", line \d+ in deep', job.stderr)
+    assert job.left() == []
+
+
+def test_unruly_children_of_a_failing_job(start) -> None:
+    job = start(
+        UNRULY + "if __name__ == '__main__': wait_for('up.0'); failing(); os.kill(os.getpid(), 9)\n", "--nproc=2"
+    )
+    assert job.finish() == 137, job.stderr
+    assert job.ended_at - float((job.directory / "failed_at").read_text()) < LIMIT_S
+    assert job.left() == []
+    assert "sleep 1000.7777" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+def test_launcher_killed(start) -> None:
+    """Nothing can be passed on or cleared up by a process that gets SIGKILL; the agent sees that it has gone."""
+    job = start(UNRULY.replace("sleep 1000.7777", "true") + "if __name__ == '__main__': up(); wait()\n", "--nproc", "2")
+    job.wait_up(0, 1)
+    job.process.kill()
+    job.wait_gone(time.time())
+
+
+@pytest.mark.slow
+def test_agent_killed(start) -> None:
+    job = start(UNRULY + "if __name__ == '__main__': up(); wait()\n", "--nproc", "2")
+    job.wait_up(0, 1)
+    since = time.time()
+    subprocess.run(["kill", "-9", str(job.agent())], check=True)
+    assert job.finish() == 137, job.stderr
+    assert job.ended_at - since < LIMIT_S and job.left() == []
+    assert re.search(r"zerolite: the agent \(process \d+\), .* ended by signal 9 \(SIGKILL\)", job.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signal_to_the_launcher(start, number: signal.Signals) -> None:
+    """The ranks get SIGTERM, and seconds to do something about it."""
+    on_term = "signal.signal(signal.SIGTERM, lambda *_: (Path(f'told.{RANK}').touch(), sys.exit(0)))\n"
+    job = start(PRELUDE + on_term + "up()\nwait()\n", "--nproc", "2")
+    job.wait_up(0, 1)
+    since = time.time()
+    job.process.send_signal(number)
+    assert job.finish() == 128 + number, job.stderr
+    assert job.ended_at - since < LIMIT_S and job.left() == []
+    assert f"zerolite: received {number.name} and ended 2 ranks" in job.stderr
+    assert [(job.directory / f"told.{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
+def test_interrupt_once_lets_the_ranks_finish(start) -> None:
+    """Rank 1 needs longer than rank 0, and is not cut short by its end."""
+    body = "try:\n    up(); wait()\nexcept KeyboardInterrupt:\n"
+    body += "    if RANK == '1': wait_for('saved.0'); time.sleep(1)\n    Path(f'saved.{RANK}').touch()\n"
+    job = start(PRELUDE + body, "--nproc", "2", "--max-restarts", "3")
+    job.wait_up(0, 1)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.stderr
+    assert [(job.directory / f"saved.{rank}").exists() for rank in (0, 1)] == [True, True]
+    assert "20 s to finish" in job.stderr and job.left() == []
+
+
+def test_interrupt_twice_kills_at_once(start) -> None:
+    ignores = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+    job = start(PRELUDE + ignores + "up()\nwait()\n", "--nproc", "2")
+    job.wait_up(0, 1)
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.stderr is not None
+    while "20 s to finish" not in job.process.stderr.readline():
+        assert job.process.poll() is None
+    since = time.time()
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.stderr
+    assert job.ended_at - since < 3.0 and job.left() == []
+
+
+@pytest.mark.slow
+def test_interrupted_ranks_that_do_not_finish(start) -> None:
+    job = start(PRELUDE + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nup()\nwait()\n", "--nproc", "2")
+    job.wait_up(0, 1)
+    since = time.time()
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.stderr
+    assert 19 < job.ended_at - since < 20 + LIMIT_S and job.left() == []
+    assert "did not finish within 20 s" in job.stderr
+
+
+@pytest.mark.slow
+def test_first_failure_is_the_cause(start) -> None:
+    """Rank 1 fails; the others see only that it has gone, one of them fails too. The cause is told."""
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if RANK == "1": failing(); raise ValueError("the cause")
+dist.all_reduce(torch.ones(4))
+"""
+    job = start(PRELUDE + body, "--nproc", "3")
+    assert job.finish() == 1
+    assert "rank 1 of 3" in headline(job.stderr) and "ValueError: the cause" in headline(job.stderr)
+    assert job.ended_at - float((job.directory / "failed_at").read_text()) < LIMIT_S and job.left() == []
+
+
+@pytest.mark.slow
+def test_consequences_wait_for_their_cause(start) -> None:
+    """Rank 0 ends first, but says only that another rank has gone; rank 1 ends a second later, with the cause."""
+    body = """
+if RANK == "0": raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+time.sleep(1)
+os._exit(7)
+"""
+    job = start(PRELUDE + body, "--nproc", "2")
+    assert job.finish() == 7, job.stderr
+    assert "rank 1 of 2" in headline(job.stderr)
+
+
+def test_restart(start) -> None:
+    """Rank 1 fails in attempt 0; all ranks start again, once, each attempt with output files of its own."""
+    body = "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\n"
+    body += "if attempt == '0' and RANK == '0': wait()\nif attempt == '0': raise ValueError('once')\n"
+    job = start(PRELUDE + body, "--nproc", "2", "--max-restarts", "2", "--log-dir", "logs")
+    assert job.finish() == 0, job.stderr
+    lines = [line for line in job.stderr.splitlines() if line.startswith("zerolite: attempt")]
+    assert len(lines) == 1 and lines[0].startswith("zerolite: attempt 1 starts: 2 ranks on 1 node, because rank 1 of 2")
+    assert "ValueError: once" in lines[0]
+    (logs,) = (job.directory / "logs").iterdir()
+    assert [(logs / f"attempt_{n}" / "rank_1.out").read_text() for n in (0, 1)] == ["attempt 0\n", "attempt 1\n"]
+    assert job.left() == []
+
+
+@pytest.mark.slow
+def test_restarts_are_used_up(start) -> None:
+    body = "Path(f'ran.{RANK}.{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}').touch()\nsys.exit(9)\n"
+    job = start(PRELUDE + body, "--nproc", "1", "--max-restarts", "2")
+    assert job.finish() == 9
+    assert sorted(file.name for file in job.directory.glob("ran.*")) == ["ran.0.0", "ran.0.1", "ran.0.2"]
+    assert "in attempt 2" in headline(job.stderr)
+
+
+@pytest.mark.slow
+def test_processes_left_behind_by_success(start) -> None:
+    job = start(PRELUDE + "subprocess.Popen(['setsid', 'sleep', '1000'])\n", "--nproc", "1")
+    assert job.finish() == 0
+    assert "1 process left behind by the ranks was ended: sleep" in job.stderr and job.left() == []

@@ -1,0 +1,189 @@
+"""A plain `python train.py` finds its place in the job under torchrun, srun and mpirun, with processes for real."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from .helpers import COMMAND, TIMEOUT_S, job_environment
+
+TRAIN = """
+import os
+import torch, zerolite
+
+zerolite.init_distributed()
+torch.manual_seed(torch.distributed.get_rank())
+engine = zerolite.initialize(
+    torch.nn.Linear(4, 4),
+    {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}},
+)
+engine.backward(engine(torch.full((2, 4), float(engine.rank))).sum())
+engine.step()
+total = engine.module.weight.detach().clone()
+torch.distributed.all_reduce(total)
+assert torch.allclose(total, engine.world_size * engine.module.weight)
+place = engine.rank, engine.world_size, engine.local_rank, os.environ.get("MASTER_PORT", "none")
+os.write(1, f"\\nplace {' '.join(map(str, place))}\\n".encode())  # at once: ranks write to the same pipe
+zerolite.destroy()
+"""
+
+# Open MPI refuses to run as root, and to start more processes than there are cores, unless it is told otherwise.
+ALLOWED = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (openmpi-bin)")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    kept = {k: v for k, v in job_environment().items() if not k.startswith(("OMPI_", "PMI", "MPI_", "HYDI_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", **changes}
+
+
+def start(command: Sequence[str | Path], **changes: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*map(str, command)],
+        env=clean_environment(**changes),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """The outputs, once all have succeeded; whatever happens, none is left running."""
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+    return outputs
+
+
+def places(*outputs: str) -> list[tuple[int, int, int, str]]:
+    """(rank, world size, local rank, port) of every rank that has trained, in rank order."""
+    found = re.findall(r"^place (\d+) (\d+) (\d+) (\w+)$", "\n".join(outputs), re.MULTILINE)
+    return sorted((int(rank), int(size), int(local), port) for rank, size, local, port in found)
+
+
+def numbers(*outputs: str) -> list[tuple[int, int, int]]:
+    return [place[:3] for place in places(*outputs)]
+
+
+@needs_mpirun
+def test_mpirun(script: Path) -> None:
+    (output,) = finish([start(["mpirun", "-n", "2", sys.executable, script], **ALLOWED)])
+    assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_two_mpiruns_at_once(script: Path) -> None:
+    command = ["mpirun", "-n", "2", sys.executable, script]
+    first, second = finish([start(command, **ALLOWED), start(command, **ALLOWED)])
+    assert numbers(first) == numbers(second) == [(0, 2, 0), (1, 2, 1)]
+    ports = {place[3] for place in places(first, second)}
+    assert len(ports) == 2, "each job has one of its own"
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_mpirun_on_several_hosts(script: Path) -> None:
+    """Each rank is told that it is alone on its host, so that somebody must say where rank 0 is."""
+    command = ["mpirun", "-n", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "MPI_LOCALNRANKS=1", sys.executable, script]
+    (output,) = finish([start(command, **ALLOWED, MASTER_ADDR="127.0.0.1")])
+    assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
+    if importlib.util.find_spec("mpi4py") is None:
+        process = start(command, **ALLOWED)
+        output = process.communicate(timeout=TIMEOUT_S)[0]
+        assert process.returncode != 0
+        assert "ValueError: init_distributed: mpirun started rank" in output and "mpirun -x MASTER_ADDR=HOST" in output
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_mpirun_with_one_process(script: Path) -> None:
+    (output,) = finish([start(["mpirun", "-n", "1", sys.executable, script], **ALLOWED)])
+    assert places(output) == [(0, 1, 0, "none")], "no port is needed"
+
+
+@needs_mpirun
+@pytest.mark.slow
+def test_a_job_started_inside_of_mpirun(script: Path) -> None:
+    """The launcher's variables count, not those of the mpirun around it."""
+    (output,) = finish([start(["mpirun", "-n", "1", *COMMAND, "--nproc", "2", "--tee", "all", script], **ALLOWED)])
+    assert sorted(re.findall(r"place (\d \d \d)", output)) == ["0 2 0", "1 2 1"]
+
+
+def slurm(rank: int, local_rank: int, **changes: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        **changes,
+    }
+
+
+@pytest.mark.slow
+def test_srun(script: Path) -> None:
+    """As srun starts two tasks: the variables are set here."""
+    outputs = finish([start([sys.executable, script], **slurm(rank, rank)) for rank in range(2)])
+    assert numbers(*outputs) == [(0, 2, 0), (1, 2, 1)]
+
+
+@pytest.mark.slow
+def test_srun_with_one_task_on_each_of_two_hosts(script: Path) -> None:
+    """Both have local rank 0, and rank 0 is on the first host of the list."""
+    hosts = {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_ID": "1"}
+    outputs = finish([start([sys.executable, script], **slurm(rank, 0, **hosts)) for rank in range(2)])
+    assert numbers(*outputs) == [(0, 2, 0), (1, 2, 0)]
+
+
+@pytest.mark.slow
+def test_a_script_in_a_shell_of_slurm_is_alone(script: Path) -> None:
+    """salloc's shell and sbatch's script know the number of tasks, and are none of them."""
+    shell = slurm(0, 0, SLURM_NTASKS="4", SLURM_STEP_ID=str(0xFFFFFFFA))
+    (output,) = finish([start([sys.executable, script], **shell)])
+    assert numbers(output) == [(0, 1, 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside_of", [{}, slurm(1, 1)], ids=["alone", "inside of a task of srun"])
+def test_torchrun(script: Path, inside_of: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    (output,) = finish([start(command, **inside_of)])
+    assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
+
+
+@pytest.mark.slow
+def test_ranks_that_the_user_exports(script: Path) -> None:
+    """RANK and WORLD_SIZE alone, as many job scripts have them."""
+    port = str(20000 + os.getpid() % 10000)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    outputs = finish([start([sys.executable, script], RANK=str(rank), **common) for rank in range(2)])
+    assert numbers(*outputs) == [(0, 2, 0), (1, 2, 1)]

@@ -1,0 +1,107 @@
+"""Hostfiles and the filters over their hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zerolite.launcher.hosts import Host, HostsError, limit_hosts, parse_hostfile, read_hostfile, select_hosts
+
+HOSTS = [Host("host1", 4), Host("host2", 2), Host("10.0.0.3", 1)]
+
+
+def test_a_hostfile_has_comments_blank_lines_and_an_order(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# all of them\n\nworker-2 slots=8\n  worker-1\tslots=4  # the old one\r\n10.0.0.3 slots=1\n")
+    assert read_hostfile(str(path)) == [Host("worker-2", 8), Host("worker-1", 4), Host("10.0.0.3", 1)]
+
+
+def test_a_hostfile_that_is_missing_or_unreadable_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(HostsError, match=r"there is no hostfile '.*nowhere'"):
+        read_hostfile(str(tmp_path / "nowhere"))
+    with pytest.raises(HostsError, match="cannot be read: .*directory"):
+        read_hostfile(str(tmp_path))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HostsError, match="cannot be read"):
+        read_hostfile(str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("host2", "lacks the number of processes of the host: expected 'host2 slots=N'"),
+        ("host2 slots", r"has 'slots': expected 'slots=N'"),
+        ("host2 slots=", r"has 'slots=': expected the number of processes"),
+        ("host2 slots=0", r"has 'slots=0': expected the number of processes of the host, 1 to"),
+        ("host2 slots=-1", r"has 'slots=-1'"),
+        ("host2 slots=two", r"has 'slots=two'"),
+        ("host2 slots=²", r"has 'slots=²'"),
+        ("host2 slots=99999", r"has 'slots=99999'"),
+        ("host2 slots=2 slots=2", "gives the number of slots twice"),
+        ("host2 slots=2 max_slots=4", "has 'max_slots=4': expected 'slots=N'"),
+        ("host2 8", "has '8': expected 'slots=N'"),
+        ("host1 slots=2", "names the host 'host1' again, which stands in line 2 already"),
+        ("-oProxyCommand=x slots=2", "begins with '-oProxyCommand=x': expected the name"),
+        ("root@host2 slots=2", "begins with 'root@host2'"),
+    ],
+)
+def test_a_bad_line_is_quoted_with_its_number(line: str, complaint: str) -> None:
+    with pytest.raises(HostsError, match=complaint) as caught:
+        parse_hostfile(f"# hosts\nhost1 slots=1\n\n{line}  # this one\n", "the/file")
+    assert str(caught.value).startswith(f"line 4 of the hostfile 'the/file' ('{line}  # this one')")
+
+
+def test_a_hostfile_without_hosts_is_an_error() -> None:
+    with pytest.raises(HostsError, match="names no host: expected lines such as"):
+        parse_hostfile("\n# host1 slots=2\n", "hosts")
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        (None, None, HOSTS),
+        ("host2", None, [Host("host2", 2)]),
+        ("10.0.0.3@host1:2,0", None, [Host("host1", 2, (0, 2)), Host("10.0.0.3", 1)]),
+        ("host1:0-2 @ host2:1", None, [Host("host1", 3, (0, 1, 2)), Host("host2", 1, (1,))]),
+        ("host1:0,2-3", None, [Host("host1", 3, (0, 2, 3))]),
+        (None, "host1", HOSTS[1:]),
+        (None, "host1:0,2@10.0.0.3", [Host("host1", 2, (1, 3)), Host("host2", 2)]),
+        (None, "host2:0-1", [HOSTS[0], HOSTS[2]]),
+    ],
+)
+def test_filters(include: str | None, exclude: str | None, left: list[Host]) -> None:
+    assert select_hosts(HOSTS, include, exclude) == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "complaint"),
+    [
+        ("host1", "host2", "--include and --exclude cannot be given together"),
+        ("host9", None, "names the host 'host9', which is not among the known ones: host1, host2, 10.0.0.3"),
+        (None, "host2:2", "--exclude 'host2:2' names slot 2 of the host 'host2', which has the slots 0 to 1"),
+        ("host1:0,x", None, "has 'x' as slots"),
+        ("host1:", None, "has '' as slots"),
+        ("host1:3-1", None, "has the range '3-1', which runs backwards"),
+        ("host1:0-2,1", None, "names slot 1 twice"),
+        ("host1:0@host1:1", None, "names the host 'host1' twice"),
+        ("", None, "names '' as a host"),
+        ("host1,host2", None, "names 'host1,host2' as a host"),
+        (None, "host1@host2@10.0.0.3", "leaves no host"),
+    ],
+)
+def test_a_bad_filter_is_named(include: str | None, exclude: str | None, complaint: str) -> None:
+    with pytest.raises(HostsError, match=complaint):
+        select_hosts(HOSTS, include, exclude)
+
+
+def test_the_first_hosts_with_their_first_slots() -> None:
+    assert limit_hosts(HOSTS, (2, 2), 1) == [Host("host1", 1), Host("host2", 1)]
+    assert limit_hosts([Host("host1", 2, (1, 3))], None, 1) == [Host("host1", 1, (1,))]
+    assert limit_hosts(HOSTS, None, None) == limit_hosts(HOSTS, (2, 9), None) == HOSTS
+    with pytest.raises(HostsError, match="--num-nodes asks for 4 hosts, and there are 3: host1, host2, 10.0.0.3"):
+        limit_hosts(HOSTS, (4, 5), None)
+    with pytest.raises(
+        HostsError, match="2 processes on each host, and the host '10.0.0.3' has 1 slot"
+    ):
+        limit_hosts(HOSTS, None, 2)

@@ -1,0 +1,290 @@
+"""Devices, cores and what is shared out of them, on machines that are described in files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerolite.launcher import resources
+from zerolite.launcher.resources import core_sets, count_core_groups, count_cores, read_cpu_quota, visible_devices
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("3,1, 2", 3),
+        ("0,1,-1,2", 2),
+        ("0,,1", 1),
+        ("GPU-8932f937,GPU-1f0e", 2),
+        ("MIG-GPU-8932f937/1/2", 1),
+        ("none", 0),
+    ],
+)
+def test_visible_entries(visible: str, count: int) -> None:
+    assert resources.count_visible_entries(visible) == count
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen", "result"),
+    [
+        (None, [0, 2], "0,2"),
+        ("4,5,6,7", [0, 2], "4,6"),
+        ("4, 5", [1, 0], "5,4"),
+        ("GPU-8932f937,GPU-1f0e", [1], "GPU-1f0e"),
+        ("MIG-GPU-8932f937/1/2,3", [0, 1], "MIG-GPU-8932f937/1/2,3"),
+        ("0,1", [], ""),
+    ],
+)
+def test_chosen_devices(visible: str | None, chosen: list[int], result: str) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_devices(environ, chosen) == result
+    assert resources.count_visible_entries(result) == len(chosen)
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen", "words"),
+    [
+        ("4,5", [0, 2, 5], "slots below 2, since CUDA_VISIBLE_DEVICES=4,5 leaves 2 devices, got 2, 5;"),
+        ("4,-1,5", [1], "leaves 1 device, got 1;"),
+        ("", [0], "leaves 0 devices, got 0;"),
+    ],
+)
+def test_devices_that_are_not_visible(visible: str, chosen: list[int], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        visible_devices({"CUDA_VISIBLE_DEVICES": visible}, chosen)
+    assert words in str(caught.value)
+
+
+def fake_nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    tool = directory / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{body}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory))
+
+
+def test_listed_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a device (MIG) are indented below it and do not count; `-L` must have been asked for."""
+    lines = "GPU 0: A (UUID: GPU-1)\\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\\nGPU 1: A (UUID: GPU-2)\\n"
+    fake_nvidia_smi(tmp_path, monkeypatch, f'[ "$*" = "-L" ] && printf "{lines}"')
+    assert resources.count_cuda_devices({}) == 2
+    assert resources.default_nproc({}) == 2
+
+
+def test_variable_comes_before_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, f'touch "{tmp_path}/asked"; echo "GPU 0: A"')
+    assert resources.count_cuda_devices({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert resources.default_nproc({"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 3
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_tool_that_fails_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, 'echo "GPU 0: but the driver is broken"; exit 9')
+    assert resources.count_cuda_devices({}) == 0
+
+
+def test_a_tool_that_hangs_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, "")
+
+    def hang(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert resources.count_cuda_devices({}) == 0
+
+
+def test_no_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert resources.count_cuda_devices({}) == 0
+    Machine(tmp_path, monkeypatch, [[0, 1], [2, 3]])
+    assert resources.default_nproc({}, tmp_path) == 2
+
+
+# ------------------------------------------------------------------ cores
+
+
+class Machine:
+    """A machine, described in files. `nodes`: the CPUs of each NUMA node. `threads`: CPUs c, c + cores, ... share a
+    core, as Linux numbers them."""
+
+    def __init__(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]], threads: int = 1, sockets: int = 0
+    ) -> None:
+        self.root, self.monkeypatch = root, monkeypatch
+        cpus = [cpu for node in nodes for cpu in node]
+        cores = len(cpus) // threads
+        for number, node in enumerate(nodes):
+            self.write(f"sys/devices/system/node/node{number}/cpulist", ",".join(map(str, node)))
+        for cpu in cpus:
+            topology = f"sys/devices/system/cpu/cpu{cpu}/topology"
+            siblings = range(cpu % cores, len(cpus), cores)
+            self.write(f"{topology}/thread_siblings_list", ",".join(map(str, siblings)))
+            self.write(f"{topology}/physical_package_id", str(cpu % cores * sockets // cores))
+        self.allow(cpus)
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+    def allow(self, cpus: list[int]) -> None:
+        self.monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(cpus), raising=False)
+
+
+def two_nodes(root: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Two nodes of four cores with two threads each: node 0 has cores 0-3, that is CPUs 0-3 and 8-11."""
+    return Machine(root, monkeypatch, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]], threads=2, sockets=2)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "cores", "groups"),
+    [
+        (range(16), 8, 2),
+        (range(8), 8, 2),  # one thread of each core
+        ([0, 1, 8, 9], 2, 1),  # of one node
+        ([0, 8, 1], 2, 1),
+        ([*range(4), 8, 9, 10, 11, 4], 5, 1),  # one core is left of the other
+        ([*range(4), 4, 5], 6, 2),
+        ([15], 1, 1),
+    ],
+)
+def test_cores_that_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: list[int], cores: int, groups: int
+) -> None:
+    two_nodes(tmp_path, monkeypatch).allow(list(allowed))
+    assert count_cores(tmp_path) == cores and count_core_groups(tmp_path) == groups
+
+
+def test_groups_of_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(tmp_path / "one", monkeypatch, [[0, 1, 2, 3]])
+    assert count_core_groups(tmp_path / "one") == 1
+    Machine(tmp_path / "sockets", monkeypatch, [[0, 1, 2, 3]], sockets=2)  # without NUMA
+    assert count_core_groups(tmp_path / "sockets") == 2
+    Machine(tmp_path / "nodes", monkeypatch, [[0, 1], [2, 3], [4, 5], [6, 7]], sockets=2)  # two nodes in a socket
+    assert count_core_groups(tmp_path / "nodes") == 4
+    Machine(tmp_path / "memory", monkeypatch, [[0, 1], []])  # a node of memory alone
+    assert count_core_groups(tmp_path / "memory") == 1
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5}, raising=False)
+    assert count_cores(tmp_path) == 2 and count_core_groups(tmp_path) == 1 and core_sets(2, tmp_path) == [[3], [5]]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert core_sets(2, tmp_path) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "sets"),
+    [
+        (1, [list(range(16))]),
+        (2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
+        (3, [[0, 1, 8, 9], [2, 3, 4, 10, 11, 12], [5, 6, 7, 13, 14, 15]]),
+        (4, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
+        (8, [[core, core + 8] for core in range(8)]),
+        (16, [[core, core + 8] for core in range(8) for _ in range(2)]),
+    ],
+)
+def test_cores_of_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, sets: list[list[int]]) -> None:
+    two_nodes(tmp_path, monkeypatch)
+    assert core_sets(nproc, tmp_path) == sets
+
+
+def test_cores_of_interleaved_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes whose CPUs alternate, as some firmware numbers them."""
+    Machine(tmp_path, monkeypatch, [[0, 2, 4, 6], [1, 3, 5, 7]])
+    assert core_sets(2, tmp_path) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert core_sets(4, tmp_path) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+
+@pytest.mark.parametrize("nproc", range(1, 20))
+@pytest.mark.parametrize("allowed", [range(16), range(3, 13), [2, 9], [5]])
+def test_sets_are_whole_cores_that_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, allowed: list[int]
+) -> None:
+    two_nodes(tmp_path, monkeypatch).allow(list(allowed))
+    sets = core_sets(nproc, tmp_path)
+    assert len(sets) == nproc and all(sets)
+    assert {cpu for cpus in sets for cpu in cpus} <= set(allowed)
+    cores = count_cores(tmp_path)
+    sizes = [len({cpu % 8 for cpu in cpus}) for cpus in sets]
+    assert max(sizes) - min(sizes) <= 1 and max(1, cores // nproc) == min(sizes)
+    if nproc <= cores:
+        assert sorted(cpu for cpus in sets for cpu in cpus) == sorted(allowed), "none is left out or given twice"
+
+
+def test_this_machine() -> None:
+    assert {cpu for cpus in core_sets(1) for cpu in cpus} == os.sched_getaffinity(0)
+    assert 1 <= count_core_groups() <= count_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_process_that_is_bound() -> None:
+    last = max(os.sched_getaffinity(0))
+    code = (
+        f"import os; os.sched_setaffinity(0, {{{last}}}); from zerolite.launcher.resources import *; "
+        "print(count_cores(), count_core_groups(), core_sets(2))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split(" ", 2) == ["1", "1", f"[[{last}], [{last}]]\n"]
+
+
+# ------------------------------------------------------------------ quotas
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"),
+    [("150000 100000", 1.5), ("max 100000", None), ("", None), ("100000 0", None), ("nonsense", None), ("1 2 3", None)],
+)
+def test_quota_of_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, quota: float | None) -> None:
+    machine = Machine(tmp_path, monkeypatch, [[0]])
+    machine.write("proc/self/cgroup", "0::/")
+    machine.write("sys/fs/cgroup/cpu.max", text)
+    assert read_cpu_quota(tmp_path) == quota
+
+
+def test_no_quota(tmp_path: Path) -> None:
+    assert read_cpu_quota(tmp_path) is None
+
+
+def test_the_strictest_of_nested_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, [[0]])
+    machine.write("proc/self/cgroup", "0::/slice/job/step")
+    for group, text in (("slice", "800000 100000"), ("slice/job", "250000 100000"), ("slice/job/step", "max 100000")):
+        machine.write(f"sys/fs/cgroup/{group}/cpu.max", text)
+    assert read_cpu_quota(tmp_path) == 2.5
+
+
+@pytest.mark.parametrize("group", ["/docker/1234", "/"])
+def test_quota_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """In a container the path is the host's, and the files lie at the root of the mount."""
+    machine = Machine(tmp_path, monkeypatch, [[0]])
+    machine.write("proc/self/cgroup", f"5:memory:{group}\n4:cpu,cpuacct:{group}\n0::/")
+    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "300000")
+    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
+    machine.write("sys/fs/cgroup/memory/cpu.max", "100000 100000")
+    assert read_cpu_quota(tmp_path) == 3.0
+    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1")
+    assert read_cpu_quota(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores", "groups"), [(1.5, 2, 1), (4, 4, 1), (4.5, 5, 2), (8, 8, 2), (100, 8, 2), (0.5, 1, 1)]
+)
+def test_what_a_quota_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: float, cores: int, groups: int
+) -> None:
+    machine = two_nodes(tmp_path, monkeypatch)
+    machine.write("proc/self/cgroup", "0::/")
+    machine.write("sys/fs/cgroup/cpu.max", f"{int(quota * 100_000)} 100000")
+    assert count_cores(tmp_path) == cores and count_core_groups(tmp_path) == groups

@@ -1,0 +1,173 @@
+"""``check_collectives``: before a collective begins, the ranks compare what each of them is about to launch."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zerolite.comm import recorder
+from zerolite.comm.communicator import Communicator, Pending
+from zerolite.comm.flight import WAIT, Mismatch, Raw, wait_for
+from zerolite.comm.process_group import second_group
+from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
+
+VARIABLE = "ZEROLITE_CHECK_COLLECTIVES"
+TAG = "check"
+
+NamesOf = Callable[[bool, int], Sequence[str]]
+"""The names of the parameters behind a key: of one that is gathered (True), or of a bucket (False)."""
+
+_PATIENCE_S = 1.0  # for the others to say what they launch
+_PAUSE_S = 0.0001
+_TEXT = 64  # bytes for op, tag and dtype
+_WIDTH = 5 + _TEXT // 8
+
+# Checks made over each group so far, the same number on all its ranks.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def check_is_wanted(config_value: bool) -> bool:
+    """Whether the config or the environment asks for the check."""
+    return config_value or os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+class _Launched(NamedTuple):
+    """One rank's collective, as it travels. numel: elements of the whole tensors on one rank; tensors: how many travel
+    in one launch, 0 where the collective takes one; layout: a number made of their lengths and dtypes; key: a
+    parameter's or bucket's number from 1, or 0."""
+
+    serial: int
+    numel: int
+    tensors: int
+    layout: int
+    key: int
+    text: str  # op, tag and dtype
+
+    def row(self) -> list[int]:
+        encoded = self.text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        words = [int.from_bytes(encoded[i : i + 8], "little", signed=True) for i in range(0, _TEXT, 8)]
+        return [self.serial, self.numel, self.tensors, self.layout, self.key, *words]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> _Launched:
+        text = b"".join(word.to_bytes(8, "little", signed=True) for word in row[5:])
+        serial, numel, tensors, layout, key = row[:5]
+        return cls(serial, numel, tensors, layout, key, text.rstrip(b"\0").decode(errors="replace"))
+
+
+class CollectiveCheck:
+    """Of one communicator, over a gloo group of its own.
+
+    Ranks say what they are about to launch, and launch it when all have said the same. A rank that has waited a second
+    for the others' word launches it nevertheless, and compares when it waits for it: ranks may launch collectives of
+    two communicators in different orders, and none of them would ever begin. If ranks differ, :class:`Mismatch` is
+    raised on all that have come so far.
+
+    Called on all ranks of ``comm``, in the same order.
+    """
+
+    def __init__(self, comm: Communicator, label: str, names_of: NamesOf = lambda gathered, key: ()) -> None:
+        """label: what the communicator is for, in messages."""
+        assert comm.group is not None
+        self._group = second_group(comm.group, "gloo", TAG)
+        self._world_size = comm.world_size
+        self._label, self._names_of = label, names_of
+        self._serial = _made[comm.group] = _made.get(comm.group, 0) + 1
+        self._count = 0  # collectives announced
+
+    def launch(self, entry: Raw, start: Callable[[], Pending]) -> Pending:
+        """``start()``, which launches ``entry``."""
+        announced = self._announce(entry)
+        if announced.is_known_soon():
+            announced.compare()
+            return start()
+        return _ComparedLater(start(), announced)
+
+    def pass_now(self, entry: Raw) -> None:
+        """Return when all ranks have come to this collective, and it is the same everywhere."""
+        self._announce(entry).compare()
+
+    def _announce(self, entry: Raw) -> _Announced:
+        op, tag, what, dtype, key = entry
+        if isinstance(what, int):
+            numel, tensors, layout = what, 0, 0
+        else:
+            numel, tensors = sum(shard.numel() for shard in what) * self._world_size, len(what)
+            dtype = what[0].dtype if what else None
+            layout = zlib.crc32(repr([(shard.numel(), shard.dtype) for shard in what]).encode())
+        self._count += 1
+        launched = _Launched(self._serial, numel, tensors, layout, key, f"{op}|{tag}|{dtype}")
+        with torch.inference_mode(False):
+            own = torch.tensor(launched.row(), dtype=torch.int64, device="cpu")
+            rows = torch.empty(self._world_size, _WIDTH, dtype=torch.int64, device="cpu")
+        if recorder.active:
+            recorder.note("all_gather", rows, TAG)
+        work = dist.all_gather(list(rows), own, group=self._group, async_op=True)
+        return _Announced(self, self._count, entry, own, rows, work)
+
+    def mismatch(self, number: int, ranks: Sequence[_Launched]) -> Mismatch:
+        told = "; ".join(f"{name_ranks(who)}: {self._told(one)}" for one, who in ranks_by_value(ranks).items())
+        return Mismatch(
+            "check_collectives: the ranks are about to launch different collectives in the same place (number "
+            f"{number} of the {self._label}): {told}. Do branches that depend on the rank use different modules (at "
+            "stage 3 make one unit of them: zero_optimization.leaf_modules), or do only some ranks make a call that "
+            "all must make?"
+        )
+
+    def _told(self, launched: _Launched) -> str:
+        op, tag, dtype = launched.text.split("|")
+        names = list(self._names_of(launched.tensors > 0, launched.key)) if launched.key else []
+        hidden = max(len(names), launched.tensors) - 1
+        of = list_of([f"'{names[0]}'", *([f"{hidden} more"] if hidden > 0 else [])]) if names else f"key {launched.key}"
+        which = f", of {of}" if launched.key else ""
+        return f"{op} for '{tag}', {launched.numel} elements of {dtype}{which}"
+
+
+class _Announced:
+    """What all ranks say of one collective, on its way."""
+
+    def __init__(
+        self, check: CollectiveCheck, number: int, entry: Raw, own: torch.Tensor, rows: torch.Tensor, work: Any
+    ) -> None:
+        self._check, self._number, self._entry = check, number, entry
+        self._own, self._rows, self._work = own, rows, work
+
+    def is_known_soon(self) -> bool:
+        """Whether all have said it, after a second at most."""
+        until = time.monotonic() + _PATIENCE_S
+        while not self._work.is_completed():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+    def compare(self) -> None:
+        """Wait for it; raises Mismatch if the ranks differ."""
+        wait_for((self._work,), self._entry)
+        if bool((self._rows == self._own).all()):
+            return
+        error = self._check.mismatch(self._number, [_Launched.of_row(row) for row in self._rows.tolist()])
+        raise WAIT.explain(error) or error
+
+
+class _ComparedLater(Pending):
+    """A collective that was launched before all ranks had said what they launch."""
+
+    def __init__(self, inner: Pending, announced: _Announced) -> None:
+        super().__init__((), (), self._conclude)
+        self._inner, self._announced = inner, announced
+
+    def arrived(self) -> bool:
+        return self._inner.arrived()
+
+    def _conclude(self) -> torch.Tensor:
+        self._announced.compare()
+        self._inner.entry = self.entry
+        return self._inner.wait()

@@ -1,0 +1,143 @@
+"""Over a store, the agents of a job's nodes tell each other of failures, and notice which of them has gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+
+from zerolite.launcher.failures import Failure
+
+LOOK_S = 0.2
+"""How often a node looks for what the others have posted."""
+
+LOST_S = 20.0
+"""Seconds without a sign of life after which a node is lost."""
+
+LEAVE_S = 5.0
+"""Seconds for which the first node, which hosts the store, waits for the others to have left."""
+
+CONNECT_TIMEOUT = timedelta(seconds=10)
+
+
+class Board:
+    """One attempt's board. A thread of its own looks at it until :meth:`close`.
+
+    Args:
+        address, port: of the store.
+        attempt: what is posted in one attempt is not seen in another.
+        node: this node's number.
+        hosts: the nodes' host names, by number.
+
+    Attributes:
+        gone: whether the connection to the store is broken.
+        all_done: whether the ranks of all nodes have succeeded.
+    """
+
+    def __init__(self, address: str, port: int, attempt: int, node: int, hosts: Sequence[str]) -> None:
+        connection = TCPStore(address, port, is_master=False, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
+        self._store = PrefixStore(f"zerolite/board_{attempt}", connection)
+        self._node = node
+        self._hosts = list(hosts)
+        self._last_seen = time.monotonic()
+        self._posts: dict[int, list[Failure]] = {}
+        self._read = 0
+        self._beats: dict[int, tuple[int, float]] = {}
+        self.gone = False
+        self.all_done = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="zerolite board", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the store answered last; 0 when nobody asks it any more."""
+        return time.monotonic() - self._last_seen if self._thread.is_alive() else 0.0
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What the other nodes have posted so far."""
+        return [failure for posted in list(self._posts.values()) for failure in posted]
+
+    @property
+    def failed(self) -> bool:
+        """Whether another node has failed or is lost."""
+        return bool(self._posts)
+
+    @property
+    def lost(self) -> list[str]:
+        """Hosts of the nodes that gave no sign of life for too long."""
+        return [self._hosts[node] for node, posted in list(self._posts.items()) if any(f.of_agent for f in posted)]
+
+    def post(self, failures: Sequence[Failure], node: int | None = None) -> bool:
+        """Tell the other nodes that ``node``, this one by default, has failed. Whether that worked."""
+        text = json.dumps([self._node if node is None else node, [failure.to_json() for failure in failures]])
+        try:
+            self._store.set(f"post/{self._store.add('posts', 1)}", text)
+        except RuntimeError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Say that this node's ranks have ended. The first node then waits for the others, for a while."""
+        try:
+            self._store.add("left", 1)
+            deadline = time.monotonic() + LEAVE_S
+            while self._node == 0 and time.monotonic() < deadline:
+                if self._store.add("left", 0) + len(self.lost) >= len(self._hosts):
+                    return
+                time.sleep(LOOK_S / 4)
+        except RuntimeError:
+            return
+
+    def note_done(self) -> None:
+        """Say that this node's ranks have succeeded."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add("done", 1)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        beat = 0.0
+        while not self._closed.wait(LOOK_S):
+            try:
+                if time.monotonic() >= beat:
+                    beat = time.monotonic() + 1.0
+                    self._store.add(f"alive/{self._node}", 1)
+                    if self._node == 0:
+                        self._look_for_lost()
+                self._read_posts()
+                self.all_done = self._store.add("done", 0) >= len(self._hosts)
+                self._last_seen = time.monotonic()
+            except RuntimeError:
+                self.gone = not self._closed.is_set()
+                return
+
+    def _read_posts(self) -> None:
+        while self._read < self._store.add("posts", 0):
+            self._read += 1
+            node, posted = json.loads(self._store.get(f"post/{self._read}"))
+            if node != self._node:
+                self._posts[node] = [Failure.from_json(one) for one in posted]
+
+    def _look_for_lost(self) -> None:
+        now = time.monotonic()
+        for node in range(1, len(self._hosts)):
+            beats = self._store.add(f"alive/{node}", 0)
+            known, since = self._beats.setdefault(node, (beats, now))
+            if beats != known:
+                self._beats[node] = (beats, now)
+            elif now - since > LOST_S and node not in self._posts:
+                sentence = (
+                    f"host {self._hosts[node]} gave no sign of life for {LOST_S:.0f} s: its agent has ended, the "
+                    "machine is down, or the network to it is broken"
+                )
+                self._posts[node] = [Failure(host=self._hosts[node], seen=time.time() - LOST_S, of_agent=sentence)]
+                self.post(self._posts[node], node)

@@ -1,0 +1,217 @@
+"""The hosts of a job: reading the hostfile, and `--include` / `--exclude`.
+
+Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""Names and IPv4 addresses. What may not begin with a hyphen cannot be taken for an option of ssh."""
+
+MOST_SLOTS = 4096
+"""More on one host is a slip of the finger."""
+
+
+class HostsError(ValueError):
+    """A hostfile or a filter that cannot be used, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of a job.
+
+    Attributes:
+        name: by which the other hosts reach it.
+        slots: how many processes it is to run, 1 or more.
+        devices: indices of the CUDA devices to use, ascending, as many as slots; None for all that are visible.
+    """
+
+    name: str
+    slots: int
+    devices: tuple[int, ...] | None = None
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Return the hosts of a hostfile in its order. Raises HostsError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        raise HostsError(f"there is no hostfile {path!r}: check the path given with --hostfile") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HostsError(f"the hostfile {path!r} cannot be read: {error}") from None
+    return parse_hostfile(text, path)
+
+
+def parse_hostfile(text: str, path: str) -> list[Host]:
+    """Return the hosts of the lines `NAME slots=N`; what follows a `#` is a comment. Raises HostsError.
+
+    Args:
+        path: of the file, for messages.
+    """
+    hosts: list[Host] = []
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"line {number} of the hostfile {path!r} ({line.strip()!r})"
+        host = parse_host(words, where)
+        if host.name in line_of:
+            raise HostsError(
+                f"{where} names the host {host.name!r} again, which stands in line {line_of[host.name]} already: "
+                f"name each host once, with all of its slots"
+            )
+        line_of[host.name] = number
+        hosts.append(host)
+    if not hosts:
+        raise HostsError(f"the hostfile {path!r} names no host: expected lines such as 'worker-1 slots=8'")
+    return hosts
+
+
+def parse_host(words: Sequence[str], where: str) -> Host:
+    """Return the host of one line, split into words. Raises HostsError."""
+    name, settings = words[0], words[1:]
+    if not HOST_NAME.fullmatch(name):
+        raise HostsError(f"{where} begins with {name!r}: expected the name or the IPv4 address of a host")
+    slots: int | None = None
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if key != "slots" or not equals:
+            raise HostsError(
+                f"{where} has {setting!r}: expected 'slots=N' after the name of the host, and nothing else"
+            )
+        if slots is not None:
+            raise HostsError(f"{where} gives the number of slots twice")
+        if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= MOST_SLOTS:
+            raise HostsError(
+                f"{where} has {setting!r}: expected the number of processes of the host, 1 to {MOST_SLOTS}"
+            )
+        slots = int(value)
+    if slots is None:
+        raise HostsError(f"{where} lacks the number of processes of the host: expected '{name} slots=N'")
+    return Host(name, slots)
+
+
+def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
+    """Return the slots of each host of a filter such as `host1:0,2-3@host2`; None for all of a host.
+
+    Args:
+        option: `--include` or `--exclude`, for messages.
+
+    Raises:
+        HostsError: the text is no filter.
+    """
+    chosen: dict[str, tuple[int, ...] | None] = {}
+    for item in text.split("@"):
+        name, colon, slots = item.strip().partition(":")
+        if not HOST_NAME.fullmatch(name):
+            raise HostsError(
+                f"{option} {text!r} names {name!r} as a host: expected hosts separated by '@', each with its slots "
+                f"after a ':' if not all are meant, as in 'host1:0,2-3@host2'"
+            )
+        if name in chosen:
+            raise HostsError(f"{option} {text!r} names the host {name!r} twice: name all of its slots at once")
+        chosen[name] = parse_slots(slots, f"{option} {text!r}") if colon else None
+    return chosen
+
+
+def parse_slots(text: str, where: str) -> tuple[int, ...]:
+    """Return the slots of a list such as `0,2-3`, ascending. Raises HostsError."""
+    slots: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part, re.ASCII)
+        if match is None:
+            raise HostsError(f"{where} has {part!r} as slots: expected numbers and ranges, as in '0,2-3'")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise HostsError(f"{where} has the range {part.strip()!r}, which runs backwards")
+        both = slots.intersection(range(first, last + 1))
+        if both:
+            raise HostsError(f"{where} names slot {min(both)} twice")
+        slots.update(range(first, last + 1))
+    return tuple(sorted(slots))
+
+
+def select_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """Return the hosts that the filters leave, in the order of ``hosts``.
+
+    With ``include``, only what it names; with ``exclude``, all but what it names. Slots are the indices of a host's
+    CUDA devices, counted from 0.
+
+    Raises:
+        HostsError: both are given; a filter is malformed, names what is not there, or leaves nothing.
+    """
+    if include is not None and exclude is not None:
+        raise HostsError(
+            "--include and --exclude cannot be given together: say either what to use or what to leave out"
+        )
+    if include is not None:
+        chosen = checked_filter(hosts, include, "--include")
+        return [restrict(host, chosen[host.name]) for host in hosts if host.name in chosen]
+    if exclude is None:
+        return list(hosts)
+    dropped = checked_filter(hosts, exclude, "--exclude")
+    left: list[Host] = []
+    for host in hosts:
+        if host.name not in dropped:
+            left.append(host)
+            continue
+        gone = dropped[host.name]
+        devices = tuple(slot for slot in range(host.slots) if gone is not None and slot not in gone)
+        if devices:
+            left.append(restrict(host, devices))
+    if not left:
+        raise HostsError(f"--exclude {exclude!r} leaves no host to run on")
+    return left
+
+
+def checked_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, tuple[int, ...] | None]:
+    """Return :func:`parse_filter` of the text. Raises HostsError if it names a host or a slot that is not there."""
+    slots_of = {host.name: host.slots for host in hosts}
+    chosen = parse_filter(text, option)
+    for name, slots in chosen.items():
+        if name not in slots_of:
+            known = ", ".join(slots_of)
+            raise HostsError(f"{option} {text!r} names the host {name!r}, which is not among the known ones: {known}")
+        unknown = [slot for slot in slots or () if slot >= slots_of[name]]
+        if unknown:
+            raise HostsError(
+                f"{option} {text!r} names slot {unknown[0]} of the host {name!r}, which has the slots "
+                f"0 to {slots_of[name] - 1}"
+            )
+    return chosen
+
+
+def restrict(host: Host, devices: tuple[int, ...] | None) -> Host:
+    """Return the host with these devices alone."""
+    return host if devices is None else Host(host.name, len(devices), devices)
+
+
+def limit_hosts(hosts: Sequence[Host], asked: tuple[int, int] | None, nproc: int | None) -> list[Host]:
+    """Return the first hosts, as many as may be, each with its first slots.
+
+    Args:
+        asked: (fewest, most) hosts; None for all.
+        nproc: slots of each host; None for all.
+
+    Raises:
+        HostsError: there are fewer hosts or slots.
+    """
+    if asked is not None and asked[0] > len(hosts):
+        known = ", ".join(host.name for host in hosts)
+        raise HostsError(f"--num-nodes asks for {asked[0]} hosts, and there are {len(hosts)}: {known}")
+    chosen = list(hosts if asked is None else hosts[: asked[1]])
+    if nproc is None:
+        return chosen
+    for host in chosen:
+        if nproc > host.slots:
+            raise HostsError(
+                f"--nproc asks for {nproc} processes on each host, and the host {host.name!r} has {host.slots} slots: "
+                f"ask for fewer, or give it more slots in the hostfile"
+            )
+    return [Host(host.name, nproc, None if host.devices is None else host.devices[:nproc]) for host in chosen]

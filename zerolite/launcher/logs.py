@@ -1,0 +1,98 @@
+"""Where the output of the ranks goes: rank 0 to the terminal, the others to files, on request to both."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from zerolite.launcher.failures import TAIL_LINES
+
+_TAIL_BYTES = 16384
+
+
+class RankLogs(LogsSpecs):
+    """Files of each rank in a directory: `attempt_0/rank_3.out`, `rank_3.err`, and `rank_3.json` with its failure.
+
+    Args:
+        directory: exists; all nodes of a job may share it.
+        keep_all: whether rank 0 has files too, besides the terminal.
+        tee: ranks whose lines are also written to the terminal, behind `[rank 3] `; None for all.
+        extra: further variables for the environment of each local rank, by their number.
+    """
+
+    def __init__(
+        self, directory: str, keep_all: bool, tee: Collection[int] | None, extra: dict[int, dict[str, str]]
+    ) -> None:
+        super().__init__(directory)
+        self._keep_all = keep_all
+        self._also = tee
+        self._extra = extra
+        self.attempt = 0
+        self.outputs: dict[int, list[str]] = {}
+        self.error_files: dict[int, str] = {}
+        self._tails: list[TailLog] = []
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The files of the coming attempt. Completes the ranks' environment, ``envs``."""
+        directory = os.path.join(self.root_log_dir, f"attempt_{self.attempt}")
+        os.makedirs(directory, exist_ok=True)
+        destination = LogsDest()
+        self.outputs, self.error_files = {}, {}
+        for local_rank, env in envs.items():
+            rank = int(env["RANK"])
+            start = os.path.join(directory, f"rank_{rank}")
+            to_file = rank != 0 or self._keep_all
+            destination.stdouts[local_rank] = f"{start}.out" if to_file else ""
+            destination.stderrs[local_rank] = f"{start}.err" if to_file else ""
+            destination.error_files[local_rank] = f"{start}.json"
+            if os.path.exists(f"{start}.json"):
+                os.remove(f"{start}.json")
+            self.outputs[rank] = [f"{start}.out", f"{start}.err"] if to_file else []
+            self.error_files[rank] = f"{start}.json"
+            env["TORCHELASTIC_ERROR_FILE"] = f"{start}.json"
+            env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+            env.update(self._extra.get(local_rank, {}))
+        return destination
+
+    def start_tee(self) -> None:
+        """Copy lines to the terminal from now on. Called when the files are there."""
+        chosen = {
+            rank: paths
+            for rank, paths in self.outputs.items()
+            if paths and (rank == 0 or self._also is None or rank in self._also)
+        }
+        prefixes = {rank: "" if rank == 0 else f"[rank {rank}] " for rank in chosen}
+        for stream, place in ((sys.stdout, 0), (sys.stderr, 1)):
+            files = {rank: paths[place] for rank, paths in chosen.items()}
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+            self._tails.append(TailLog("rank", files, stream, prefixes).start())
+
+    def stop_tee(self) -> None:
+        """Copy what is left; the ranks have ended."""
+        for tail in self._tails:
+            tail.stop()
+        self._tails.clear()
+
+    def tail(self, rank: int) -> str:
+        """The last lines of a rank's standard error, "" where it goes to the terminal."""
+        return read_tail(self.outputs[rank][1]) if self.outputs.get(rank) else ""
+
+
+def read_tail(path: str, lines: int = TAIL_LINES) -> str:
+    """The last ``lines`` lines of a file, less where they are very long; "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])

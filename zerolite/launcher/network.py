@@ -1,0 +1,118 @@
+"""Addresses, ports and network interfaces of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import random
+import socket
+from collections.abc import Iterator, Mapping
+
+from zerolite.launcher.job import NodeJob
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Gloo's network interface. Unless it is set, gloo takes the address of the host's own name, which many distributions
+resolve to 127.0.1.1: the ranks of other hosts then look for this one at home. NCCL looks for interfaces by itself, may
+use several, and prefers fast ones to the one by which the first host is reached, so its variable is left alone."""
+
+PORTS = range(20000, 32000)
+"""Below what Linux gives to outgoing connections (32768 and above)."""
+
+
+def interface_addresses() -> Iterator[tuple[str, str]]:
+    """Yield (interface, address) for the IPv4 and IPv6 addresses of this host."""
+    import psutil
+
+    for interface, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                yield interface, address.address.partition("%")[0]
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has this address, unless it is a loopback."""
+    if is_loopback(address):
+        return None
+    plain = plain_address(address)
+    return next((interface for interface, own in interface_addresses() if plain_address(own) == plain), None)
+
+
+def plain_address(address: str) -> str:
+    """Return the address in its normal form: an IPv4 address that comes as IPv6 is an IPv4 address."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(plain_address(address)).is_loopback
+
+
+def resolve(name: str) -> list[str]:
+    """Return the addresses of a host name or an address; none if it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(plain_address(str(entry[4][0])) for entry in found))
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a host name or an address means the host that this runs on."""
+    if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
+        return True
+    addresses = resolve(name)
+    if any(is_loopback(address) for address in addresses):
+        return True
+    own = {plain_address(address) for _, address in interface_addresses()}
+    return not own.isdisjoint(addresses)
+
+
+def own_addresses() -> list[str]:
+    """Return the IPv4 addresses at which others may reach this host."""
+    return [
+        address
+        for _, address in interface_addresses()
+        if ":" not in address and not is_loopback(address) and not ipaddress.ip_address(address).is_link_local
+    ]
+
+
+def address_towards(name: str) -> str | None:
+    """Return the address from which this host speaks to another, None if there is no route. Sends nothing."""
+    for address in resolve(name):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    return None
+
+
+def gloo_variables(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the :data:`GLOO_VARIABLE` of a node that finds it for itself.
+
+    Empty where it is set already, where there is one node, and where no interface leads to the first node.
+    """
+    if job.max_nodes == 1 or GLOO_VARIABLE in environ or GLOO_VARIABLE in job.env:
+        return {}
+    address = address_towards(job.master_addr)
+    interface = None if address is None else interface_of(address)
+    if interface is None and is_this_host(job.master_addr):
+        candidates = own_addresses()
+        interface = interface_of(candidates[0]) if candidates else None
+    return {} if interface is None else {GLOO_VARIABLE: interface}
+
+
+def free_port() -> int:
+    """Return a TCP port at which nothing listens on this host, drawn by chance."""
+    draw = random.SystemRandom()
+    for _ in range(200):
+        port = draw.choice(PORTS)
+        with contextlib.suppress(OSError):
+            listen(port).close()
+            return port
+    raise OSError(f"none of 200 TCP ports between {PORTS.start} and {PORTS.stop} is free")
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens at a port on all addresses of this host. Raises OSError if it is taken."""
+    return socket.create_server(("", port), reuse_port=False)

@@ -1,0 +1,335 @@
+"""The command line of `zerolite`: what it may say, and what it comes to. Needs neither torch nor any process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerolite.launcher.job import NodeJob
+from zerolite.version import __version__
+
+LAUNCHERS = ("ssh", "pdsh", "openmpi", "slurm", "none")
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A checked command line.
+
+    Attributes:
+        target: what Python is to run, `["script.py"]` or `["-m", "module"]`; a command where ``python`` is False.
+        script_args: the script's own arguments, untouched.
+        python: whether ``target`` is run by this Python.
+        nproc: processes on each node; None for the default of the node (its slots in the hostfile, else its devices).
+        num_nodes: (fewest, most) nodes, as asked for; None for all hosts of the hostfile, or for this machine.
+        node_rank: this node's place, where every node is started by a command of its own.
+        master_addr: the first node, as the others reach it; None if not given.
+        master_port: TCP port of the rendezvous on the first node; None for a free one.
+        hostfile: its path; None if not asked for. Not read yet.
+        include, exclude: filters such as `host1:0,2@host2`, as given; not both.
+        launcher: how other nodes are reached, one of :data:`LAUNCHERS`.
+        launcher_args: further arguments of the launcher's own command (of ssh, mpirun, ...), split as a shell does.
+        ssh_port: TCP port of the other nodes' sshd; None for what ssh's own configuration says.
+        no_ssh: every node is started by a command of its own.
+        max_restarts: how often all ranks are started again after a failure.
+        log_dir: directory for the ranks' output, absolute; None for a temporary one.
+        tee: ranks, besides rank 0, whose output also goes to the terminal; None for all.
+        env: variables for the ranks' environment, from the env file.
+        bind_cores: whether each rank is bound to cores of its own.
+        dry_run: print the commands that would run, and run nothing.
+    """
+
+    target: list[str]
+    script_args: list[str] = field(default_factory=list)
+    python: bool = True
+    nproc: int | None = None
+    num_nodes: tuple[int, int] | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    hostfile: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    launcher: str = "ssh"
+    launcher_args: list[str] = field(default_factory=list)
+    ssh_port: int | None = None
+    no_ssh: bool = False
+    max_restarts: int = 0
+    log_dir: str | None = None
+    tee: list[int] | None = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    bind_cores: bool = False
+    dry_run: bool = False
+
+
+DESCRIPTION = """\
+Start a training script, once per device, on this machine or on many. Each process finds
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; nothing is
+added to the script's arguments."""
+
+EPILOG = """\
+examples:
+  zerolite train.py --config zero2.json
+  zerolite --nproc 2 -m mypackage.train --config zero2.json
+  zerolite --hostfile hosts --exclude node3 train.py
+  zerolite --no-ssh --num-nodes 2 --node-rank 1 --master-addr node0 train.py
+  zerolite report
+  zerolite inspect runs/gpt/checkpoints --verify
+  zerolite export runs/gpt/checkpoints exported --dtype bf16
+
+commands that start nothing, each with a --help of its own:
+  report            versions, devices, and which kernels can be used here
+  inspect           what a checkpoint holds, and whether it is whole
+  export            a checkpoint's model, as Hugging Face loads it
+  import-deepspeed  a checkpoint of DeepSpeed's ZeRO becomes one of zerolite
+A file in the working directory that is called like one of them is run instead, as any
+script.
+
+Options come before the script; what follows it belongs to the script. DeepSpeed's names
+(--num_gpus, --no_ssh, ...) and torchrun's (--nproc-per-node, --nnodes) are understood.
+OMP_NUM_THREADS is set to the cores divided by the processes, unless it is set already.
+The exit status is that of the rank that failed first (128 + n if signal n ended it), 0 if
+none failed, 130 after Ctrl-C, and 2 if the command line is wrong."""
+
+ENV_FILE = ".zerolite_env"
+"""Read from the working directory, else from the home directory, unless `--env-file` names another."""
+
+_REFUSED = {
+    "--save-pid": "the launcher writes no file with process ids; its own id is `$!` in a shell",
+    "--bind-core-list": "cores are shared out evenly among the ranks: use --bind-cores, under taskset to restrict them",
+    "--autotuning": "there is no autotuner",
+    "--elastic-training": "give a range, as in `--num-nodes 2:4 --max-restarts 3`",
+    "--min-elastic-nodes": "give a range, as in `--num-nodes 2:4`",
+    "--max-elastic-nodes": "give a range, as in `--num-nodes 2:4`",
+    "--venv-script": "the other nodes run the same Python interpreter by its path; a script for it is not needed",
+    "--standalone": "this is the default on one machine: leave it out",
+}
+"""Options of DeepSpeed's launcher and of torchrun that mean nothing here, and what to do instead."""
+
+_IGNORED = ("--no-local-rank", "--force-multi")  # what they ask for is the case anyway
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says which option was probably meant."""
+
+    def known(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+    def takes_value(self, option: str) -> bool:
+        return any(option in action.option_strings and action.nargs is None for action in self._actions)
+
+    def check_known(self, option: str) -> None:
+        """Exit with a sentence if there is no such option."""
+        if option in _REFUSED:
+            self.error(f"{option} is not supported: {_REFUSED[option]}")
+        if option not in self.known():
+            near = difflib.get_close_matches(option, self.known(), n=1)
+            meant = f"did you mean {near[0]}?" if near else "see `zerolite --help`."
+            self.error(f"there is no option {option}; {meant} Options of the script come after the script.")
+
+
+def build_parser() -> _Parser:
+    parser = _Parser(
+        prog="zerolite",
+        usage="zerolite [options] (script.py | -m module) [args ...]\n"
+        "       zerolite (report | inspect | export | import-deepspeed) ...",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_processes(parser)
+    _add_nodes(parser.add_argument_group("several nodes"))
+    for option in _IGNORED:
+        parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_processes(parser: _Parser) -> None:
+    add = parser.add_argument
+    add("--nproc", "--num-gpus", "--num-accelerators", "--nproc-per-node", type=int, metavar="N", dest="nproc",
+        help="processes on each node (default: one per visible CUDA device; where there is none, one per group of "
+        "physical cores that shares memory)")  # fmt: skip
+    add("--max-restarts", type=int, default=0, metavar="N",
+        help="start all ranks again, at most N times, after one has failed (default: 0)")  # fmt: skip
+    add("--log-dir", "--enable-each-rank-log", metavar="DIR",
+        help="keep each rank's output in files below DIR (default: a temporary directory, kept if the job fails, "
+        "without the output of rank 0, which goes to the terminal)")  # fmt: skip
+    add("--tee", metavar="RANKS", default="",
+        help="show the output of these ranks too, behind their number: 1,3 or 0-3 or all")  # fmt: skip
+    add("--env-file", metavar="FILE",
+        help=f"lines KEY=VALUE for the ranks' environment (default: {ENV_FILE} here or in the home directory, if it "
+        "is there)")  # fmt: skip
+    add("--bind-cores", "--bind-cores-to-rank", action="store_true", help="bind each rank to cores of its own")
+    add("--dry-run", action="store_true", help="print the commands and their environment, and start nothing")
+    add("-m", dest="module_name", metavar="MODULE", help="run a module, as in `python -m MODULE`")
+    add("--module", action="store_true", help=argparse.SUPPRESS)
+    add("--no-python", action="store_true", help="the script is a command of its own, not for Python")
+    add("--version", action="version", version=f"zerolite {__version__}")
+
+
+def _add_nodes(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--hostfile", "-H", metavar="FILE", help="the nodes, one a line: `host slots=8`; # begins a comment")
+    add("--include", "-i", metavar="FILTER", help="use only these hosts or slots: host1:0,2@host2")
+    add("--exclude", "-e", metavar="FILTER", help="use all but these hosts or slots: host1:0,2@host2")
+    add("--num-nodes", "--nnodes", metavar="N|MIN:MAX",
+        help="number of nodes; a range for a job that goes on with fewer when nodes are lost")  # fmt: skip
+    add("--launcher", choices=LAUNCHERS, default="ssh", help="how the other nodes are reached (default: ssh)")
+    add("--launcher-args", metavar="ARGS", default="", help="further arguments for the launcher's own command")
+    add("--ssh-port", type=int, metavar="PORT", help="port of the other nodes' ssh servers")
+    add("--no-ssh", action="store_true", help="start this node's part alone; every node gets a command of its own")
+    add("--node-rank", type=int, metavar="N", help="this node's number, with --no-ssh; 0 for the node at --master-addr")
+    add("--master-addr", metavar="HOST", help="the first node, as the others reach it")
+    add("--master-port", type=int, metavar="PORT",
+        help="TCP port at which the processes meet (default: a free one, so that jobs do not collide; 29500 with "
+        "--no-ssh on several nodes)")  # fmt: skip
+
+
+def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str], list[str]]:
+    """Split `argv` into the launcher's own options and the rest: the script and its arguments, exactly as they are.
+
+    Underscores in options become dashes. argparse is not asked to do the splitting: it would swallow a `--` among the
+    script's arguments.
+    """
+    own: list[str] = []
+    i = 0
+    while i < len(argv) and argv[i].startswith("-"):
+        if argv[i] == "-m":
+            return [*own, *argv[i : i + 2]], list(argv[i + 2 :])
+        if argv[i] == "--":
+            return own, list(argv[i + 1 :])
+        name, equals, value = argv[i].partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        parser.check_known(name)
+        own.append(name + equals + value)
+        i += 1
+        if not equals and parser.takes_value(name) and i < len(argv):
+            own.append(argv[i])
+            i += 1
+    return own, list(argv[i:])
+
+
+def parse_num_nodes(text: str) -> tuple[int, int]:
+    """`"4"` is (4, 4), `"2:4"` is (2, 4). Raises ValueError with a sentence."""
+    fewest, colon, most = text.partition(":")
+    try:
+        numbers = (int(fewest), int(most if colon else fewest))
+    except ValueError:
+        numbers = (0, 0)
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise ValueError(f"--num-nodes expects a number of nodes, 1 or more, or a range such as 2:4, and got {text!r}")
+    return numbers
+
+
+def parse_ranks(text: str) -> list[int] | None:
+    """`"1,3-5"` is [1, 3, 4, 5], `"all"` is None, `""` is []. Raises ValueError with a sentence."""
+    if text in ("all", ""):
+        return None if text else []
+    ranks: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            ranks.extend(range(int(first), int(last or first) + 1))
+    except ValueError:
+        raise ValueError(f"--tee expects ranks such as 1,3 or 0-3, or `all`, and got {text!r}") from None
+    return ranks
+
+
+def read_env_file(path: str) -> dict[str, str]:
+    """The variables of a file of lines `KEY=VALUE`. Empty lines and those that begin with # mean nothing.
+
+    A value may be in quotes. Raises ValueError with a sentence that quotes a bad line, OSError if it cannot be read.
+    """
+    variables = {}
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            key, equals, value = text.partition("=")
+            if not equals or not key.strip().isidentifier():
+                raise ValueError(f"line {number} of {path} is {text!r}; expected KEY=VALUE, or # before a comment")
+            value = value.strip()
+            if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+                value = value[1:-1]
+            variables[key.strip()] = value
+    return variables
+
+
+def find_env_file(asked: str | None, environ: Mapping[str, str]) -> str | None:
+    """The env file to read: the one asked for, else :data:`ENV_FILE` here or in the home directory, else None."""
+    if asked is not None:
+        return asked
+    home = environ.get("HOME")
+    candidates = [os.path.abspath(ENV_FILE), *([os.path.join(home, ENV_FILE)] if home else [])]
+    return next((path for path in candidates if os.path.isfile(path)), None)
+
+
+def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
+    """What a command line asks for, each option checked by itself; a mistake prints a sentence and exits with 2."""
+    own, rest = split_command_line(argv, parser)
+    options = parser.parse_args(own)
+    if options.module_name is not None:
+        rest = ["-m", options.module_name, *rest]
+    elif options.module and rest:
+        rest = ["-m", *rest]
+    elif not rest:
+        parser.error("expected a script to run, as in `zerolite train.py`, or `-m module`, and found none")
+    target, script_args = (rest[:2], rest[2:]) if rest[0] == "-m" else (rest[:1], rest[1:])
+    if options.no_python and target[0] == "-m":
+        parser.error("--no-python and a module exclude each other: a module is run by Python")
+    if options.include is not None and options.exclude is not None:
+        parser.error("--include and --exclude exclude each other; give one of them")
+    if options.max_restarts < 0:
+        parser.error(f"--max-restarts expects a number, 0 or more, and got {options.max_restarts}")
+    try:
+        env_file = find_env_file(options.env_file, os.environ)
+        return LaunchRequest(
+            target=target,
+            script_args=script_args,
+            python=not options.no_python,
+            nproc=options.nproc,
+            num_nodes=None if options.num_nodes is None else parse_num_nodes(options.num_nodes),
+            node_rank=options.node_rank,
+            master_addr=options.master_addr,
+            master_port=options.master_port,
+            hostfile=options.hostfile,
+            include=options.include,
+            exclude=options.exclude,
+            launcher=options.launcher,
+            launcher_args=shlex.split(options.launcher_args),
+            ssh_port=options.ssh_port,
+            no_ssh=options.no_ssh or options.launcher == "none" or options.node_rank is not None,
+            max_restarts=options.max_restarts,
+            log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
+            tee=parse_ranks(options.tee),
+            env={} if env_file is None else read_env_file(env_file),
+            bind_cores=options.bind_cores,
+            dry_run=options.dry_run,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def make_node_job(request: LaunchRequest, **fields: Any) -> NodeJob:
+    """A node's part of the job, with all that the request says of every node; ``fields`` are the node's own."""
+    job = NodeJob(
+        job_id=secrets.token_hex(8),
+        target=request.target,
+        script_args=request.script_args,
+        python=request.python,
+        max_restarts=request.max_restarts,
+        log_dir=request.log_dir,
+        tee=request.tee,
+        env=request.env,
+        bind_cores=request.bind_cores,
+    )
+    return dataclasses.replace(job, **fields)

@@ -1,0 +1,124 @@
+"""The processes that run the nodes of a job, as the host sees them that started it: output, signals, ending."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+from zerolite.launcher.node import END_MARK
+from zerolite.launcher.remote_commands import Command
+
+SIGN_OF_LIFE = b"."
+BYTE_OF_SIGNAL = {signal.SIGINT: b"\x03", signal.SIGTERM: b"\x14", signal.SIGHUP: b"\x01"}
+
+_terminal = threading.Lock()
+
+
+class Part:
+    """A process that runs one node, or, with mpirun, srun or pdsh, all of them.
+
+    Attributes:
+        name: of the host, or of the tool.
+        nodes: indices of the hosts on which it runs something.
+        status: exit status, 128 + n if signal n ended it; None while it runs.
+        closed: whether it was ended from here.
+    """
+
+    def __init__(self, name: str, command: Command, first_line: str | None, here: bool) -> None:
+        """Start the process.
+
+        Args:
+            first_line: of its standard input, over which it then gets signs of life; None if it takes no input.
+            here: whether it runs on this host without a connection, and writes to the terminal itself.
+        """
+        self.name = name
+        self.nodes: Sequence[int] = command.nodes
+        self.status: int | None = None
+        self.closed = False
+        self._marked = here or first_line is None
+        self._tells = first_line is not None
+        # mpirun, srun and pdsh do not care whether this process is still there.
+        guard = [] if self._tells else [sys.executable, "-m", "zerolite.launcher.guard"]
+        self._process = subprocess.Popen(
+            [*guard, *command.argv],
+            stdin=subprocess.PIPE,
+            stdout=None if here else subprocess.PIPE,
+            stderr=None if here else subprocess.PIPE,
+            env={**os.environ, **command.env},
+            start_new_session=True,
+        )
+        self._forwarders: list[threading.Thread] = []
+        if first_line is not None:
+            self._write(first_line.encode() + b"\n")
+
+    def start_forwarding(self) -> None:
+        """Pass its output on, line by line; to be called when all processes are started."""
+        process = self._process
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if source is not None:
+                thread = threading.Thread(target=self._forward, args=(source, target.buffer), daemon=True)
+                thread.start()
+                self._forwarders.append(thread)
+
+    def look(self) -> bool:
+        """Return whether it has ended, and note how."""
+        if self.status is None and self._process.poll() is not None:
+            for thread in self._forwarders:
+                thread.join(2)
+            code = self._process.returncode
+            self.status = code if code >= 0 else 128 - code
+        return self.status is not None
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended without a word of the node: the connection, or the node, has gone."""
+        return self.status not in (None, 0) and not self._marked
+
+    def give_sign_of_life(self) -> None:
+        if self._tells and self.status is None:
+            self._write(SIGN_OF_LIFE)
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Hand a signal to the node. mpirun, srun and pdsh know no Ctrl-C that leaves time, so they end."""
+        if self._tells and self.status is None:
+            self._write(BYTE_OF_SIGNAL[number])
+        else:
+            self.end()
+
+    def end(self) -> None:
+        """Have the node's part end: nothing more comes through its input."""
+        if self.status is None:
+            self.closed = True
+            assert self._process.stdin is not None
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End the process on this host."""
+        if self.status is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended, or its input is closed
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def _forward(self, source: BinaryIO, target: BinaryIO) -> None:
+        for line in iter(source.readline, b""):
+            if line == END_MARK:
+                self._marked = True
+                continue
+            if self.closed and line.startswith(b"zerolite: "):
+                continue  # that it was ended is no news
+            with _terminal, suppress(OSError, ValueError):
+                target.write(line)
+                target.flush()
+        source.close()

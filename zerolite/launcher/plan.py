@@ -1,0 +1,165 @@
+"""Which hosts a job runs on, and what each of them is to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerolite.launcher import network
+from zerolite.launcher.check import Reach
+from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
+from zerolite.launcher.job import NodeJob
+from zerolite.launcher.options import LaunchRequest, make_node_job
+from zerolite.launcher.remote_commands import Route, exported_variables
+from zerolite.launcher.resources import default_nproc
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job on several hosts.
+
+    Attributes:
+        job_id: hexadecimal.
+        hosts: in the order of the nodes.
+        route: how they are reached.
+        port: TCP port on the first host.
+        addresses: at which the first host may be reached, the likeliest first.
+        min_nodes: the job starts with so many at least.
+        may_lose: whether it goes on without a host that is lost, as long as it has so many.
+    """
+
+    job_id: str
+    hosts: list[Host]
+    route: Route
+    port: int
+    addresses: list[str]
+    min_nodes: int
+    may_lose: bool
+
+
+def make_plan(request: LaunchRequest) -> Plan:
+    """Find the hosts. Raises HostsError."""
+    hosts, named = find_hosts(request)
+    names = [host.name for host in hosts]
+    here = next((i for i, name in enumerate(names) if network.is_this_host(name)), None)
+    route = Route(request.launcher, names, here, request.launcher_args, request.ssh_port, named)
+    min_nodes = len(hosts) if request.num_nodes is None else request.num_nodes[0]
+    return Plan(
+        job_id=uuid.uuid4().hex,
+        hosts=hosts,
+        route=route,
+        port=request.master_port or network.free_port(),
+        addresses=first_addresses(request.master_addr, names[0], here == 0),
+        min_nodes=min_nodes,
+        may_lose=request.max_restarts > 0 and min_nodes < len(hosts),
+    )
+
+
+def find_hosts(request: LaunchRequest) -> tuple[list[Host], bool]:
+    """Return the hosts, and whether somebody has named them. Raises HostsError."""
+    asked = request.num_nodes
+    if request.hostfile is not None:
+        hosts = select_hosts(read_hostfile(request.hostfile), request.include, request.exclude)
+        return limit_hosts(hosts, asked, request.nproc), True
+    if request.launcher == "slurm":
+        hosts = select_hosts(allocated_hosts(request.nproc), request.include, request.exclude)
+        return limit_hosts(hosts, asked, request.nproc), asked is not None or bool(request.include or request.exclude)
+    if asked is not None and asked[1] > 1:
+        raise HostsError(
+            f"--num-nodes asks for {asked[1]} hosts and nothing says which: give a --hostfile with lines such as "
+            f"'worker-1 slots=8', or start each node by a command of its own, with --no-ssh, --node-rank and "
+            f"--master-addr"
+        )
+    here = Host("localhost", max(request.nproc or 0, default_nproc(os.environ)))
+    return limit_hosts(select_hosts([here], request.include, request.exclude), asked, request.nproc), True
+
+
+def allocated_hosts(nproc: int | None) -> list[Host]:
+    """Return the hosts of this SLURM allocation. Raises HostsError."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise HostsError(
+            "--launcher slurm takes the hosts from an allocation, and SLURM_JOB_NODELIST is not set: run `zerolite` "
+            "within sbatch or salloc, or give a --hostfile"
+        )
+    argv = ["scontrol", "show", "hostnames", nodes]
+    try:
+        listing = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostsError(f"`{' '.join(argv)}`, which names the allocated hosts, cannot be run: {error}") from None
+    if listing.returncode != 0 or not listing.stdout.split():
+        raise HostsError(f"`{' '.join(argv)}` names no hosts: {listing.stderr.strip()}")
+    slots = nproc or default_nproc(os.environ)
+    return [Host(name, slots) for name in listing.stdout.split()]
+
+
+def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
+    """Return the addresses at which the others may reach the first host, the likeliest first."""
+    if given is not None:
+        return [given]
+    names = [] if name == "localhost" or name.startswith("127.") else [name]
+    return [*names, *network.own_addresses()] or [name] if here else [name]
+
+
+def make_node_jobs(request: LaunchRequest, job: Plan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
+    """Return each node's part. Without ``reaches`` (nothing was checked) all take the likeliest address."""
+    variables = {**exported_variables(os.environ), **request.env}
+    set_gloo = False and network.GLOO_VARIABLE not in variables and reaches is not None and len(job.hosts) > 1
+    common = next((reach.address for reach in reaches or () if reach.address), job.addresses[0])
+    parts = []
+    for i, host in enumerate(job.hosts):
+        reach = Reach() if reaches is None else reaches[i]
+        interface = reach.interface if set_gloo else ""
+        parts.append(
+            make_node_job(
+                request,
+                job_id=job.job_id,
+                nproc=host.slots,
+                min_nodes=job.min_nodes,
+                max_nodes=len(job.hosts),
+                node_rank=i,
+                master_addr=reach.address or common,
+                master_port=job.port,
+                devices=None if host.devices is None else list(host.devices),
+                env={**variables, **({network.GLOO_VARIABLE: interface} if interface else {})},
+                watch_stdin=job.route.launcher == "ssh",
+            )
+        )
+    return parts
+
+
+def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
+    """Return this host's part of a job whose nodes are each started by a command of their own, with a hostfile.
+
+    Args:
+        default_port: of the rendezvous, where the request names none.
+
+    Raises:
+        HostsError: the hostfile or a filter cannot be used; this host's place cannot be told.
+    """
+    hosts, _ = find_hosts(request)
+    names = [host.name for host in hosts]
+    rank = request.node_rank
+    if rank is None:
+        rank = next((i for i, name in enumerate(names) if network.is_this_host(name)), None)
+    if rank is None:
+        raise HostsError(f"this host is none of {', '.join(names)}: say with --node-rank which of them it is to be")
+    if not 0 <= rank < len(hosts):
+        raise HostsError(f"--node-rank is {rank}, and there are {len(hosts)} hosts, counted from 0: {', '.join(names)}")
+    host = hosts[rank]
+    job = make_node_job(
+        request,
+        job_id=uuid.uuid4().hex,
+        nproc=host.slots,
+        min_nodes=len(hosts) if request.num_nodes is None else request.num_nodes[0],
+        max_nodes=len(hosts),
+        node_rank=rank,
+        master_addr=request.master_addr or names[0],
+        master_port=request.master_port or default_port,
+        devices=None if host.devices is None else list(host.devices),
+    )
+    return dataclasses.replace(job, env={**network.gloo_variables(job, os.environ), **job.env})

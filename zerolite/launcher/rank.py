@@ -1,0 +1,150 @@
+"""What the agent starts for each rank: `python -m zerolite.launcher.rank (--script|--module|--command) NAME args...`.
+
+Runs the script, module or command in this process just as Python, `python -m` or the shell would. When the script
+fails, the reason is left in the error file that the agent names. Imports nothing heavy, and not torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.machinery
+import io
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from typing import NoReturn
+
+from zerolite import failure_record
+from zerolite.launcher.processes import die_with_parent
+
+BIND_VARIABLE = "ZEROLITE_BIND_CPUS"
+"""The logical CPUs to which this rank is bound, as in `0-3,8`; unset for no binding."""
+
+PARENT_VARIABLE = "ZEROLITE_AGENT_PID"
+"""The process that starts the ranks; a rank does not outlive it."""
+
+_PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "remote process exited or there was a network error",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+)
+"""What gloo, NCCL and torch's store say when another process has ended or cannot be reached."""
+
+_NETWORK_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+
+
+def parse_cpus(text: str) -> set[int]:
+    """`"0-3,8"` is {0, 1, 2, 3, 8}. Raises ValueError for anything else."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the error only says that another process has gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint(_NETWORK_ERRORS) and any(part in str(error) for part in _PEER_IS_GONE)
+
+
+def own_part(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the script's own first frame on; None if no frame is the script's."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    part = tb
+    while part is not None and part.tb_frame.f_code.co_filename in ours:
+        part = part.tb_next
+    return part
+
+
+def report(error: BaseException) -> int:
+    """Print an error that ended the script as Python would, leave its record, and return the exit status."""
+    tb = own_part(error.__traceback__)
+    error.__traceback__ = tb
+    lines = traceback.format_exception(type(error), error, tb)
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    interrupted = isinstance(error, KeyboardInterrupt)
+    failure_record.write(message, "".join(lines), is_consequence(error))
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
+    sys.excepthook(type(error), error, tb)
+    return 128 + signal.SIGINT if interrupted else 1
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """As `python path arguments` does, in a new `__main__`."""
+    full = os.path.abspath(path)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __file__=full,
+        __cached__=None,
+        __builtins__=sys.modules["builtins"],
+        __loader__=importlib.machinery.SourceFileLoader("__main__", full),
+    )
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}
+    sys.modules["__main__"] = main
+    sys.argv = [path, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
+        sys.path[0] = os.path.dirname(os.path.realpath(full))
+    with io.open_code(full) as file:
+        code = compile(file.read(), full, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """As `python -m name arguments` does, in a new `__main__`."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"].__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.argv = [name, *arguments]
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def run_command(name: str, arguments: list[str]) -> NoReturn:
+    """Become the command. Raises OSError if there is none of this name."""
+    sys.stdout.flush()
+    os.execvp(name, [name, *arguments])
+
+
+def prepare() -> None:
+    """What holds for whatever is run: the end with the agent, the cores, the stack at a fatal signal."""
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        die_with_parent(int(parent))
+    cpus = os.environ.pop(BIND_VARIABLE, None)
+    if cpus is not None:
+        os.sched_setaffinity(0, parse_cpus(cpus))
+    with contextlib.suppress(ValueError, OSError):  # stderr may be closed
+        faulthandler.enable()
+
+
+def main(argv: list[str]) -> int:
+    """Run what ``argv`` says: `[--script | --module | --command, NAME, args...]`. Returns the exit status."""
+    kind, name, *arguments = argv
+    prepare()
+    try:
+        if kind == "--command":
+            run_command(name, arguments)
+        elif kind == "--module":
+            run_module(name, arguments)
+        else:
+            run_script(name, arguments)
+    except SystemExit as stop:
+        if stop.code is not None and stop.code != 0:
+            text = stop.code if isinstance(stop.code, int) else f"sys.exit({stop.code!r})"
+            failure_record.write("" if isinstance(stop.code, int) else str(text), "")
+        raise
+    except BaseException as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""The command and the environment with which a node's ranks are started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from zerolite.launcher.job import NodeJob
+
+
+def rank_command(job: NodeJob) -> list[str]:
+    """The command of each rank."""
+    if not job.python:
+        what = ["--command", *job.target]
+    elif job.target[0] == "-m":
+        what = ["--module", *job.target[1:]]
+    else:
+        what = ["--script", *job.target]
+    return [sys.executable, "-u", "-m", "zerolite.launcher.rank", *what, *job.script_args]
+
+
+def node_environment(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks of the node find besides ``environ``: from the env file, threads, devices."""
+    variables = dict(job.env)
+    threads = threads_per_rank(job, environ)
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if job.devices is not None:
+        from zerolite.launcher.resources import visible_devices
+
+        variables["CUDA_VISIBLE_DEVICES"] = visible_devices({**environ, **job.env}, job.devices)
+    return variables
+
+
+def threads_per_rank(job: NodeJob, environ: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS of each rank, so that they share the cores; None if the user has set it."""
+    if "OMP_NUM_THREADS" in environ or "OMP_NUM_THREADS" in job.env:
+        return None
+    from zerolite.launcher.resources import count_cores  # imports psutil
+
+    return max(1, count_cores() // job.nproc)
+
+
+def bound_cpus(job: NodeJob) -> dict[int, str]:
+    """The logical CPUs of each local rank, as in `0,1,8`; empty without core binding."""
+    if not job.bind_cores:
+        return {}
+    from zerolite.launcher.resources import core_sets
+
+    return {rank: ",".join(map(str, cpus)) for rank, cpus in enumerate(core_sets(job.nproc))}

@@ -1,0 +1,168 @@
+"""Starting a job on several hosts, and ending it on all of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from zerolite.launcher import network, supervisor
+from zerolite.launcher.check import CheckSpec, Reach
+from zerolite.launcher.follow import Signals, follow_parts
+from zerolite.launcher.hosts import Host, HostsError
+from zerolite.launcher.job import NodeJob
+from zerolite.launcher.options import LaunchRequest, make_node_job
+from zerolite.launcher.parts import Part
+from zerolite.launcher.plan import Plan, make_node_jobs, make_plan
+from zerolite.launcher.preflight import ChecksFailed, check_hosts
+from zerolite.launcher.remote_commands import make_commands, pack
+from zerolite.launcher.supervisor import say
+
+
+def run(request: LaunchRequest) -> int:
+    """Run a job on the hosts that were asked for; return its exit status, 2 if it cannot be started."""
+    try:
+        job = make_plan(request)
+        if request.launcher == "none":
+            return print_own_commands(request, job)
+        if len(job.hosts) == 1 and job.route.here == 0:
+            return run_here(request, job)
+        if request.dry_run:
+            return print_commands(request, job)
+        reaches = check(request, job)
+    except HostsError as error:
+        say(str(error))
+        return 2
+    except ChecksFailed as error:
+        say_problems(error, job.hosts)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    nodes = make_node_jobs(request, job, reaches)
+    say_interfaces(job.hosts, nodes)
+    with Signals() as signals:
+        return follow_parts(job, start_parts(job, nodes), signals)
+
+
+def check(request: LaunchRequest, job: Plan) -> list[Reach]:
+    """Check all hosts; return how each reaches the first. Raises ChecksFailed."""
+    spec = CheckSpec(
+        job_id=job.job_id,
+        hosts=[host.name for host in job.hosts],
+        addresses=job.addresses,
+        from_launcher=job.route.here == 0 and request.master_addr is None,
+        port=job.port,
+        cwd=job.route.cwd,
+        target=request.target,
+        python=request.python,
+        visible=request.env.get("CUDA_VISIBLE_DEVICES"),
+    )
+    return check_hosts(job.route, job.hosts, spec)
+
+
+def run_here(request: LaunchRequest, job: Plan) -> int:
+    """Run a job whose only host is this one."""
+    host = job.hosts[0]
+    devices = None if host.devices is None else list(host.devices)
+    part = make_node_job(
+        request, job_id=job.job_id, nproc=host.slots, devices=devices, master_port=request.master_port or 0
+    )
+    if request.dry_run:
+        supervisor.print_dry_run(part)
+        return 0
+    return supervisor.run_node(part)
+
+
+def start_parts(job: Plan, nodes: Sequence[NodeJob]) -> list[Part]:
+    """Start all nodes."""
+    lines = [node.to_json() for node in nodes]
+    parts: list[Part] = []
+    if job.route.launcher == "ssh":
+        for command in make_commands(job.route, "zerolite.launcher.node", None):
+            node = command.nodes[0]
+            parts.append(Part(job.hosts[node].name, command, lines[node], here=node == job.route.here))
+    else:
+        payload = pack({"hosts": [host.name for host in job.hosts], "jobs": lines})
+        command = make_commands(job.route, "zerolite.launcher.node", payload)[0]
+        parts.append(Part(command.argv[0], command, None, here=False))
+    for part in parts:
+        part.start_forwarding()
+    return parts
+
+
+def say_problems(error: ChecksFailed, hosts: Sequence[Host]) -> None:
+    """Name all that does not fit."""
+    say("nothing was started, since not all hosts can take part:")
+    for host, problem in error.problems:
+        say(f"  {host}: {problem}")
+    bad = {host for host, _ in error.problems}
+    left_out = [host.name for host in hosts if host.name in bad]
+    if left_out and len(left_out) < len(hosts) and hosts[0].name not in left_out:
+        say(f"put that right, or leave out what cannot take part: --exclude {'@'.join(left_out)}")
+
+
+def say_interfaces(hosts: Sequence[Host], nodes: Sequence[NodeJob]) -> None:
+    """Say once which network interface gloo is told to use, and why."""
+    chosen = {host.name: node.env.get(network.GLOO_VARIABLE, "") for host, node in zip(hosts, nodes, strict=True)}
+    names = sorted({interface for interface in chosen.values() if interface})
+    if not names:
+        return
+    if len(names) == 1:
+        what = f"{network.GLOO_VARIABLE}={names[0]} on each host"
+    else:
+        what = f"{network.GLOO_VARIABLE} is " + ", ".join(f"{name} on {host}" for host, name in chosen.items() if name)
+    say(
+        f"{what}: the interface that leads to the first host; gloo would look for the host's own name, which often "
+        f"means 127.0.1.1; set it yourself to choose another"
+    )
+
+
+def print_commands(request: LaunchRequest, job: Plan) -> int:
+    """Print what would run, and on which hosts; run nothing. The checks, which find addresses, come before it."""
+    nodes = make_node_jobs(request, job, None)
+    lines = [node.to_json() for node in nodes]
+    if job.route.launcher != "ssh":
+        payload = pack({"hosts": [host.name for host in job.hosts], "jobs": lines})
+        print(f"# on {', '.join(host.name for host in job.hosts)}, where the last words but one hold:")
+        for line in lines:
+            print(f"#   {line}")
+        print(make_commands(job.route, "zerolite.launcher.node", payload)[0].shell_line())
+        return 0
+    for command in make_commands(job.route, "zerolite.launcher.node", None):
+        node = command.nodes[0]
+        place = f"{job.hosts[node].name}, this host" if node == job.route.here else job.hosts[node].name
+        print(f"# {place}; to its standard input this line, then a byte every second:\n#   {lines[node]}")
+        print(command.shell_line())
+    return 0
+
+
+def print_own_commands(request: LaunchRequest, job: Plan) -> int:
+    """Print the commands to be run by hand, one on each host."""
+    say("--launcher none starts nothing on other hosts; run on each of them, in the same directory:")
+    for i, host in enumerate(job.hosts):
+        words = own_command(request, job, i)
+        print(f"# {host.name}\ncd {shlex.quote(job.route.cwd)} && {shlex.join(words)}")
+    return 2
+
+
+def own_command(request: LaunchRequest, job: Plan, node: int) -> list[str]:
+    """Return the command line that starts one node by hand."""
+    host = job.hosts[node]
+    settings = [f"{key}={value}" for key, value in request.env.items()]
+    if host.devices is not None:
+        settings.append(f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.devices))}")
+    words = [*(["env", *settings] if settings else []), "zerolite", "--no-ssh"]
+    count = len(job.hosts)
+    options = {
+        "--num-nodes": str(count) if job.min_nodes == count else f"{job.min_nodes}:{count}",
+        "--node-rank": str(node),
+        "--master-addr": job.addresses[0],
+        "--master-port": str(job.port),
+        "--nproc": str(host.slots),
+        "--max-restarts": str(request.max_restarts) if request.max_restarts else None,
+        "--log-dir": request.log_dir,
+        "--tee": "all" if request.tee is None else ",".join(map(str, request.tee)) or None,
+    }
+    words += [word for key, value in options.items() if value is not None for word in (key, value)]
+    words += ["--bind-cores"] if request.bind_cores else []
+    words += [] if request.python else ["--no-python"]
+    return [*words, *request.target, *request.script_args]

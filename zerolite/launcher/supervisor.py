@@ -1,0 +1,321 @@
+"""Runs one node's part of a job: starts the agent, passes on signals, ends every process, prints the last lines.
+
+Without torch, so that it starts at once, stays small, and outlives whatever the agent and the ranks run into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from types import FrameType
+
+from zerolite.launcher.failures import Outcome, count, describe, exit_status, in_order, signal_name, were
+from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
+from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
+from zerolite.launcher.rank import BIND_VARIABLE
+from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_command, threads_per_rank
+
+INTERRUPT_S = 20.0
+"""Seconds that the ranks have after Ctrl-C."""
+
+SILENCE_S = 30.0
+"""Where another machine sends signs of life, so many seconds without one mean that it or the connection has gone."""
+
+LATE_GRACE_S = 2.0
+"""The same as `GRACE_S` for what is left when the agent has ended the ranks, after that time already."""
+
+LEFTOVER_S = 10.0
+"""After success, seconds for processes that the ranks have left behind."""
+
+INTERRUPT, STAND_BACK = b"I", b"P"
+"""Letters to the agent: Ctrl-C was pressed; the supervisor ends the ranks itself."""
+
+READY = "ready"
+"""The agent's line once the ranks have been started; the last line is its outcome."""
+
+SIGNAL_BYTES = {3: signal.SIGINT, 20: signal.SIGTERM, 1: signal.SIGHUP}
+"""Through a watched standard input, these bytes stand for signals."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Supervisor:
+    """One node's part of a job, from its start to its end.
+
+    Args:
+        job: what to run.
+        log_dir: where the ranks' output goes; exists.
+
+    Attributes:
+        keeps_logs: whether the user has been told of the output.
+    """
+
+    def __init__(self, job: NodeJob, log_dir: str) -> None:
+        self.keeps_logs = False
+        self._job = job
+        self._log_dir = log_dir
+        self._marker = f"{job.job_id}-{secrets.token_hex(2) if job.node_rank is None else job.node_rank}"
+        self._processes = JobProcesses(self._marker)
+        self._signals: list[int] = []
+        self._text = b""
+        self._heard = 0.0
+        self._stdin_open = job.watch_stdin
+        self._interrupted_at: float | None = None
+        self._woken, self._waker = os.pipe()
+        self._agent = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        adopt_orphans()
+        for descriptor in (self._woken, self._waker):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        for number in (*_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, self._note_signal)
+        lifeline, self._lifeline = os.pipe()
+        self._outcome, outcome = os.pipe()
+        agent = subprocess.Popen(
+            [*agent_command(), str(lifeline), str(outcome), self._log_dir],
+            env={**os.environ, **node_environment(self._job, os.environ), JOB_ID_VARIABLE: self._marker},
+            stdin=subprocess.DEVNULL if self._job.watch_stdin else None,
+            pass_fds=(lifeline, outcome),
+            start_new_session=True,
+        )
+        os.close(lifeline)
+        os.close(outcome)
+        os.set_blocking(self._outcome, False)
+        self._tell_agent(self._job.to_json().encode() + b"\n")
+        return agent
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def _tell_agent(self, text: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._lifeline, text)
+
+    def run(self) -> int:
+        """Wait for the job's end, and return its exit status."""
+        while self._agent.returncode is None:
+            self._wait()
+            status = self._react()
+            if status is not None:
+                return status
+        self._read_outcome()
+        if self._interrupted_at is not None:
+            self._end_all()
+            self._name_logs(only_if_filled=True)
+            return 128 + signal.SIGINT
+        lines = self._text.decode().splitlines()
+        if not lines or lines[-1] == READY:
+            return self._agent_died()
+        outcome = Outcome.from_json(lines[-1])
+        if not outcome.failures:
+            self._clear_up()
+            return 0
+        self._end_all(LATE_GRACE_S)
+        if outcome.speaks:
+            for line in describe(outcome):
+                print(line, file=sys.stderr)
+        self._name_logs()
+        return exit_status(in_order(outcome.failures)[0])
+
+    def _wait(self) -> None:
+        """Until something happens, half a second at most."""
+        descriptors = [self._woken, self._outcome]
+        if self._stdin_open:
+            descriptors.append(0)
+        readable = select.select(descriptors, [], [], 0.5)[0]
+        if self._woken in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, 4096)
+        if self._outcome in readable:
+            self._read_outcome()
+        if 0 in readable:
+            self._read_stdin()
+        self._reap()
+
+    def _read_outcome(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._outcome, 65536):
+                self._text += part
+
+    def _read_stdin(self) -> None:
+        try:
+            letters = os.read(0, 4096)
+        except OSError:
+            letters = b""
+        self._heard = time.monotonic()
+        self._stdin_open = bool(letters)
+        self._signals.extend(SIGNAL_BYTES[letter] for letter in letters if letter in SIGNAL_BYTES)
+
+    def _reap(self) -> None:
+        """Collect children that have ended: the agent, and orphans of the ranks."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._agent.pid:
+                    self._agent.returncode = os.waitstatus_to_exitcode(status)
+
+    def _react(self) -> int | None:
+        """To signals and silence. The exit status if that is the job's end, None if it goes on."""
+        if self._agent.returncode is not None:
+            return None
+        if self._signals:
+            return self._take_signal(self._signals.pop(0))
+        now = time.monotonic()
+        if self._interrupted_at is not None and now - self._interrupted_at > INTERRUPT_S:
+            say(f"the ranks did not finish within {INTERRUPT_S:.0f} s of Ctrl-C and are ended")
+            self._end_all()
+            return 128 + signal.SIGINT
+        host = os.uname().nodename
+        if self._job.watch_stdin and not self._stdin_open:
+            say(f"host {host}: the connection to the launcher has closed; the ranks here are ended")
+        elif self._job.watch_stdin and self._heard and now - self._heard > SILENCE_S:
+            say(f"host {host}: nothing came from the launcher for {SILENCE_S:.0f} s; the ranks here are ended")
+        else:
+            return None
+        self._end_all()
+        return 128 + signal.SIGTERM
+
+    def _take_signal(self, number: int) -> int | None:
+        if number == signal.SIGINT and self._interrupted_at is None and self._ready():
+            say(f"Ctrl-C: the ranks have {INTERRUPT_S:.0f} s to finish; press it again to end them at once")
+            self._interrupted_at = time.monotonic()
+            self._tell_agent(INTERRUPT)
+            return None
+        self._end_all(0.0 if self._interrupted_at is not None else GRACE_S)
+        say(f"received {signal_name(number)} and ended {count(self._job.nproc, 'rank')}")
+        self._name_logs(only_if_filled=True)
+        return 128 + (signal.SIGINT if self._interrupted_at is not None else number)
+
+    def _ready(self) -> bool:
+        return self._text.startswith(READY.encode())
+
+    def _agent_died(self) -> int:
+        code = self._agent.returncode
+        how = f"by signal {-code} ({signal_name(-code)})" if code < 0 else f"with exit status {code}"
+        say(f"the agent (process {self._agent.pid}), which runs the ranks, ended {how}; the ranks are ended too")
+        self._end_all()
+        self._name_logs()
+        return 128 - code if code < 0 else code or 1
+
+    def _end_all(self, grace_s: float = GRACE_S) -> None:
+        """End every process of the job here, with SIGKILL at once if another signal comes."""
+        self._tell_agent(STAND_BACK)
+        self._signals.clear()
+        agent = set() if self._agent.returncode is not None else {self._agent.pid}
+        # The agent goes last: the kernel kills the ranks when it does.
+        ranks = JobProcesses(self._marker, spare=agent) if agent else self._processes
+        stuck = ranks.end(grace_s, self._hurry)
+        stuck += self._processes.end(0.0, self._hurry)
+        for process in stuck:
+            say(f"process {process.pid} ({process.name}) does not end, not even by SIGKILL: it is stuck in the kernel")
+
+    def _hurry(self) -> bool:
+        self._reap()
+        return bool(self._signals)
+
+    def _clear_up(self) -> None:
+        """After success: end what the ranks have left behind, if it does not end by itself."""
+        deadline = time.monotonic() + LEFTOVER_S
+        while left := self._processes.find():
+            if time.monotonic() > deadline or self._signals:
+                names = ", ".join(f"{process.name} ({pid})" for pid, process in left.items())
+                say(f"{count(len(left), 'process')} left behind by the ranks {were(len(left))} ended: {names}")
+                self._end_all()
+                return
+            time.sleep(0.1)
+            self._reap()
+
+    def _name_logs(self, only_if_filled: bool = False) -> None:
+        """Say where the output is, and keep it."""
+        if not only_if_filled or has_output(self._log_dir):
+            self.keeps_logs = True
+            say(f"output of the ranks: {self._log_dir}")
+
+
+def run_node(job: NodeJob) -> int:
+    """Run one node's part of a job, and return its exit status.
+
+    To be called once, in the main thread of a process without other children: all children are waited for, orphans
+    are adopted, and signals are handled from now on.
+
+    Returns:
+        0 if every rank succeeded; else the exit status of the rank that failed first, 128 + n if signal n ended it;
+        128 + n if signal n ended the job.
+    """
+    share_cores(job)
+    log_dir = make_log_dir(job)
+    supervisor = Supervisor(job, log_dir)
+    status = supervisor.run()
+    if job.log_dir is None and not supervisor.keeps_logs:
+        shutil.rmtree(log_dir, ignore_errors=True)
+    return status
+
+
+def make_log_dir(job: NodeJob) -> str:
+    """The directory for the ranks' output; one of the job's own below the one asked for."""
+    if job.log_dir is None:
+        return tempfile.mkdtemp(prefix="zerolite_")
+    path = os.path.join(os.path.abspath(job.log_dir), f"job_{job.job_id[:8]}")
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def has_output(directory: str) -> bool:
+    """Whether there is any file that is not empty below a directory."""
+    return any(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
+
+
+def agent_command() -> list[str]:
+    """The agent's command, without its file descriptors."""
+    return [sys.executable, "-m", "zerolite.launcher.agent"]
+
+
+def share_cores(job: NodeJob) -> None:
+    """Say once for the job why OMP_NUM_THREADS is set, if it is."""
+    threads = threads_per_rank(job, os.environ)
+    if threads is None or job.node_rank not in (None, 0):
+        return
+    from zerolite.launcher.resources import count_cores
+
+    say(
+        f"OMP_NUM_THREADS={threads} in each process, to share {count(count_cores(), 'core')} among "
+        f"{count(job.nproc, 'process')}; set it yourself to choose another number"
+    )
+
+
+def print_dry_run(job: NodeJob) -> None:
+    """One line for each rank of the node, as a shell takes it: the variables set for it, and its command.
+
+    Left out is what only the start decides: a free port, and the numbers of the ranks where several nodes meet.
+    """
+    print(f"cd {shlex.quote(os.getcwd())}")
+    cpus = bound_cpus(job)
+    for local_rank in range(job.nproc):
+        variables = node_environment(job, os.environ)
+        variables.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(job.nproc), MASTER_ADDR=job.master_addr)
+        if job.max_nodes == 1:
+            variables.update(RANK=str(local_rank), WORLD_SIZE=str(job.nproc))
+        if job.master_port:
+            variables["MASTER_PORT"] = str(job.master_port)
+        if local_rank in cpus:
+            variables[BIND_VARIABLE] = cpus[local_rank]
+        settings = [f"{name}={value}" for name, value in sorted(variables.items())]
+        print(shlex.join(["env", *settings, *rank_command(job)]))
+
+
+def say(sentence: str) -> None:
+    print(f"zerolite: {sentence}", file=sys.stderr, flush=True)
