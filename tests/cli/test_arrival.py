@@ -52,7 +52,9 @@ def test_they_may_start_again_in_the_same_processes(pool: Pool) -> None:
     assert pool.run(f"{CASES}:start_again", {"env": env, "times": 3}) == [[3.0] * 3] * 3
 
 
-@pytest.mark.parametrize("missing", [[1], [1, 2], [2]])
+@pytest.mark.parametrize(
+    "missing", [pytest.param([1], marks=pytest.mark.slow), [1, 2], pytest.param([2], marks=pytest.mark.slow)]
+)
 def test_who_does_not_come_is_named(pool: Pool, missing: list[int]) -> None:
     places = ranks(*(None if number in missing else number for number in range(3)))
     results = start(pool, places, timeout=1.0, warn_after=0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -175,6 +176,16 @@ def test_host_overhead_measures_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_watchdog_counts_what_a_step_launches_and_times_a_note() -> None:
+    done = run("watchdog.py", "--layers", "3", "--rounds", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = [int(count) for count in re.findall(r"(\d+) collectives a step", done.stdout)]
+    # With a unit per module: each Linear and each LayerNorm is gathered and reduced, and one all-reduce for the norm.
+    assert len(counts) == 2 and counts[0] == 3 and counts[1] == 4 * 3 + 1
+    launch, wait = (float(us) for us in re.findall(r"(?:launch|wait) ([0-9.-]+) us", done.stdout))
+    assert launch < 50 and wait < 50
+
+
 def test_host_overhead_profiles_one_competitor() -> None:
     arguments = "--profile zerolite-3-w64-modules --layers 2 --steps 1 --warmup 5 --top 3".split()
     done = run("host_overhead.py", *arguments)

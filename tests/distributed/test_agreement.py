@@ -36,6 +36,10 @@ WORDS = {
     "argument": ["the argument broadcast_buffers is False on {first}, but True on {odd}"],
     "instance lr": ["param group 1 has lr 0.1 on {first}, but 0.01 on {odd}"],
     "instance class": ["the optimizer is torch.optim.sgd.SGD on {first}, but torch.optim.adagrad.Adagrad on {odd}"],
+    "many": [
+        *(f"param group 0 has setting{number} not set on {{first}}, but {number} on {{odd}}" for number in range(10)),
+        "and 2 more differences\n",
+    ],
     "membership": [
         "param group 0 holds 2 parameters on {first}, but 3 parameters on {odd}: 'head.bias' is in it on {odd} only",
         "param group 1 holds 2 parameters on {first}, but 1 parameter on {odd}: 'head.bias' is in it on {first} only",

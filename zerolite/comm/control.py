@@ -44,7 +44,7 @@ class ControlChannel:
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Rank ``source``'s ``value``, which travels by pickle between the ranks of the job."""
-        return broadcast_object(value, source, self._group, TAG)
+        return broadcast_object(value, source, self._group)
 
     def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         own = torch.tensor(row + [0] * (self._width - len(row)), dtype=torch.int64, device="cpu")

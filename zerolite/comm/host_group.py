@@ -24,7 +24,7 @@ class HostGroup:
         self.rank, self.world_size = comm.rank, comm.world_size
         alone = comm.group is None or comm.world_size == 1
         self.group = None if alone else second_group(comm.group, "gloo", purpose)  # type: ignore[arg-type]
-        self._meetings, self._purpose = 0, purpose
+        self._meetings = 0
         self._key = self.broadcast(f"zerolite/{purpose}/{uuid.uuid4()}", 0)
 
     @property
@@ -69,13 +69,13 @@ class HostGroup:
         """Every rank's ``value``, in rank order."""
         if self.group is None:
             return [value]
-        return gather_objects(value, self.group, self._purpose)
+        return gather_objects(value, self.group)
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Rank ``source``'s ``value``."""
         if self.group is None:
             return value
-        return broadcast_object(value, source, self.group, self._purpose)
+        return broadcast_object(value, source, self.group)
 
 
 def _without(missing: list[int], timeout_s: float, what: str) -> str:

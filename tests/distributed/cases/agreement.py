@@ -99,6 +99,11 @@ def _with_instance(given: Arguments, lr: float = 0.1, head_lr: float = 0.1, kind
     given["optimizer"] = kind(groups, lr=lr)
 
 
+def _many_settings(given: Arguments) -> None:
+    _with_instance(given)
+    given["optimizer"].param_groups[0].update({f"setting{number}": number for number in range(12)})
+
+
 def _other_membership(given: Arguments) -> None:
     model = given["model"]
     del given["config"]["optimizer"]
@@ -147,6 +152,7 @@ CHANGES: dict[str, tuple[Callable[[Arguments], None], Callable[[Arguments], None
     "argument": (_same, _buffers_sent),
     "instance lr": (_with_instance, functools.partial(_with_instance, head_lr=0.01)),
     "instance class": (_with_instance, functools.partial(_with_instance, kind=torch.optim.Adagrad)),
+    "many": (_with_instance, _many_settings),
     "membership": (_with_instance, _other_membership),
     "instance": (_same, _with_instance),
     "function": (_by_function, functools.partial(_by_function, momentum=0.5)),

@@ -1,0 +1,107 @@
+"""Jobs whose ranks part, started by the `zerolite` command: they end soon, and say why once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import run_command, start_command
+from zerolite.runtime.watchdog import EXIT_STATUS
+
+slow = pytest.mark.slow
+
+SCRIPT = """\
+import os, sys, time, torch, zerolite
+how, stage, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+rank = int(os.environ["RANK"])
+odd = rank == 1
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2 if how == "other lr" and odd else 1e-3}},
+    "zero_optimization": {"stage": stage},
+    "desync_timeout_s": timeout_s,
+}
+if how == "late" and odd:
+    time.sleep(1000)
+zerolite.init_distributed()
+engine = zerolite.initialize(model, config)
+for step in range(5 + (how == "more" and odd)):
+    if how == "sleep" and odd and step == 2:
+        print("going to sleep", flush=True)
+        time.sleep(1000)
+    if how == "raise" and odd and step == 2:
+        raise ValueError("a bad sample")
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+    if how == "wait":
+        time.sleep(0.5)
+print("done", rank, flush=True)
+zerolite.destroy()
+"""
+
+
+def start(
+    directory: Path, how: str, stage: int, timeout_s: float = 2.0
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    script = directory / "train.py"
+    script.write_text(SCRIPT)
+    began = time.monotonic()
+    finished = run_command("--nproc", "2", script, how, str(stage), str(timeout_s), cwd=directory)
+    return finished, time.monotonic() - began
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 2, pytest.param(3, marks=slow)])
+def test_a_rank_that_sleeps_ends_the_job_with_the_diagnosis(tmp_path: Path, stage: int) -> None:
+    finished, _ = start(tmp_path, "sleep", stage)
+    said = finished.stderr
+    assert finished.returncode == EXIT_STATUS, said
+    assert "rank 1 is outside of the engine, at " in said and "train.py:" in said and "engine.join()" in said
+    assert said.count("Likely cause:") == 1, "the message is there once"
+    assert "zerolite/launcher" not in said.partition("Likely cause:")[2].partition("zerolite: rank")[0]
+    assert f"exit status {EXIT_STATUS}" in said
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_with_one_batch_more_is_told(tmp_path: Path, stage: int) -> None:
+    finished, seconds = start(tmp_path, "more", stage, 60.0)
+    assert finished.returncode == 1
+    assert "rank 0 ended normally after step 5. Uneven batches?" in finished.stderr
+    assert "PeerLost" in finished.stderr and seconds < 45
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_first_failure_is_shown_and_not_its_consequence(tmp_path: Path, stage: int) -> None:
+    finished, _ = start(tmp_path, "raise", stage, 60.0)
+    last = finished.stderr.rpartition("zerolite: rank 1 of 2")[2]
+    assert finished.returncode == 1 and "ValueError: a bad sample" in last, finished.stderr
+
+
+@slow
+def test_other_hyperparameters_on_one_rank_are_named_at_the_start(tmp_path: Path) -> None:
+    finished, seconds = start(tmp_path, "other lr", 2, 60.0)
+    assert finished.returncode == 1 and seconds < 45
+    assert "optimizer.params.lr" in finished.stderr and "0.01" in finished.stderr and "rank 1" in finished.stderr
+
+
+@slow
+def test_sigusr1_prints_positions_and_the_job_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("for step in", "print('pid', os.getpid(), flush=True)\nfor step in"))
+    job = start_command("--nproc", "2", script, "wait", "3", "60", cwd=tmp_path)
+    assert job.stdout is not None
+    process = int(job.stdout.readline().split()[1])
+    time.sleep(1.2)
+    os.kill(process, signal.SIGUSR1)
+    out, said = job.communicate(timeout=120)
+    assert job.returncode == 0 and "done 0" in out
+    assert (
+        "zerolite: SIGUSR1: rank 0 stands in step" in said and "most recent call first" in said and "train.py" in said
+    )

@@ -1,0 +1,66 @@
+"""Values as texts that are equal on all ranks where the values are, and sentences about those that are not."""
+
+import functools
+
+import torch
+
+from zerolite.runtime.agreement import Description, describe_optimizer, differences, joined, plain_text
+
+
+class Opaque:
+    pass
+
+
+def test_texts_do_not_depend_on_the_process() -> None:
+    assert plain_text([1, 2.5, "a", None, True]) == "[1, 2.5, 'a', None, True]"
+    assert (
+        plain_text({"lr": torch.tensor(0.5), "table": torch.zeros(2, 3)})
+        == "{lr: 0.5, table: a tensor of shape (2, 3)}"
+    )
+    assert plain_text(Opaque()) == plain_text(Opaque()) == f"{__name__}.Opaque"
+    assert plain_text(torch.optim.SGD) == "torch.optim.sgd.SGD"
+    assert plain_text(functools.partial(torch.zeros, 3, dtype=torch.int8)).endswith("with [3, {dtype: torch.int8}]")
+    assert plain_text(torch.bfloat16) == "torch.bfloat16"
+
+
+def test_equal_descriptions_have_one_number() -> None:
+    one = Description({"a": {"x": "1", "y": "2"}}, {"group": ["p", "q"]})
+    other = Description({"a": {"y": "2", "x": "1"}}, {"group": ["p", "q"]})
+    assert one.number() == other.number() and 0 <= one.number() < 1 << 63
+    swapped = Description(one.items, {"group": ["q", "p"]})
+    assert one.number() != swapped.number()
+    assert list(differences([one, other])) == []
+
+
+def test_differences_are_sentences() -> None:
+    first = Description(
+        {"parameter 'w'": {"shape": "(2,)"}, "key": {"": "1"}}, {"param group 0": ["w"]}, {"all": ["w"]}
+    )
+    second = joined(first, Description({"parameter 'v'": {"shape": "(1,)"}, "key": {"": "2"}}))
+    assert list(differences([first, second, first])) == [
+        "key is 1 on ranks 0 and 2, but 2 on rank 1",
+        "parameter 'v' exists on rank 1 only",
+    ]
+
+
+def test_strays_of_a_group_are_named_three_at_most() -> None:
+    few, many = Description(lists={"param group 0": ["a"]}), Description(lists={"param group 0": list("abcdef")})
+    assert list(differences([few, many])) == [
+        "param group 0 holds 1 parameter on rank 0, but 6 parameters on rank 1: 'b' is in it on rank 1 only, 'c' is in "
+        "it on rank 1 only, 'd' is in it on rank 1 only and 2 more"
+    ]
+
+
+def test_orders() -> None:
+    ranks = [Description(orders={"the parameters": names}) for names in (["a", "b", "c"], ["a", "c", "b"])]
+    assert list(differences(ranks)) == [
+        "the parameters come in another order: number 1 is 'b' on rank 0, but 'c' on rank 1"
+    ]
+
+
+def test_a_tied_parameter_has_one_name_in_its_group() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.alias = model.weight
+    found = describe_optimizer(None, [{"params": list(model.parameters()), "lr": 0.1}], model)
+    assert found.lists == {"param group 0": ["weight", "bias"]}
+    assert found.items["param group 0"] == {"lr": "0.1"}
