@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -103,8 +104,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[object]:
     jobs = []
 
-    def begin(script: str, *options: str) -> Job:
-        jobs.append(Job(tmp_path, script, *options))
+    def begin(script: str, *options: str, directory: Path = tmp_path) -> Job:
+        jobs.append(Job(directory, script, *options))
         return jobs[-1]
 
     yield begin
@@ -309,3 +310,89 @@ def test_processes_left_behind_by_success(start) -> None:
     job = start(PRELUDE + "subprocess.Popen(['setsid', 'sleep', '1000'])\n", "--nproc", "1")
     assert job.finish() == 0
     assert "1 process left behind by the ranks was ended: sleep" in job.stderr and job.left() == []
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start_parts(start, directory: Path, script: str, *options: str) -> list[Job]:
+    """Both parts of a job on two nodes, which are this machine, each in a directory of its own."""
+    port = free_port()
+    parts = []
+    for node in ("0", "1"):
+        (directory / node).mkdir()
+        address = ("--master-addr", "127.0.0.1", "--master-port", port)
+        parts.append(start(script, "--nproc", "1", "--node-rank", node, *address, *options, directory=directory / node))
+    return parts
+
+
+# With its node's number: the part that is rank 0 in one directory, the other one in another.
+STEPS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+up()
+attempt, total = os.environ["TORCHELASTIC_RESTART_COUNT"], torch.ones(1)
+dist.all_reduce(total)
+if attempt == "0" and RANK == FAILS: failing(); raise ValueError("on purpose")
+if attempt == "0" or FAILS == "for ever":
+    while True: dist.all_reduce(torch.ones(1)); time.sleep(0.05)
+Path("sum").write_text(f"{total.item()} of {dist.get_world_size()} in {attempt}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", ["0", "1"])
+def test_a_rank_of_one_node_ends_the_other(start, tmp_path: Path, fails: str) -> None:
+    """Only the first node tells of it, wherever it happened; both have the rank's exit status."""
+    parts = start_parts(start, tmp_path, PRELUDE + f"FAILS = '{fails}'\n" + STEPS, "--num-nodes", "2")
+    assert [part.finish() for part in parts] == [1, 1], [part.stderr for part in parts]
+    failed_at = float((tmp_path / fails / "failed_at").read_text())
+    assert max(part.ended_at for part in parts) - failed_at < LIMIT_S
+    assert [part.left() for part in parts] == [[], []]
+    assert f"zerolite: rank {fails} of 2 on host" in headline(parts[0].stderr)
+    assert "ValueError: on purpose" in headline(parts[0].stderr)
+    assert " failed: " not in parts[1].stderr
+
+
+@pytest.mark.slow
+def test_nodes_start_again_together(start, tmp_path: Path) -> None:
+    script = PRELUDE + "FAILS = '1'\n" + STEPS
+    parts = start_parts(start, tmp_path, script, "--num-nodes", "2", "--max-restarts", "1")
+    assert [part.finish() for part in parts] == [0, 0], [part.stderr for part in parts]
+    assert "attempt 1 starts: 2 ranks on 2 nodes, because rank 1 of 2 on host" in parts[0].stderr
+    assert "ValueError: on purpose" in parts[0].stderr and "attempt" not in parts[1].stderr
+    assert [(tmp_path / node / "sum").read_text() for node in ("0", "1")] == ["2.0 of 2 in 1"] * 2
+
+
+@pytest.mark.slow
+def test_first_node_gone(start, tmp_path: Path) -> None:
+    """Its agent is killed, and with it the store at which the nodes meet."""
+    parts = start_parts(start, tmp_path, PRELUDE + "FAILS = 'for ever'\n" + STEPS, "--num-nodes", "2")
+    for node, part in enumerate(parts):
+        part.wait_up(node)
+    since = time.time()
+    subprocess.run(["kill", "-9", str(parts[0].agent())], check=True)
+    assert [part.finish() for part in parts] == [137, 1], [part.stderr for part in parts]
+    assert max(part.ended_at for part in parts) - since < LIMIT_S
+    assert [part.left() for part in parts] == [[], []]
+    assert "zerolite: the first node, 127.0.0.1, has gone" in parts[1].stderr
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_with_one_node_fewer(start, tmp_path: Path) -> None:
+    """All of the second node vanishes without a word."""
+    script = PRELUDE + "FAILS = 'nobody'\n" + STEPS
+    parts = start_parts(start, tmp_path, script, "--num-nodes", "1:2", "--max-restarts", "1")
+    for node, part in enumerate(parts):
+        part.wait_up(node)
+    parts[1].process.kill()
+    parts[1].finish()
+    subprocess.run(["kill", "-9", *find_processes(parts[1].token, pids=True)], check=False)
+    assert parts[0].finish() == 0, parts[0].stderr
+    assert "attempt 1 starts: 1 rank on 1 node, because" in parts[0].stderr
+    assert (tmp_path / "0" / "sum").read_text() == "1.0 of 1 in 1"
+    assert parts[0].left() == []

@@ -21,6 +21,14 @@ how, stage, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 rank = int(os.environ["RANK"])
 odd = rank == 1
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+
+def fail(*args):
+    if how.startswith("kill"):
+        os.kill(os.getpid(), 9)
+    raise ValueError("a bad sample")
+
+if how == "raise at import" and odd:
+    fail()
 config = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2 if how == "other lr" and odd else 1e-3}},
@@ -35,10 +43,19 @@ for step in range(5 + (how == "more" and odd)):
     if how == "sleep" and odd and step == 2:
         print("going to sleep", flush=True)
         time.sleep(1000)
-    if how == "raise" and odd and step == 2:
-        raise ValueError("a bad sample")
-    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    place = how.partition(" in ")[2] if odd and step == 2 else ""
+    if place == "forward":
+        model[1].register_forward_pre_hook(fail)
+    loss = engine(torch.randn(2, 8)).square().mean()
+    if place == "backward":
+        loss.register_hook(fail)
+    engine.backward(loss)
     engine.step()
+    if how.endswith("in save") and step == 2:
+        if odd:
+            from zerolite.checkpoint import saving
+            saving.write_checkpoint = fail
+        engine.save_checkpoint("checkpoints")
     if how == "wait":
         time.sleep(0.5)
 print("done", rank, flush=True)
@@ -77,11 +94,27 @@ def test_a_rank_with_one_batch_more_is_told(tmp_path: Path, stage: int) -> None:
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_first_failure_is_shown_and_not_its_consequence(tmp_path: Path, stage: int) -> None:
-    finished, _ = start(tmp_path, "raise", stage, 60.0)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "how", ["raise at import", "raise in forward", "raise in backward", "kill in forward", "kill in backward"]
+)
+def test_the_first_failure_is_shown_and_not_its_consequence(tmp_path: Path, how: str, stage: int) -> None:
+    finished, seconds = start(tmp_path, how, stage, 60.0)
     last = finished.stderr.rpartition("zerolite: rank 1 of 2")[2]
-    assert finished.returncode == 1 and "ValueError: a bad sample" in last, finished.stderr
+    if how.startswith("kill"):
+        assert finished.returncode == 128 + signal.SIGKILL and "SIGKILL" in last, finished.stderr
+    else:
+        assert finished.returncode == 1 and "ValueError: a bad sample" in last, finished.stderr
+    assert seconds < 45
+
+
+@slow
+@pytest.mark.parametrize("how", ["raise in save", "kill in save"])
+def test_a_rank_that_fails_in_a_save_ends_the_job(tmp_path: Path, how: str) -> None:
+    finished, seconds = start(tmp_path, how, 2, 60.0)
+    assert finished.returncode == (1 if how.startswith("raise") else 128 + signal.SIGKILL), finished.stderr
+    assert ("a bad sample" if how.startswith("raise") else "SIGKILL") in finished.stderr and seconds < 45
+    assert not (tmp_path / "checkpoints" / "latest").exists()
 
 
 @slow

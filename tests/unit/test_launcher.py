@@ -136,7 +136,7 @@ class TestCommandLine:
             (["--num-nodes", "2", "--node-rank", "0"], "needs --master-addr"),
             (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "0 to 1"),
             (["--node-rank", "1", "--master-addr", "a"], "needs --num-nodes"),
-            (["--no-ssh", "--hostfile", "h"], "--hostfile"),
+            (["--no-ssh", "--include", "h"], "--hostfile"),
         ],
     )
     def test_this_nodes_part(self, argv: list[str], part: str) -> None:
@@ -144,7 +144,13 @@ class TestCommandLine:
         assert cli.find_node_problem(self.request("--no-ssh", "t.py")) is None
 
     def test_who_starts_the_nodes(self) -> None:
-        for argv in (["--hostfile", "h"], ["--include", "a"], ["--num-nodes", "2"], ["--launcher", "slurm"]):
+        for argv in (
+            ["--hostfile", "h"],
+            ["--include", "a"],
+            ["--num-nodes", "2"],
+            ["--launcher", "slurm"],
+            ["--launcher", "none", "--hostfile", "h"],
+        ):
             assert cli.is_remote(self.request(*argv, "t.py"))
         for argv in ([], ["--num-nodes", "1"], ["--launcher", "none"], ["--num-nodes", "2", "--node-rank", "1"]):
             assert not cli.is_remote(self.request(*argv, "t.py"))
@@ -206,7 +212,7 @@ class TestFailures:
         late = self.failure(1, 10.2)
         cause = self.failure(2, 10.3, record=self.record("ValueError: x", 10.1))
         lost = Failure(host="node3", of_agent="host node3 gave no sign of life", seen=1.0)
-        assert failures.in_order([lost, peer, late, cause]) == [cause, late, peer, lost]
+        assert failures.in_order([lost, peer, late, cause]) == [cause, late, lost, peer]
 
     @pytest.mark.parametrize(
         ("fields", "reason", "status"),
@@ -221,7 +227,7 @@ class TestFailures:
     def test_reason(self, fields: dict[str, object], reason: str, status: int) -> None:
         failure = self.failure(2, 1.0, **fields)
         assert failures.reason(failure).startswith(reason)
-        assert failures.exit_status(failure) == status
+        assert failures.exit_status([failure]) == status
 
     @pytest.mark.parametrize(
         "message",
@@ -239,7 +245,7 @@ class TestFailures:
     def test_last_lines(self) -> None:
         record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
         first = self.failure(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
-        lines = failures.describe(Outcome([first, self.failure(3, 2.0, exitcode=-6)], attempt=1))
+        lines = failures.describe(Outcome([first, self.failure(3, 2.0, exitcode=-6)], attempt=1), "node7")
         assert lines == [
             "zerolite: rank 2 of 4 on host node7 (process 4711) failed: exit status 1, ValueError: x in attempt 1",
             "Traceback",
@@ -250,8 +256,24 @@ class TestFailures:
             "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
             "zerolite: the other 2 ranks were ended",
         ]
-        silent = failures.describe(Outcome([self.failure(0, 1.0, tail="a\nb")]))
-        assert silent[1:4] == ["zerolite: the last lines of rank 0's standard error:", "a", "b"]
+        silent = failures.describe(Outcome([self.failure(1, 1.0, tail="a\nb")]), "node7")
+        assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
+
+    def test_what_the_terminal_has_is_not_repeated(self) -> None:
+        """All ranks end with one message, of several lines; rank 0 has no files, since it writes to the terminal."""
+        record = self.record("ranks parted\nat module x", 1.0)
+        ranks = [self.failure(n, 1.0, record=record, exitcode=76, output=["o"] if n else []) for n in (2, 0, 1)]
+        ranks[0] = dataclasses.replace(ranks[0], by_itself=False, exitcode=-15)
+        assert failures.exit_status(ranks) == 76, "that of a rank that ended by itself"
+        lines = failures.describe(Outcome(ranks), "node7")
+        assert lines == [
+            "zerolite: rank 2 of 4 on host node7 (process 4711) failed: an error, ranks parted (see above)",
+            "zerolite: all output of rank 2: o",
+            "zerolite: 2 other ranks ended with the same message",
+            "zerolite: the other rank was ended",
+        ]
+        elsewhere = failures.describe(Outcome([ranks[2]]), "node1")
+        assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]
 
     def test_outcome_survives_json(self) -> None:
         outcome = Outcome([self.failure(2, 1.5, record=self.record("m", 2.5, True), output=["o"])], False, 3)
@@ -267,9 +289,13 @@ class TestRank:
         class DistNetworkError(RuntimeError):
             pass
 
+        class PeerLost(RuntimeError):
+            pass
+
         gone = "[pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by a remote worker"
         assert rank.is_consequence(RuntimeError(gone))
         assert rank.is_consequence(DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed."))
+        assert rank.is_consequence(PeerLost("rank 1 has ended"))
         assert not rank.is_consequence(RuntimeError("shapes differ"))
         assert not rank.is_consequence(ValueError(gone)), "a sentence of the user's own"
 

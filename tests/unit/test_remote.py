@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.launcher import network
+from zerolite.launcher import network, remote
 from zerolite.launcher.check import CheckSpec, Facts, Reach, candidate_addresses, node_index, own_versions
 from zerolite.launcher.hosts import Host, HostsError
 from zerolite.launcher.job import NodeJob
@@ -224,6 +224,36 @@ def test_the_command_of_a_node_by_hand(hostfile: str) -> None:
         "env CUDA_VISIBLE_DEVICES=1 zerolite --no-ssh --num-nodes 1:2 --node-rank 0 --master-addr host2 "
         f"--master-port {plan.port} --nproc 1 --tee 3 -m mod --x"
     )
+
+
+def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    request = LaunchRequest(["t.py"], ["a b"], hostfile=hostfile, launcher_args=["-F", "x y"], dry_run=True)
+    assert remote.run(request) == 0
+    lines = capsys.readouterr().out.splitlines()
+    commands = [shlex.split(line) for line in lines if not line.startswith("#")]
+    route = make_plan(request).route
+    assert commands == [list(command.argv) for command in make_commands(route, "zerolite.launcher.node", None)]
+    jobs = [NodeJob.from_json(line.removeprefix("#   ")) for line in lines if line.startswith("#   ")]
+    assert [(job.node_rank, job.nproc) for job in jobs] == [(0, 2), (1, 4), (2, 4)]
+    assert all(job.script_args == ["a b"] for job in jobs)
+    request = LaunchRequest(["t.py"], hostfile=hostfile, launcher="openmpi", dry_run=True)
+    assert remote.run(request) == 0
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    packed = shlex.split(shlex.split(command)[-1])[-2]
+    assert [NodeJob.from_json(job).nproc for job in unpack(packed)["jobs"]] == [2, 4, 4]
+
+
+def test_launcher_none_prints_a_command_for_each_host(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert remote.run(LaunchRequest(["t.py"], hostfile=hostfile, launcher="none", master_port=29777)) == 2
+    printed = capsys.readouterr()
+    assert "--launcher none starts nothing on other hosts; run on each of them" in printed.err
+    for rank in range(3):
+        assert f"--node-rank {rank} --master-addr {socket.gethostname()} --master-port 29777" in printed.out
+
+
+def test_a_host_that_cannot_be_used_is_an_exit_status_of_two(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert remote.run(LaunchRequest(["t.py"], hostfile=hostfile, include="host7")) == 2
+    assert "zerolite: --include 'host7' names the host 'host7'" in capsys.readouterr().err
 
 
 def test_this_host() -> None:
