@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,10 +59,12 @@ def run_command(*arguments: str | Path, cwd: Path, **changes: str | None) -> sub
     )
 
 
-def start_command(*arguments: str | Path, cwd: Path, **changes: str | None) -> subprocess.Popen[str]:
-    """Start `zerolite ARGUMENTS`; its output comes through pipes."""
+def start_command(
+    *arguments: str | Path, cwd: Path, through: Sequence[str] = (), **changes: str | None
+) -> subprocess.Popen[str]:
+    """Start `zerolite ARGUMENTS`, by the command ``through`` if given; its output comes through pipes."""
     return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
+        [*through, *COMMAND, *map(str, arguments)],
         cwd=cwd,
         env=job_environment(**changes),
         stdin=subprocess.DEVNULL,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,13 @@ if __name__ == "__main__" and RANK == "0":
 class Job:
     """A running `zerolite` command, whose processes all carry a token of the test's own."""
 
-    def __init__(self, directory: Path, script: str, *options: str) -> None:
+    def __init__(self, directory: Path, script: str, *options: str, through: Sequence[str] = ()) -> None:
         self.token = secrets.token_hex(8)
         self.directory = directory
         (directory / "train.py").write_text(script)
-        self.process = start_command(*options, "train.py", cwd=directory, ZEROLITE_TEST_TOKEN=self.token)
+        self.process = start_command(
+            *options, "train.py", cwd=directory, through=through, ZEROLITE_TEST_TOKEN=self.token
+        )
         self.stdout = self.stderr = ""
         self.ended_at = 0.0
 
@@ -104,8 +107,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[object]:
     jobs = []
 
-    def begin(script: str, *options: str, directory: Path = tmp_path) -> Job:
-        jobs.append(Job(directory, script, *options))
+    def begin(script: str, *options: str, directory: Path = tmp_path, through: Sequence[str] = ()) -> Job:
+        jobs.append(Job(directory, script, *options, through=through))
         return jobs[-1]
 
     yield begin
@@ -170,6 +173,37 @@ def test_segmentation_fault_shows_the_stack(start) -> None:
     assert "signal 11 (SIGSEGV)" in headline(job.stderr)
     assert "Fatal Python error: Segmentation fault" in job.stderr
     assert re.search(r'File ".*train.py", line \d+ in deep', job.stderr)
+    assert job.left() == []
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group whose processes may use 800 MB of memory together."""
+    for place, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(place) / f"zerolite-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(800 << 20))
+        except OSError:
+            continue
+        yield group
+        break
+    else:
+        pytest.skip("a control group with a memory limit cannot be made here: it needs root, and the memory controller")
+    deadline = time.monotonic() + 10
+    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_killed_for_want_of_memory(start, small_group: Path) -> None:
+    """By the kernel, with the same signal as by `kill -9`; the control group's counter tells the difference."""
+    grow = "hold = []\nwhile True: hold.append(b'x' * (16 << 20))\n"
+    enter = ["sh", "-c", f'echo $$ > {small_group}/cgroup.procs; exec "$@"', "sh"]
+    job = start(OTHERS_WAIT + grow, "--nproc", "2", through=enter)
+    assert job.finish() == 137, job.stderr
+    assert "failed: killed by the kernel, since memory had run out" in headline(job.stderr)
     assert job.left() == []
 
 

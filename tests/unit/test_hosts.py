@@ -101,7 +101,5 @@ def test_the_first_hosts_with_their_first_slots() -> None:
     assert limit_hosts(HOSTS, None, None) == limit_hosts(HOSTS, (2, 9), None) == HOSTS
     with pytest.raises(HostsError, match="--num-nodes asks for 4 hosts, and there are 3: host1, host2, 10.0.0.3"):
         limit_hosts(HOSTS, (4, 5), None)
-    with pytest.raises(
-        HostsError, match="2 processes on each host, and the host '10.0.0.3' has 1 slot"
-    ):
+    with pytest.raises(HostsError, match="2 processes on each host, and the host '10.0.0.3' has 1 slot"):
         limit_hosts(HOSTS, None, 2)

@@ -1,13 +1,14 @@
 """What runs a node's ranks: torch's elastic agent, in a process of its own that the supervisor starts.
 
-`python -m zerolite.launcher.agent LIFELINE OUTCOME LOG_DIR`, two file descriptors and a directory. The first line from
-LIFELINE is the job; then come single letters, the supervisor's `INTERRUPT` and `STAND_BACK`. When it closes, the
-supervisor has died, and the agent ends everything. To OUTCOME go a line once the ranks run, and the job's outcome.
+`python -m zerolite.launcher.agent LIFELINE OUTCOME LOG_DIR [quiet]`, two file descriptors and a directory. The first
+line from LIFELINE is the job; then come single letters, the supervisor's `INTERRUPT` and `STAND_BACK`. When it closes,
+the supervisor has died, and the agent ends everything. To OUTCOME go a line once the ranks run, and the job's outcome.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -32,12 +33,15 @@ from zerolite.launcher.memory_kills import MemoryKills
 from zerolite.launcher.processes import JobProcesses, send_to_groups
 from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, rank_command
-from zerolite.launcher.supervisor import INTERRUPT, READY, say
+from zerolite.launcher.supervisor import CPP_LOG_VARIABLE, INTERRUPT, QUIET, READY, say
 
 MONITOR_INTERVAL_S = 0.05
 
 SETTLE_S = 2.0
 """When all that failed say that another rank has gone, that one is waited for so long."""
+
+LEAVING_S = 1.0
+"""A rank that has reported an error is about to end, and gets so long before it is told to."""
 
 HANGING_S = 3.0
 """A rank that has reported an error and is still there after so long counts as failed."""
@@ -81,6 +85,7 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = max(0, self.job.max_restarts - meeting.restarts)
         if self.board is not None:
             self.board.close()
+        self.board = None
         if nodes > 1:
             self.board = Board(self.job.master_addr, meeting.port, meeting.attempt, meeting.node, meeting.hosts)
         self.failures, self._unfinished_since, self._noted_done = [], {}, False
@@ -165,19 +170,29 @@ class Agent(LocalElasticAgent):
         return board is None or not board.gone and len(self.meeting.hosts) - len(board.lost) >= self.job.min_nodes
 
     def _settle(self, failed: dict[int, int], seen: dict[int, float]) -> None:
-        """Wait a little for the cause, where all that is known is that ranks have lost another one."""
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline:
-            records = [failure_record.read(path) for path in self.logs.error_files.values()]
-            causes = [record for record in records if record is not None and not record.consequence]
-            silent = len(failed) > sum(record is not None and record.consequence for record in records)
-            if not failed or causes or silent or (self.board is not None and self.board.failed):
+        """Wait a little: for ranks that have reported an error and are about to end, and for the cause of it all."""
+        start = time.monotonic()
+        while failed and not (self.board is not None and self.board.failed):
+            waited = time.monotonic() - start
+            if waited > (SETTLE_S if self._cause_is_missing(failed) else LEAVING_S if self._leaving(failed) else 0.0):
                 return
             time.sleep(MONITOR_INTERVAL_S)
             for local_rank, code in self._exit_codes().items():
                 if code and local_rank not in failed:
                     failed[local_rank] = code
                     seen[local_rank] = time.time()
+
+    def _cause_is_missing(self, failed: dict[int, int]) -> bool:
+        """Whether all that is known is that ranks have lost another one."""
+        records = [self._record(local_rank) for local_rank in failed]
+        return all(record is not None and record.consequence for record in records)
+
+    def _leaving(self, failed: dict[int, int]) -> bool:
+        """Whether a rank that still runs has reported an error."""
+        return any(self._record(w.local_rank) for w in self._worker_group.workers if w.local_rank not in failed)
+
+    def _record(self, local_rank: int) -> FailureRecord | None:
+        return failure_record.read(self.logs.error_files[self._worker_group.workers[local_rank].global_rank])
 
     def _failure(self, worker_group: WorkerGroup, local_rank: int, code: int, seen: float) -> Failure:
         worker = worker_group.workers[local_rank]
@@ -190,7 +205,7 @@ class Agent(LocalElasticAgent):
             pid=pid,
             exitcode=code,
             seen=seen,
-            record=failure_record.read(self.logs.error_files[worker.global_rank]),
+            record=self._record(local_rank),
             killed_for_memory=code == -signal.SIGKILL and self._memory_kills.happened(pid),
             output=self.logs.outputs[worker.global_rank],
             tail=self.logs.tail(worker.global_rank),
@@ -199,10 +214,10 @@ class Agent(LocalElasticAgent):
     def _note_what_came_to_light(self, worker_group: WorkerGroup, failed: dict[int, int], ending: float) -> None:
         """The ranks have ended. Some may have failed by themselves, before they were told to end."""
         for local_rank, code in self._exit_codes().items():
-            record = failure_record.read(self.logs.error_files[worker_group.workers[local_rank].global_rank])
+            record = self._record(local_rank)
             if local_rank not in failed and record is not None and record.time <= ending:
-                own = code if code is not None and code > 0 else 1
-                self.failures.append(self._failure(worker_group, local_rank, own, time.time()))
+                failure = self._failure(worker_group, local_rank, code or 1, time.time())
+                self.failures.append(dataclasses.replace(failure, by_itself=False))
 
     def _done_everywhere(self) -> bool:
         """This node's ranks have succeeded. Whether those of the others have; if one fails, all may start again."""
@@ -318,6 +333,8 @@ def read_line(descriptor: int) -> str:
 def main(argv: list[str]) -> NoReturn:
     """Run the node's part. Ends the process."""
     lifeline, outcome, log_dir = int(argv[0]), int(argv[1]), argv[2]
+    if QUIET in argv[3:]:
+        del os.environ[CPP_LOG_VARIABLE]  # which torch has read; the ranks get none
     os.set_inheritable(lifeline, False)
     os.set_inheritable(outcome, False)
     line = read_line(lifeline)
@@ -337,9 +354,10 @@ def main(argv: list[str]) -> NoReturn:
     tell(outcome, result.to_json())
     if agent is not None:
         agent.leave()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_status(in_order(result.failures)[0]) if result.failures else 0)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_status(result.failures))
 
 
 if __name__ == "__main__":

@@ -85,6 +85,8 @@ class Board:
 
     def leave(self) -> None:
         """Say that this node's ranks have ended. The first node then waits for the others, for a while."""
+        if self.gone:
+            return
         try:
             self._store.add("left", 1)
             deadline = time.monotonic() + LEAVE_S

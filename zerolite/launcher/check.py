@@ -28,7 +28,7 @@ from zerolite.version import __version__
 LINE_START = "zerolite-check "
 """Begins each line that is meant for the launcher."""
 
-REACH_S = 15.0
+REACH_S = 10.0
 """The attempts to reach the first node end after this time."""
 
 ATTEMPT_S = 5.0

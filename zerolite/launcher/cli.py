@@ -67,8 +67,10 @@ def find_node_problem(request: LaunchRequest) -> str | None:
     """Say what is missing for this node's part of a job on several nodes, or return None."""
     if not request.no_ssh:
         return None
-    if request.hostfile is not None or request.include is not None or request.exclude is not None:
-        return "--hostfile, --include and --exclude mean nothing where every node has a command of its own (--no-ssh)"
+    if request.hostfile is not None:
+        return None  # it says which nodes there are
+    if request.include is not None or request.exclude is not None:
+        return "--include and --exclude need --hostfile where every node has a command of its own (--no-ssh)"
     if request.num_nodes is None or request.num_nodes[1] == 1:
         if (request.node_rank or 0) != 0:
             return f"--node-rank {request.node_rank} needs --num-nodes too: how many nodes the job has"
@@ -137,7 +139,14 @@ def find_port_problem(port: int | None) -> str | None:
 
 
 def make_local_job(request: LaunchRequest) -> NodeJob:
-    """This machine's part: all of the job, or one node's where every node has a command of its own."""
+    """This machine's part: all of the job, or one node's where every node has a command of its own.
+
+    Raises ValueError, with a sentence, if the hostfile does not tell this node's part.
+    """
+    if request.hostfile is not None:
+        from zerolite.launcher.plan import own_part
+
+        return own_part(request, DEFAULT_PORT)
     fewest, most = request.num_nodes or (1, 1)
     nproc = default_nproc({**os.environ, **request.env}) if request.nproc is None else request.nproc
     job = make_node_job(request, nproc=nproc, min_nodes=fewest, max_nodes=most)
@@ -169,7 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return remote.run(request)
         from zerolite.launcher.supervisor import print_dry_run, run_node  # not needed for --help
 
-        job = make_local_job(request)
+        try:
+            job = make_local_job(request)
+        except ValueError as error:
+            build_parser().error(str(error))
         if request.dry_run:
             print_dry_run(job)
             return 0

@@ -27,12 +27,13 @@ class Failure:
         world_size: ranks of the job.
         host: name of its node.
         pid: its process.
-        exitcode: as `Popen.returncode`: negative for a signal. 1 for a rank that reported an error and did not end.
+        exitcode: as `Popen.returncode`: negative for a signal.
         seen: seconds since the epoch at which the agent saw it.
         record: what the rank has left itself, None if nothing.
         killed_for_memory: whether the kernel killed it because memory had run out.
         output: paths of the files with its standard output and error; empty where they go to the terminal.
         tail: the last lines of its standard error, "" where it goes to the terminal.
+        by_itself: whether the rank ended without being told to; its exit status means something then.
         of_agent: why the node's whole part failed, "" for the failure of a rank; then `rank` means nothing.
     """
 
@@ -47,6 +48,7 @@ class Failure:
     killed_for_memory: bool = False
     output: list[str] = field(default_factory=list)
     tail: str = ""
+    by_itself: bool = True
     of_agent: str = ""
 
     @property
@@ -93,30 +95,33 @@ class Outcome:
 
 
 def in_order(failures: Sequence[Failure]) -> list[Failure]:
-    """The failures by what they say of the cause: causes before consequences, each as they happened.
-
-    The records' times decide where there are any; what an agent says of a node counts when no rank has failed.
-    """
-    return sorted(failures, key=lambda failure: (bool(failure.of_agent), failure.consequence, failure.time))
+    """The failures by what they say of the cause, each kind as they happened: failures of ranks, then what an agent
+    says of its node or another, then errors of ranks that only say that another one has gone."""
+    return sorted(failures, key=lambda failure: (failure.consequence, bool(failure.of_agent), failure.time))
 
 
-def exit_status(failure: Failure) -> int:
-    """What a shell would report."""
-    return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+def exit_status(failures: Sequence[Failure]) -> int:
+    """The job's: that of the first rank that ended by itself, 128 + n for signal n; 0 if none failed."""
+    for failure in in_order(failures):
+        if failure.by_itself:
+            return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    return 1 if failures else 0
 
 
 def ran_out_of_memory(failure: Failure) -> bool:
     """Whether an error that the process itself noticed tells of it."""
-    text = failure.record.message if failure.record is not None else last_line(failure.tail)
+    text = said(failure) if failure.record is not None else last_line(failure.tail)
     return any(part in text for part in _OUT_OF_MEMORY)
 
 
 def reason(failure: Failure) -> str:
     """How the rank ended, and as far as known why, without a full stop: `exit status 1, ValueError: ...`."""
-    message = failure.record.message if failure.record is not None else ""
+    message = said(failure)
     if failure.killed_for_memory:
         return "killed by the kernel, since memory had run out (SIGKILL)"
-    if failure.exitcode < 0:
+    if not failure.by_itself:
+        how = "an error"
+    elif failure.exitcode < 0:
         how = f"ended by signal {-failure.exitcode} ({signal_name(-failure.exitcode)})"
         if failure.exitcode == -signal.SIGKILL:
             how += "; where the kernel kills for want of memory, it sends this signal too: see `dmesg`"
@@ -147,27 +152,46 @@ def headline(failure: Failure) -> str:
     return f"{where} failed: {reason(failure)}"
 
 
-def describe(outcome: Outcome) -> list[str]:
-    """The last lines on the terminal for a job that failed. The first is the headline of what failed first."""
+def describe(outcome: Outcome, host: str) -> list[str]:
+    """The last lines on the terminal of ``host`` for a job that failed. The first is that of the first failure.
+
+    A message or traceback that rank 0 has written to the terminal itself is not repeated.
+    """
     first, *others = in_order(outcome.failures)
     attempt = f" in attempt {outcome.attempt}" if outcome.attempt else ""
+    same = [other for other in others if said(other) and said(other) == said(first)]
     lines = [f"zerolite: {headline(first)}{attempt}"]
-    details = first.record.traceback if first.record is not None else ""
-    if details:
-        lines.extend(details.rstrip().splitlines())
-    elif first.record is not None and "\n" in first.record.message:
-        lines.extend(first.record.message.rstrip().splitlines()[1:])
-    elif first.tail:
-        lines.append(f"zerolite: the last lines of rank {first.rank}'s standard error:")
-        lines.extend(first.tail.rstrip().splitlines()[-TAIL_LINES:])
+    if any(failure.rank == 0 and not failure.output for failure in (first, *same)):
+        lines[0] += " (see above)" if details(first) else ""
+    else:
+        lines.extend(details(first))
     if first.output:
-        lines.append(f"zerolite: all output of rank {first.rank}: {' and '.join(first.output)}")
-    later = [failure for failure in others if not failure.consequence and not failure.of_agent]
-    lines.extend(f"zerolite: after that, {headline(failure)}" for failure in later[:_LATER])
-    ended = first.world_size - 1 - len(later[:_LATER])
+        where = "" if first.host == host else f" on host {first.host}"
+        lines.append(f"zerolite: all output of rank {first.rank}{where}: {' and '.join(first.output)}")
+    if same:
+        lines.append(f"zerolite: {count(len(same), 'other rank')} ended with the same message")
+    later = [other for other in others if not other.consequence and not other.of_agent and other not in same][:_LATER]
+    lines.extend(f"zerolite: after that, {headline(failure)}" for failure in later)
+    ended = first.world_size - 1 - len(same) - len(later)
     if ended > 0:
         lines.append(f"zerolite: the other {count(ended, 'rank') if ended > 1 else 'rank'} {were(ended)} ended")
     return lines
+
+
+def said(failure: Failure) -> str:
+    """The rank's own words, "" if it has left none."""
+    return failure.record.message if failure.record is not None else ""
+
+
+def details(failure: Failure) -> list[str]:
+    """Lines below the headline: the traceback, the rest of a long message, or the end of the standard error."""
+    record = failure.record
+    if record is not None and record.message:
+        return record.traceback.rstrip().splitlines() or record.message.rstrip().splitlines()[1:]
+    if not failure.tail:
+        return []
+    lines = failure.tail.rstrip().splitlines()[-TAIL_LINES:]
+    return [f"zerolite: the last lines of rank {failure.rank}'s standard error:", *lines]
 
 
 def count(number: int, noun: str) -> str:

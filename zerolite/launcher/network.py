@@ -114,5 +114,7 @@ def free_port() -> int:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket that listens at a port on all addresses of this host. Raises OSError if it is taken."""
-    return socket.create_server(("", port), reuse_port=False)
+    """Return a socket that listens at a port on all IPv4 and IPv6 addresses. Raises OSError if the port is taken."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

@@ -307,7 +307,9 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             launcher=options.launcher,
             launcher_args=shlex.split(options.launcher_args),
             ssh_port=options.ssh_port,
-            no_ssh=options.no_ssh or options.launcher == "none" or options.node_rank is not None,
+            no_ssh=options.no_ssh
+            or options.node_rank is not None
+            or (options.launcher == "none" and options.hostfile is None),
             max_restarts=options.max_restarts,
             log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
             tee=parse_ranks(options.tee),

@@ -108,7 +108,7 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
 def make_node_jobs(request: LaunchRequest, job: Plan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
     """Return each node's part. Without ``reaches`` (nothing was checked) all take the likeliest address."""
     variables = {**exported_variables(os.environ), **request.env}
-    set_gloo = False and network.GLOO_VARIABLE not in variables and reaches is not None and len(job.hosts) > 1
+    set_gloo = network.GLOO_VARIABLE not in variables and reaches is not None and len(job.hosts) > 1
     common = next((reach.address for reach in reaches or () if reach.address), job.addresses[0])
     parts = []
     for i, host in enumerate(job.hosts):

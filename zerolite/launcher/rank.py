@@ -53,6 +53,8 @@ def parse_cpus(text: str) -> set[int]:
 def is_consequence(error: BaseException) -> bool:
     """Whether the error only says that another process has gone."""
     names = {kind.__name__ for kind in type(error).__mro__}
+    if "PeerLost" in names:  # the watchdog's, which says what is known of the other rank
+        return True
     return not names.isdisjoint(_NETWORK_ERRORS) and any(part in str(error) for part in _PEER_IS_GONE)
 
 
@@ -78,19 +80,21 @@ def report(error: BaseException) -> int:
     return 128 + signal.SIGINT if interrupted else 1
 
 
+def new_main() -> types.ModuleType:
+    """An empty `__main__`, as the interpreter makes it."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}
+    return main
+
+
 def run_script(path: str, arguments: list[str]) -> None:
     """As `python path arguments` does, in a new `__main__`."""
     full = os.path.abspath(path)
-    main = types.ModuleType("__main__")
-    main.__dict__.update(
-        __file__=full,
-        __cached__=None,
-        __builtins__=sys.modules["builtins"],
-        __loader__=importlib.machinery.SourceFileLoader("__main__", full),
-    )
-    if sys.version_info < (3, 14):
-        main.__dict__["__annotations__"] = {}
-    sys.modules["__main__"] = main
+    loader = importlib.machinery.SourceFileLoader("__main__", full)
+    main = new_main()
+    main.__dict__.update(__file__=full, __cached__=None, __loader__=loader)
     sys.argv = [path, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
         sys.path[0] = os.path.dirname(os.path.realpath(full))
@@ -101,8 +105,7 @@ def run_script(path: str, arguments: list[str]) -> None:
 
 def run_module(name: str, arguments: list[str]) -> None:
     """As `python -m name arguments` does, in a new `__main__`."""
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.modules["__main__"].__dict__["__builtins__"] = sys.modules["builtins"]
+    new_main()
     sys.argv = [name, *arguments]
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 

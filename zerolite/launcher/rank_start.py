@@ -36,7 +36,7 @@ def threads_per_rank(job: NodeJob, environ: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS of each rank, so that they share the cores; None if the user has set it."""
     if "OMP_NUM_THREADS" in environ or "OMP_NUM_THREADS" in job.env:
         return None
-    from zerolite.launcher.resources import count_cores  # imports psutil
+    from zerolite.launcher.resources import count_cores
 
     return max(1, count_cores() // job.nproc)
 

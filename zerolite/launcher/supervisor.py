@@ -18,7 +18,7 @@ import tempfile
 import time
 from types import FrameType
 
-from zerolite.launcher.failures import Outcome, count, describe, exit_status, in_order, signal_name, were
+from zerolite.launcher.failures import Outcome, count, describe, exit_status, signal_name, were
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
@@ -41,6 +41,9 @@ INTERRUPT, STAND_BACK = b"I", b"P"
 
 READY = "ready"
 """The agent's line once the ranks have been started; the last line is its outcome."""
+
+CPP_LOG_VARIABLE, QUIET = "TORCH_CPP_LOG_LEVEL", "quiet"
+"""The agent is spared torch's warnings about lost connections; its last argument then says that the ranks are not."""
 
 SIGNAL_BYTES = {3: signal.SIGINT, 20: signal.SIGTERM, 1: signal.SIGHUP}
 """Through a watched standard input, these bytes stand for signals."""
@@ -82,9 +85,11 @@ class Supervisor:
             signal.signal(number, self._note_signal)
         lifeline, self._lifeline = os.pipe()
         self._outcome, outcome = os.pipe()
+        environ = {**os.environ, **node_environment(self._job, os.environ), JOB_ID_VARIABLE: self._marker}
+        quiet = [] if CPP_LOG_VARIABLE in environ else [QUIET]
         agent = subprocess.Popen(
-            [*agent_command(), str(lifeline), str(outcome), self._log_dir],
-            env={**os.environ, **node_environment(self._job, os.environ), JOB_ID_VARIABLE: self._marker},
+            [*agent_command(), str(lifeline), str(outcome), self._log_dir, *quiet],
+            env={CPP_LOG_VARIABLE: "ERROR", **environ},
             stdin=subprocess.DEVNULL if self._job.watch_stdin else None,
             pass_fds=(lifeline, outcome),
             start_new_session=True,
@@ -124,10 +129,10 @@ class Supervisor:
             return 0
         self._end_all(LATE_GRACE_S)
         if outcome.speaks:
-            for line in describe(outcome):
-                print(line, file=sys.stderr)
+            for line in describe(outcome, os.uname().nodename):
+                write(line)
         self._name_logs()
-        return exit_status(in_order(outcome.failures)[0])
+        return exit_status(outcome.failures)
 
     def _wait(self) -> None:
         """Until something happens, half a second at most."""
@@ -243,7 +248,8 @@ class Supervisor:
         """Say where the output is, and keep it."""
         if not only_if_filled or has_output(self._log_dir):
             self.keeps_logs = True
-            say(f"output of the ranks: {self._log_dir}")
+            here = "" if self._job.node_rank in (None, 0) else f" on host {os.uname().nodename}"
+            say(f"output of the ranks{here}: {self._log_dir}")
 
 
 def run_node(job: NodeJob) -> int:
@@ -318,4 +324,10 @@ def print_dry_run(job: NodeJob) -> None:
 
 
 def say(sentence: str) -> None:
-    print(f"zerolite: {sentence}", file=sys.stderr, flush=True)
+    write(f"zerolite: {sentence}")
+
+
+def write(line: str) -> None:
+    """To the standard error. Whoever read it may have gone, which stops nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

@@ -105,7 +105,7 @@ def _cause(positions: Sequence[Position], absent: Mapping[int, Absent], parted: 
     """In sentences: the likely cause, and the remedy."""
     if len(positions) == 1 and not absent:
         return (
-            "the other ranks have ended, or their host has gone.",
+            "the other ranks have ended or are stuck, or their host has gone.",
             "see the output of the other ranks, of rank 0 above all.",
         )
     for judge in (_gone, _saving_alone, _different_uses, _different_places, _different_collectives):

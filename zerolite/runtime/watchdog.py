@@ -48,6 +48,7 @@ _ANSWER_S = 3.0  # beyond two periods: how long a rank's answer may take
 _RAISE_S = 10.0  # how long a rank that was asked about a mismatch may take to find out by itself
 _SILENT_S = 30.0  # how long the store may take to answer
 _LEAVE_S = 3.0  # how long ranks wait for the others to have read the verdict
+_FAREWELL_S = 2 * _LEAVE_S  # how long the process may take to print it and to leave with the others
 _NOTE_S = 1.5  # how long a rank that has lost another waits for that one's last words
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote process exited|"
@@ -158,7 +159,8 @@ class Watchdog:
                 continue
             try:
                 self._look()
-            except (RuntimeError, OSError):
+            except Exception as error:  # the store has gone, for the most part
+                logger.debug("the ranks cannot be asked any more", exc_info=error)
                 self._alone = True
             self._looked = time.monotonic()
         for descriptor in (self._wake, self._woken):
@@ -207,7 +209,7 @@ class Watchdog:
             own = self._position()
             reason = (
                 f"zerolite: rank {self._rank} has waited {own.waits_s:.0f} s for the other ranks, and the store of the "
-                "rendezvous does not answer: the process that held it (rank 0, or the launcher) has gone."
+                "rendezvous does not answer: the process that holds it (rank 0, or the launcher) has gone or is stuck."
             )
             self._end(diagnose(reason, [own], {}))
 
@@ -217,23 +219,31 @@ class Watchdog:
         if not verdict.startswith("zerolite"):
             verdict = f"zerolite: the ranks launched different collectives, so the job is ended.\n\n{verdict}"
         failure_record.write(verdict, "")
+        farewell = threading.Thread(target=self._say_farewell, args=(verdict,), name=WATCHDOG, daemon=True)
+        with contextlib.suppress(RuntimeError):  # where the interpreter is ending
+            farewell.start()
+            farewell.join(_FAREWELL_S)  # neither the store nor the terminal need answer
+        os._exit(EXIT_STATUS)
+
+    def _say_farewell(self, verdict: str) -> None:
         with contextlib.suppress(Exception):
             print(verdict, file=sys.stderr, flush=True)
             sys.stdout.flush()
-        self._leave_together()
-        os._exit(EXIT_STATUS)
+        with contextlib.suppress(RuntimeError, OSError):
+            self._leave_together()
 
     def _leave_together(self) -> None:
         """Whoever ends first may take the store, or be the launcher's reason to end the others."""
-        with contextlib.suppress(RuntimeError, OSError):
-            store, key = self._store, f"{self._epoch - 1}/read"
-            store.add(key, 1)
-            answered = json.loads(store.get(f"{self._epoch - 1}/answered"))
-            deadline = time.monotonic() + _LEAVE_S
-            while store.add(key, 0) < answered and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if self._rank == 0 and not self._store.held_by_launcher:
-                time.sleep(0.3)  # the others are reading the counter in this process's store
+        store, question = self._store, self._epoch - 1
+        if question < 0 or not store.has(f"{question}/answered"):
+            return
+        store.add(f"{question}/read", 1)
+        answered = json.loads(store.get(f"{question}/answered"))
+        deadline = time.monotonic() + _LEAVE_S
+        while store.add(f"{question}/read", 0) < answered and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._rank == 0 and not store.held_by_launcher:
+            time.sleep(0.3)  # the others are reading the counter in this process's store
 
     # ---------------------------------------------------------------- question and verdict
 
