@@ -47,7 +47,7 @@ if __name__ == "__main__" and RANK == "0":
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
     subprocess.Popen([sys.executable, "-c", stubborn])
     subprocess.run(["sh", "-c", "setsid sleep 1000.7777 &"], env={"PATH": os.environ["PATH"]})
-    subprocess.Popen(["sh", "-c", "setsid sh -c 'sleep 1000 & sleep 1000 & wait'"])
+    subprocess.run(["sh", "-c", "setsid sh -c 'sleep 1000 & sleep 1000 & wait' &"])
     for _ in range(2): multiprocessing.get_context("fork").Process(target=work, args=(1,)).start()
     time.sleep(0.3)
     up(); wait()
@@ -253,8 +253,8 @@ def test_signal_to_the_launcher(start, number: signal.Signals) -> None:
 
 def test_interrupt_once_lets_the_ranks_finish(start) -> None:
     """Rank 1 needs longer than rank 0, and is not cut short by its end."""
-    body = "try:\n    up(); wait()\nexcept KeyboardInterrupt:\n"
-    body += "    if RANK == '1': wait_for('saved.0'); time.sleep(1)\n    Path(f'saved.{RANK}').touch()\n"
+    body = "try:\n    up(); wait()\nfinally:\n"
+    body += "    if RANK == '1': wait_for('saved.0'); time.sleep(2)\n    Path(f'saved.{RANK}').touch()\n"
     job = start(PRELUDE + body, "--nproc", "2", "--max-restarts", "3")
     job.wait_up(0, 1)
     job.process.send_signal(signal.SIGINT)

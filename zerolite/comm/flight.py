@@ -6,6 +6,7 @@ Written by the main thread at every launch and wait, read by the watchdog's thre
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,7 @@ class Flight:
 class Wait:
     """What the host of this process waits for, or (on CUDA) what its device waited for last."""
 
-    __slots__ = ("_seen", "_since", "entry", "explain", "on_device", "works")
+    __slots__ = ("_looked", "_seen", "_waited", "entry", "explain", "on_device", "works")
 
     def __init__(self) -> None:
         # Says more about a collective that has failed, or differs from that of other ranks: the watchdog.
@@ -66,27 +67,32 @@ class Wait:
         self.works: Sequence[Any] = ()
         self.entry: Raw | None = None
         self._seen: Sequence[Any] = ()  # by the last look
-        self._since = 0.0
+        self._waited = 0.0  # seconds that the looks have seen it
+        self._looked = 0.0  # when the last look was
 
     def under_way(self) -> bool:
         """Whether something is waited for. May be called by another thread."""
         works = self.works
         return bool(works) and not all(work.is_completed() for work in works)
 
-    def look(self) -> float:
+    def look(self, longest_s: float = math.inf) -> float:
         """For how many seconds earlier looks have seen the same wait; 0 if nothing is waited for. Called again and
-        again by one thread, so that waiting itself needs no clock."""
-        works = self.works
+        again, so that waiting itself needs no clock. More than ``longest_s`` seconds between two looks are not counted:
+        the process, and most likely the others too, stood still (a suspended job) and did not wait."""
+        works, now = self.works, time.monotonic()
+        since, self._looked = now - self._looked, now
         if not self.under_way():
             self._seen = ()
             return 0.0
         if works is not self._seen:
-            self._seen, self._since = works, time.monotonic()
-        return time.monotonic() - self._since
+            self._seen, self._waited = works, 0.0
+        else:
+            self._waited += min(since, longest_s)
+        return self._waited
 
     def seconds(self) -> float:
         """The same as of the last look."""
-        return time.monotonic() - self._since if self._seen and self._seen is self.works else 0.0
+        return self._waited if self._seen and self._seen is self.works else 0.0
 
 
 class _Blocked:
@@ -115,6 +121,7 @@ def wait_for(works: Sequence[Any], entry: Raw | None = None) -> None:
 
 def raise_explained(error: RuntimeError) -> None:
     """Raise the error of a collective, with what the watchdog knows about it."""
+    WAIT.works = (_Blocked(),)  # what has failed counts as waited for while it is explained
     explained = WAIT.explain(error)
     WAIT.works = ()
     if explained is None:

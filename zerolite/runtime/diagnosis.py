@@ -124,17 +124,18 @@ _Cause = tuple[str, str] | None
 
 def _gone(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
     ended = [rank for rank, known in absent.items() if known.ended.startswith("ended normally")]
-    if ended:
-        return (
-            f"uneven batches: {name_ranks(ended)} came to the end of the loop while the others still had batches.",
-            "put the loop in `with engine.join():`, or give all ranks as many batches (a DistributedSampler, "
-            "dataloader_drop_last, a fixed number of steps).",
-        )
-    failed = [rank for rank, known in absent.items() if known.ended]
+    failed = [rank for rank, known in absent.items() if known.ended and rank not in ended]
     if failed:
         return (
             f"{name_ranks(failed)} ended with an exception.",
-            f"see the output of {name_ranks(failed)}; an exception that one rank catches by itself does this too.",
+            f"see the output of {name_ranks(failed)}.",
+        )
+    if ended:
+        return (
+            f"uneven batches: {name_ranks(ended)} came to the end of the loop while the others still had batches (or "
+            "called sys.exit).",
+            "put the loop in `with engine.join():`, or give all ranks as many batches (a DistributedSampler, "
+            "dataloader_drop_last, a fixed number of steps); or see why it called sys.exit.",
         )
     if absent:
         gone = name_ranks(list(absent))

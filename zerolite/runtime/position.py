@@ -100,9 +100,9 @@ class Parts:
     counters: StepCounters
 
 
-def position_of(rank: int, engines: Iterable[Engine]) -> Position:
-    """This rank's."""
-    main = threading.main_thread().ident
+def position_of(rank: int, engines: Iterable[Engine], thread: int | None = None) -> Position:
+    """This rank's. thread: identifies the one that trains; default: the main thread."""
+    main = thread or threading.main_thread().ident
     frames = _frames(sys._current_frames().get(main or 0))
     alive = list(engines)
     call, line, inside = _call_and_lines(frames)
@@ -132,7 +132,7 @@ def position_of(rank: int, engines: Iterable[Engine]) -> Position:
     if WAIT.under_way():
         own = next((names for e, names in zip(alive, known, strict=True) if e is engine), None)
         waits_for = describe(Entry(*entry), own) if entry is not None else _OTHERS
-    elif any(isinstance(frame.f_locals.get("self"), HostGroup) for frame in frames):
+    elif any(isinstance(_owner(frame), HostGroup) for frame in frames):
         waits_for = _OTHERS
     uses, steps = known[alive.index(engine)].uses() if engine is not None else ([], 0)
     return dataclasses.replace(position, collectives=told, waits_for=waits_for, uses=uses, schedule_step=steps)
@@ -247,8 +247,17 @@ def _call_and_lines(frames: Sequence[FrameType]) -> tuple[str, str, str]:
     return call, line, inside
 
 
+def _owner(frame: FrameType) -> Any:
+    """Whose method it is; None for functions, and for frames of other files than zerolite's and the one in which torch
+    calls a module. Before Python 3.13 asking a frame for its locals leaves a copy of them in it, which keeps them alive
+    until it returns: a user's loop would keep its tensors."""
+    if _kind(frame) == "zerolite" or frame.f_code.co_filename.endswith(_CALLS_MODULES):
+        return frame.f_locals.get("self")
+    return None
+
+
 def _call(frame: FrameType) -> str:
-    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    name, owner = frame.f_code.co_name, _owner(frame)
     if owner is None:
         return f"zerolite.{name}()"
     kind = type(owner).__name__
@@ -260,17 +269,16 @@ def _call(frame: FrameType) -> str:
 def _engine_on(frames: Sequence[FrameType], engines: Sequence[Engine]) -> Engine | None:
     """The engine whose call is under way, or else the last one that was made."""
     for frame in frames:
-        if _kind(frame) == "zerolite":
-            owner = frame.f_locals.get("self")
-            for engine in engines:
-                if owner is engine or owner is engine.optimizer:
-                    return engine
+        owner = _owner(frame)
+        for engine in engines:
+            if owner is engine or owner is engine.optimizer:
+                return engine
     return engines[-1] if engines else None
 
 
 def _module_on(frames: Sequence[FrameType], engines: Sequence[Engine]) -> str:
     for frame in reversed(frames):
-        module = frame.f_locals.get("self")
+        module = _owner(frame)
         if isinstance(module, torch.nn.Module):
             for engine in engines:
                 for name, known in engine.parts.module.named_modules():
@@ -302,8 +310,9 @@ def _stack(innermost: FrameType) -> str:
     return "".join(traceback.format_list(told[-_DEEPEST:]))
 
 
+_CALLS_MODULES = os.path.join("torch", "nn", "modules", "module.py")
 _DULL = (
-    os.path.join("torch", "nn", "modules", "module.py"),
+    _CALLS_MODULES,
     os.path.join("zerolite", "runtime", "watchdog.py"),
     os.path.join("zerolite", "runtime", "position.py"),
 )

@@ -44,17 +44,25 @@ EXIT_STATUS = 76
 """Of a process that its watchdog ends (EX_PROTOCOL of sysexits.h: the other side did not keep to the protocol)."""
 
 _LONGEST_PERIOD_S = 5.0
+_LATE_S = 1.0  # how late the thread may come to a look because others have the processor
 _ANSWER_S = 3.0  # beyond two periods: how long a rank's answer may take
 _RAISE_S = 10.0  # how long a rank that was asked about a mismatch may take to find out by itself
 _SILENT_S = 30.0  # how long the store may take to answer
 _LEAVE_S = 3.0  # how long ranks wait for the others to have read the verdict
 _FAREWELL_S = 2 * _LEAVE_S  # how long the process may take to print it and to leave with the others
+_QUOTED = 300  # characters of an exception in the last words
+_ENDINGS = 8  # ranks whose last words are read: what has ended later is a consequence
 _NOTE_S = 1.5  # how long a rank that has lost another waits for that one's last words
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote process exited|"
-    r"timed out waiting|remote error|connection lost|no route to host",
+    r"remote error|connection lost|no route to host",
     re.IGNORECASE,
 )
+_IN_VAIN = re.compile("timed out waiting", re.IGNORECASE)
+
+
+class TimedOut(RuntimeError):
+    """A collective has failed because the other ranks did not come within the process group's timeout."""
 
 
 class PeerLost(RuntimeError):
@@ -83,6 +91,7 @@ class Watchdog:
         self._steps = 0  # done, as far as this thread has seen
         self._looked = time.monotonic()  # when the thread was last done with the store
         self._process = os.getpid()
+        self._trains: int | None = None  # the thread that has called initialize
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._woken, False)
         self._signalled = _listen(self._woken)
@@ -94,6 +103,7 @@ class Watchdog:
         """timeout_s: how long a rank may wait for the others, 0 for ever; of several engines that are alive, the
         shortest holds. Called on all ranks, when ``initialize`` begins."""
         self._told = False
+        self._trains = threading.get_ident()
         others = [self._timeout_s] if self._counters else []
         self._timeout_s = min((t for t in (timeout_s, *others) if t), default=0.0)
         WAIT.explain = self.explain
@@ -108,7 +118,10 @@ class Watchdog:
         """Positions are those of ``engine`` from now on. Called when ``initialize`` has made it."""
         self._engines.add(engine)
         self._counters[id(engine)] = engine.parts.counters
-        weakref.finalize(engine, self._counters.pop, id(engine), None).atexit = False
+        weakref.finalize(engine, self._retire, id(engine)).atexit = False
+
+    def _retire(self, engine: int) -> None:
+        self._steps = max(self._steps, self._counters.pop(engine).global_steps)
 
     @property
     def usable(self) -> bool:
@@ -116,16 +129,17 @@ class Watchdog:
         return not self._closed and self._store.belongs_to_default_group()
 
     def close(self, how: str = "") -> None:
-        """The process group is about to end, in good order or as ``how`` says. Called in the main thread."""
+        """The process group is about to end: in good order, as ``how`` says, or because of the exception that is on its
+        way through a ``finally``. Called in the main thread."""
         if self._closed or os.getpid() != self._process:
             return
-        self._say_ended(how)
+        self._say_ended(how or _how(sys.exc_info()[1]))
         self._closed = True
         self._stop.set()
         self._nudge()
         if WAIT.explain == self.explain:
             WAIT.explain = lambda error: None
-        if self._signalled:
+        if self._signalled and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # no handler came after this one
             faulthandler.unregister(signal.SIGUSR1)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(2 * _LONGEST_PERIOD_S)
@@ -174,7 +188,7 @@ class Watchdog:
 
     def _look(self) -> None:
         self._beat()
-        waited, epoch = WAIT.look(), self._epoch
+        waited, epoch = self._waited(), self._epoch
         too_long = waited > self._timeout_s
         asked = self._store.add(f"{epoch}/asked", 0)
         if not (asked or too_long) or self._closed:
@@ -194,6 +208,9 @@ class Watchdog:
             self._end(verdict)
         self._raising, self._heard = False, ""
 
+    def _waited(self) -> float:
+        return WAIT.look(2 * (self._period or 0.0) + _LATE_S)
+
     def _beat(self) -> None:
         """One small write for each step at most."""
         counters = list(self._counters.values())
@@ -205,7 +222,7 @@ class Watchdog:
 
     def _look_alone(self) -> None:
         """Nobody can be asked any more."""
-        if not self._closed and WAIT.look() > self._timeout_s:
+        if not self._closed and self._waited() > self._timeout_s:
             own = self._position()
             reason = (
                 f"zerolite: rank {self._rank} has waited {own.waits_s:.0f} s for the other ranks, and the store of the "
@@ -315,6 +332,12 @@ class Watchdog:
                 verdict = self._consult("", fatal=False)
                 self._raising = bool(self._heard)  # then the thread waits for it
                 return Mismatch(f"{error}\n\n{verdict}")
+            if _IN_VAIN.search(str(error)):
+                reason = (
+                    f"zerolite: rank {self._rank} has waited for the other ranks until the process group's timeout, "
+                    f"which is shorter than desync_timeout_s ({self._timeout_s:g} s), so the job is ended."
+                )
+                return TimedOut(f"{self._consult(reason, fatal=True)}\n\n({error})")
             if _LOST.search(str(error)):
                 return PeerLost(self._without_peer(error))
         except (RuntimeError, OSError) as failed:
@@ -328,8 +351,9 @@ class Watchdog:
         ended: dict[int, Absent] = {}
         with contextlib.suppress(RuntimeError):  # the process that held the store has gone
             while not ended and time.monotonic() < deadline:
-                others = (rank for rank in range(self._world_size) if rank != self._rank)
-                ended = {rank: self._last_of(rank) for rank in others if store.has(f"ended/{rank}")}
+                numbers = range(1, min(store.add("endings", 0), _ENDINGS) + 1)  # all ranks ask for them at once
+                ranks = [int(store.get(f"endings/{n}")) for n in numbers if store.has(f"endings/{n}")]
+                ended = {rank: self._last_of(rank) for rank in ranks if store.has(f"ended/{rank}")}
                 time.sleep(0 if ended else 0.05)
         return ended
 
@@ -337,14 +361,16 @@ class Watchdog:
         own = self._position()
         ended = self._last_words()
         said = "; ".join(f"{name_ranks([rank])} {known.ended}" for rank, known in ended.items())
-        advice = (
-            "its process died: see its output, and the last lines of the launcher; if it was aborted by gloo for the "
-            'size of a message, the ranks launched different collectives here, and "check_collectives": true names them'
-        )
-        if ended and all("normally" in known.ended for known in ended.values()):
+        advice = "its process died: see its output, and the last lines of the launcher"
+        if not ended:
+            advice += (
+                "; if it was aborted by gloo for the size of a message, the ranks launched different collectives here, "
+                'and "check_collectives": true names them'
+            )
+        elif all("normally" in known.ended for known in ended.values()):
             advice = (
                 f"uneven batches? {name_ranks(list(ended))} left while this rank still had work; put the loop in `with "
-                "engine.join():`, or give all ranks as many batches"
+                "engine.join():`, or give all ranks as many batches. (It may also have called sys.exit: see its output)"
             )
         return (
             f"rank {self._rank} has lost another rank, in {own.place()}: {said or 'it said nothing before it went'}. "
@@ -358,14 +384,15 @@ class Watchdog:
         steps = max((engine.global_steps for engine in list(self._engines)), default=self._steps)
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"ended/{self._rank}", f"ended {how or 'normally'} after step {steps}")
+            self._store.set(f"endings/{self._store.add('endings', 1)}", str(self._rank))
 
     def _position(self) -> Position:
         """This rank's; what cannot be told of it is left out, since the message must come."""
         try:
-            return position_of(self._rank, self._engines)
+            return position_of(self._rank, self._engines, self._trains)
         except Exception as error:
             logger.debug("the position cannot be told in full", exc_info=error)
-            return position_of(self._rank, ())
+            return position_of(self._rank, (), self._trains)
 
     # ---------------------------------------------------------------- SIGUSR1
 
@@ -415,10 +442,19 @@ def start_watchdog(timeout_s: float) -> Watchdog:
     return _current
 
 
+def _how(error: BaseException | None) -> str:
+    """How a process ends that ``error`` ends; "" for in good order."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    if isinstance(error, PeerLost):
+        return "because it had lost another rank"
+    first = str(error).partition("\n")[0][:_QUOTED]
+    return f"with {type(error).__name__}: {first}"
+
+
 def _at_exit() -> None:
     if _current is not None:
-        error = getattr(sys, "last_value", None)
-        _current.close("" if error is None else f"with {type(error).__name__}: {error}")
+        _current.close(_how(getattr(sys, "last_value", None)))
 
 
 atexit.register(_at_exit)
