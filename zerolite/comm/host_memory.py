@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zerolite.comm.flight import wait_for
+
 logger = logging.getLogger("zerolite")
 
 _DIRECTORY = Path("/dev/shm")
@@ -29,7 +31,8 @@ def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
     encoded = text.encode()[:512]
     own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
+    work = dist.all_gather(gathered, own, group=group, async_op=True)
+    wait_for((work,), ("all_gather", "initial_sync", sum(t.numel() for t in gathered), own.dtype, 0))
     return [bytes(entry.tolist()).rstrip(b"\0").decode(errors="replace") for entry in gathered]
 
 

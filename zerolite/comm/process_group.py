@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm.arrival import meet, open_store
+from zerolite.comm.flight import blocked
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
 
 logger = logging.getLogger("zerolite")
@@ -53,13 +54,14 @@ def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = "gather
     key = (backend, purpose)
     if key not in known:
         ranks = dist.get_process_group_ranks(parent)
-        known[key] = dist.new_group(
-            ranks,
-            timeout=_timeout_of(parent),
-            backend=backend,
-            use_local_synchronization=len(ranks) < dist.get_world_size(),  # only these ranks are here
-            group_desc=SECOND_GROUP,
-        )
+        with blocked(("new_group", purpose, len(ranks), None, 0)):
+            known[key] = dist.new_group(
+                ranks,
+                timeout=_timeout_of(parent),
+                backend=backend,
+                use_local_synchronization=len(ranks) < dist.get_world_size(),  # only these ranks are here
+                group_desc=SECOND_GROUP,
+            )
     return known[key]
 
 

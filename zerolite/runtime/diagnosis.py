@@ -139,12 +139,15 @@ def _gone(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause
         )
     if absent:
         gone = name_ranks(list(absent))
-        return (
-            f"{gone} died (killed by the system for lack of memory, a crash, a lost host), or hangs in native code"
-            + ("." if all(known.last for known in absent.values()) else ", or has not come to zerolite.initialize."),
-            f"see the output of {gone} and its host's kernel log; `py-spy dump` shows where a process hangs that is "
-            "still there.",
-        )
+        died = "died (killed by the system for lack of memory, a crash, a lost host), or hangs in native code."
+        look = f"see the output of {gone} and its host's kernel log; `py-spy dump` shows where a process hangs that is "
+        if not any(known.last for known in absent.values()):
+            return (
+                f"{gone} has not come to zerolite.initialize yet (it works alone before: loads data, say), or {died}",
+                "if it needs longer, raise desync_timeout_s, or let it do that before init_distributed(timeout=...); "
+                f"{look}still there.",
+            )
+        return f"{gone} {died}", f"{look}still there."
     return None
 
 

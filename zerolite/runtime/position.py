@@ -195,6 +195,8 @@ def describe(entry: Entry, names: Names | None) -> str:
     if members:
         more = max(len(members), tensors) - 1
         named = f" '{members[0]}'" + (f" and {more} more" if more else "")
+    if entry.op == "new_group":
+        return f"a new process group for {_TAGS.get(entry.tag, entry.tag)} ({numel} ranks)"
     size = f"{numel} {str(dtype).removeprefix('torch.')}" + ("" if isinstance(entry.what, int) else " on each rank")
     return f"{entry.op} for {_TAGS.get(entry.tag, entry.tag)}{named} ({size})"
 
