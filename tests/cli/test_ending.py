@@ -46,7 +46,7 @@ if __name__ == "__main__" and RANK == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
     subprocess.Popen([sys.executable, "-c", stubborn])
-    subprocess.run(["sh", "-c", "setsid sleep 1000.7777 &"], env={"PATH": os.environ["PATH"]})
+    subprocess.run(["sh", "-c", "setsid sleep 1000.7777 >/dev/null 2>&1 &"], env={"PATH": os.environ["PATH"]})
     subprocess.run(["sh", "-c", "setsid sh -c 'sleep 1000 & sleep 1000 & wait' &"])
     for _ in range(2): multiprocessing.get_context("fork").Process(target=work, args=(1,)).start()
     time.sleep(0.3)
@@ -114,9 +114,9 @@ def start(tmp_path: Path) -> Iterator[object]:
     yield begin
     for job in jobs:
         job.process.kill()
-        job.process.communicate()
         for pid in find_processes(job.token, pids=True):
             subprocess.run(["kill", "-9", pid], check=False)
+        job.process.communicate(timeout=TIMEOUT_S)
 
 
 def headline(stderr: str) -> str:
@@ -208,13 +208,13 @@ def test_killed_for_want_of_memory(start, small_group: Path) -> None:
 
 
 def test_unruly_children_of_a_failing_job(start) -> None:
-    job = start(
-        UNRULY + "if __name__ == '__main__': wait_for('up.0'); failing(); os.kill(os.getpid(), 9)\n", "--nproc=2"
-    )
+    killed = "if __name__ == '__main__': wait_for('up.0'); failing(); os.kill(os.getpid(), 9)\n"
+    hidden = f"sleep 1000.{secrets.randbelow(10**9)}"
+    job = start(UNRULY.replace("sleep 1000.7777", hidden) + killed, "--nproc", "2")
     assert job.finish() == 137, job.stderr
     assert job.ended_at - float((job.directory / "failed_at").read_text()) < LIMIT_S
     assert job.left() == []
-    assert "sleep 1000.7777" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert hidden not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
 
 def test_launcher_killed(start) -> None:

@@ -165,8 +165,9 @@ def _saving_alone(positions: Sequence[Position], absent: Mapping[int, Absent]) -
 def _different_uses(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
     if len({p.schedule_step for p in positions}) > 1 or not any(p.uses for p in positions):
         return None
-    for number in range(1, max(p.uses[-1][0] for p in positions if p.uses) + 1):
-        said = {dict(p.uses).get(number) for p in positions} - {None}
+    uses = [dict(p.uses) for p in positions]
+    for number in sorted(set().union(*uses)):
+        said = {of_rank.get(number) for of_rank in uses} - {None}
         if len(said) > 1:
             names = sorted({str(text).rsplit(" ", 1)[0] for text in said})
             return (
