@@ -62,9 +62,8 @@ class Job:
         self.token = secrets.token_hex(8)
         self.directory = directory
         (directory / "train.py").write_text(script)
-        self.process = start_command(
-            *options, "train.py", cwd=directory, through=through, ZEROLITE_TEST_TOKEN=self.token
-        )
+        changes = {"ZEROLITE_TEST_TOKEN": self.token, "TMPDIR": str(directory)}
+        self.process = start_command(*options, "train.py", cwd=directory, through=through, **changes)
         self.stdout = self.stderr = ""
         self.ended_at = 0.0
 

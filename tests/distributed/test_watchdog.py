@@ -26,7 +26,7 @@ PARTINGS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "save": ((0, 1, 2, 3), ["rank 1 called engine.save_checkpoint() alone", "on all ranks"]),
     "branch": ((3,), ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),
     "stop": ((1, 3), ["rank 1: no answer, last seen in step", "rank 1 died", "native code"]),
-    "metric": ((1, 3), ["engine.reduce()", "a branch that depends on the rank", "for metrics"]),
+    "metric": ((1, 3), ["rank 1 called engine.reduce(), and the other", "for metrics"]),
 }
 FAST = {("sleep", 2), ("sleep in forward", 0), ("save", 1), ("branch", 3), ("metric", 3)}
 
@@ -109,7 +109,9 @@ def test_a_step_costs_one_small_write_beside_the_main_thread(pools: Pools) -> No
 
 def test_sigusr1_prints_the_position_of_a_rank_that_waits(pools: Pools) -> None:
     said = pools(2).run(f"{CASES}:signalled")[0]
-    assert "zerolite: SIGUSR1: rank 0 stands in step 1, in engine.backward(), at " in said
+    assert re.search(
+        r"zerolite: SIGUSR1: rank 0 stands in step 1, in engine\.backward\(\)( of engine [0-9]+)?, at ", said
+    )
     assert "waits for" in said and "a stack" in said
 
 

@@ -97,9 +97,28 @@ def test_a_rank_that_is_elsewhere() -> None:
 def test_ranks_in_different_calls_and_steps() -> None:
     metric = at(1, call="engine.reduce()", waits_for="all_gather for metrics")
     text = diagnose("Why.", [at(0), metric], {})
-    assert "(engine.backward(), engine.reduce())" in text
+    assert "rank 1 called engine.reduce(), and the others did not: they are in engine.backward()" in text
+    forward = at(1, call="the forward", waits_for="all_gather for parameters 'b'")
+    assert "(engine.backward(), the forward)" in diagnose("Why.", [at(0), forward], {})
     later = at(1, call="the forward", step=5)
     assert "rank 1 is ahead" in diagnose("Why.", [at(0), later], {})
+
+
+def test_ranks_in_different_engines() -> None:
+    text = diagnose("Why.", [at(0, engine="engine 1"), at(1, engine="engine 2"), at(2, engine="engine 1")], {})
+    assert "they are ranks 0 and 2 in engine 1 and rank 1 in engine 2" in text
+
+
+def test_a_collective_of_torch_on_one_rank() -> None:
+    stack = '  File "/x/torch/distributed/distributed_c10d.py", line 4800, in barrier\n'
+    alone = at(0, call="", line="train.py:7, in main", waits_for="", stack=stack)
+    assert "rank 0 called torch.distributed.barrier at train.py:7" in diagnose("Why.", [alone, at(1)], {})
+
+
+def test_other_orders_are_not_the_networks_fault() -> None:
+    one, other = at(0, collectives={NAME: [(1, "a")]}), at(1, collectives={NAME: [(1, "b")]})
+    text = diagnose("Why.", [one, other], {})
+    assert "launch their collectives in different orders" in text and "network" not in text
 
 
 def test_ranks_that_do_not_answer() -> None:

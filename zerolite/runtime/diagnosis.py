@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerolite.comm.ranks import name_ranks
+from zerolite.comm.ranks import list_of, name_ranks
 from zerolite.runtime.position import Position
 
 _STACKS = 6  # different ones that are printed
+_TORCH_CALL = re.compile(r'distributed_c10d\.py", line \d+, in ([a-z]\w*)')
+_LOOP = {
+    "",
+    "the forward",
+    "loss.backward()",
+    "engine.backward()",
+    "engine.step()",
+    "engine.optimizer.step()",
+    "engine.optimizer.zero_grad()",
+    "engine.join()",
+}
 _SAVING = (
     "engine.save_checkpoint()",
     "engine.save_16bit_model()",
@@ -108,10 +120,24 @@ def _cause(positions: Sequence[Position], absent: Mapping[int, Absent], parted: 
             "the other ranks have ended or are stuck, or their host has gone.",
             "see the output of the other ranks, of rank 0 above all.",
         )
-    for judge in (_gone, _saving_alone, _different_uses, _different_places, _different_collectives):
+    judges = (
+        _gone,
+        _saving_alone,
+        _different_engines,
+        _different_uses,
+        _different_places,
+        _called_alone,
+        _different_collectives,
+    )
+    for judge in judges:
         found = judge(positions, absent)
         if found is not None:
             return found
+    if parted:
+        return (
+            "the ranks launch their collectives in different orders (see where they parted).",
+            "make the same calls in the same order on all ranks.",
+        )
     return (
         "all ranks wait in the same place, so the messages between them do not get through.",
         "check the network between the hosts (interface names in NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, firewalls, "
@@ -162,6 +188,21 @@ def _saving_alone(positions: Sequence[Position], absent: Mapping[int, Absent]) -
     )
 
 
+def _different_engines(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
+    nobody_waits = not any(p.waits_for for p in positions)  # the collective has failed
+    engines = {p.engine for p in positions if p.engine and (p.waits_for or nobody_waits)}
+    if len(engines) <= 1:
+        return None
+    told = [
+        f"{name_ranks([p.rank for p in positions if p.engine == engine])} in {engine}" for engine in sorted(engines)
+    ]
+    return (
+        f"the ranks call several engines in different orders: they are {list_of(told)} (in the order of their "
+        "zerolite.initialize), or one rank leaves out a call of one of them.",
+        "make the calls of all engines in the same order on all ranks.",
+    )
+
+
 def _different_uses(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
     if len({p.schedule_step for p in positions}) > 1 or not any(p.uses for p in positions):
         return None
@@ -187,6 +228,13 @@ def _different_places(positions: Sequence[Position], absent: Mapping[int, Absent
     if not idle or not waiting:
         return None
     who = name_ranks([p.rank for p in idle])
+    own = {found[1] for p in idle if (found := _TORCH_CALL.search(p.stack)) and not p.call}
+    if len(own) == 1 and all(_TORCH_CALL.search(p.stack) for p in idle):
+        return (
+            f"{who} called torch.distributed.{own.pop()} at {idle[0].inside or idle[0].line}, which the others do not "
+            "make there: they wait for each other in different collectives.",
+            "make that call on all ranks, after the same calls of the engine (not inside `if rank == 0`).",
+        )
     step = max(p.step for p in waiting)
     behind = all(p.step < step for p in idle) or all(not p.call for p in idle)
     where = idle[0].inside or idle[0].line or "an unknown line"
@@ -203,6 +251,22 @@ def _different_places(positions: Sequence[Position], absent: Mapping[int, Absent
     )
 
 
+def _called_alone(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
+    """Some wait in a call that is no part of the loop's, the others elsewhere."""
+    calls = {p.call for p in positions} - _LOOP
+    if len(calls) != 1:
+        return None
+    call = calls.pop()
+    alone = [p.rank for p in positions if p.call == call]
+    if len(alone) == len(positions):
+        return None
+    return (
+        f"{name_ranks(alone)} called {call}, and the others did not: they are in "
+        f"{' and '.join(sorted({p.call or 'no call of the engine' for p in positions if p.call != call}))}.",
+        f"call {call} on all ranks, in the same place of the loop (not inside `if rank == 0`), or on none.",
+    )
+
+
 def _different_collectives(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
     waits = {p.waits_for for p in positions}
     calls = {p.call for p in positions}
@@ -212,8 +276,9 @@ def _different_collectives(positions: Sequence[Position], absent: Mapping[int, A
     if len(set(steps.values())) > 1:
         ahead = [rank for rank, step in steps.items() if step == max(steps.values())]
         return (
-            f"the ranks are in different steps: {name_ranks(ahead)} is ahead, so the others have made more calls of "
-            "the engine in a step, or have skipped one (a `continue`, an exception that was caught).",
+            f"the ranks are in different steps: {name_ranks(ahead)} {'is' if len(ahead) == 1 else 'are'} ahead, so the "
+            "others have made more calls of the engine in a step, or have skipped one (a `continue`, an exception that "
+            "was caught).",
             "call engine(...), engine.backward and engine.step equally often on all ranks, also for batches that one "
             "rank would rather skip (give those a weight of 0).",
         )
@@ -221,7 +286,8 @@ def _different_collectives(positions: Sequence[Position], absent: Mapping[int, A
         "a branch that depends on the rank: the ranks make different calls of the engine"
         + (f" ({', '.join(sorted(call or 'none' for call in calls))})." if len(calls) > 1 else "."),
         "make every call of the engine that all ranks must make (backward, step, reduce, gather, save_checkpoint, "
-        "zerolite.get_full_...) on all ranks, in the same order, outside of `if rank == 0`.",
+        "zerolite.get_full_...) on all ranks, in the same order, outside of `if rank == 0`; evaluate, and end windows "
+        "of micro-batches, on all ranks alike.",
     )
 
 

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ class Position:
         uses: at stage 3, (number, "module entered" or "module left") of this step of the schedule.
         schedule_step: number of that step.
         stack: the main thread's, innermost call last.
+        engine: whose call it is, such as "engine 2"; "" if only one has been made.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Position:
     uses: list[tuple[int, str]] = field(default_factory=list)
     schedule_step: int = 0
     stack: str = ""
+    engine: str = ""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -83,7 +85,11 @@ class Position:
 
     def place(self) -> str:
         """In half a sentence."""
-        doing = f"in {self.call}" if self.call else "in no call of the engine"
+        doing = (
+            f"in {self.call}" + (f" of {self.engine}" if self.engine else "")
+            if self.call
+            else "in no call of the engine"
+        )
         module = f", module '{self.module}'" if self.module else ""
         inside = f" (now at {self.inside})" if self.inside else ""
         step = f"step {self.step}" if self.step else "before the first step"
@@ -100,13 +106,16 @@ class Parts:
     counters: StepCounters
 
 
-def position_of(rank: int, engines: Iterable[Engine], thread: int | None = None) -> Position:
-    """This rank's. thread: identifies the one that trains; default: the main thread."""
+def position_of(rank: int, engines: Mapping[int, Engine], thread: int | None = None) -> Position:
+    """This rank's. engines: those that are alive, by the number, from 1, of the call of ``initialize`` that made them,
+    which is the same on all ranks. thread: identifies the one that trains; default: the main thread."""
     main = thread or threading.main_thread().ident
     frames = _frames(sys._current_frames().get(main or 0))
-    alive = list(engines)
+    numbers, alive = list(engines), list(engines.values())
     call, line, inside = _call_and_lines(frames)
-    engine = _engine_on(frames, alive)
+    under_way = _engine_on(frames, alive)
+    engine = under_way or (alive[-1] if alive else None)
+    several = max(numbers, default=0) > 1
     position = Position(
         rank=rank,
         host=socket.gethostname(),
@@ -120,11 +129,12 @@ def position_of(rank: int, engines: Iterable[Engine], thread: int | None = None)
         waits_for="",
         waits_s=WAIT.seconds(),
         stack=stacks(main),
+        engine=f"engine {numbers[alive.index(under_way)]}" if several and under_way is not None else "",
     )
     known = [Names(engine) for engine in alive]
     told: dict[str, Any] = {}
-    for number, names in enumerate(known):
-        prefix = f"engine {number + 1}: " if len(alive) > 1 else ""
+    for number, names in zip(numbers, known, strict=True):
+        prefix = f"engine {number}: " if several else ""
         for name, entries in names.collectives().items():
             told[prefix + name] = entries
     entry = WAIT.entry
@@ -269,13 +279,13 @@ def _call(frame: FrameType) -> str:
 
 
 def _engine_on(frames: Sequence[FrameType], engines: Sequence[Engine]) -> Engine | None:
-    """The engine whose call is under way, or else the last one that was made."""
+    """The engine whose call is under way."""
     for frame in frames:
         owner = _owner(frame)
         for engine in engines:
             if owner is engine or owner is engine.optimizer:
                 return engine
-    return engines[-1] if engines else None
+    return None
 
 
 def _module_on(frames: Sequence[FrameType], engines: Sequence[Engine]) -> str:

@@ -77,7 +77,8 @@ class Watchdog:
         self._store = store
         self._rank, self._world_size = store.rank, store.world_size
         self._timeout_s = 0.0
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()  # in this order
+        self._watched = 0  # engines so far
         self._counters: dict[int, StepCounters] = {}  # theirs, for a thread that must never be the last to hold one
         self._epoch = 0  # questions so far
         self._consulting = threading.Lock()
@@ -116,7 +117,8 @@ class Watchdog:
 
     def watch(self, engine: Engine) -> None:
         """Positions are those of ``engine`` from now on. Called when ``initialize`` has made it."""
-        self._engines.add(engine)
+        self._watched += 1
+        self._engines[self._watched] = engine
         self._counters[id(engine)] = engine.parts.counters
         weakref.finalize(engine, self._retire, id(engine)).atexit = False
 
@@ -386,7 +388,7 @@ class Watchdog:
         """Last words, for those who still wait."""
         if self._store.alone or self._alone:
             return
-        steps = max((engine.global_steps for engine in list(self._engines)), default=self._steps)
+        steps = max((engine.global_steps for engine in list(self._engines.values())), default=self._steps)
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"ended/{self._rank}", f"ended {how or 'normally'} after step {steps}")
             self._store.set(f"endings/{self._store.add('endings', 1)}", str(self._rank))
@@ -394,10 +396,10 @@ class Watchdog:
     def _position(self) -> Position:
         """This rank's; what cannot be told of it is left out, since the message must come."""
         try:
-            return position_of(self._rank, self._engines, self._trains)
+            return position_of(self._rank, dict(self._engines.items()), self._trains)
         except Exception as error:
             logger.debug("the position cannot be told in full", exc_info=error)
-            return position_of(self._rank, (), self._trains)
+            return position_of(self._rank, {}, self._trains)
 
     # ---------------------------------------------------------------- SIGUSR1
 
