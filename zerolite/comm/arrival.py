@@ -204,6 +204,7 @@ class _Meeting:
         """Say who this is; returns what is wrong about it, if anything is."""
         store, rank = self._store, self._rank
         own = _Process(socket.gethostname(), os.getpid(), self._world_size)
+        store.add("arrived", 1)
         times = store.add(f"{rank}/times", 1)
         store.set(f"{rank}/{times}", json.dumps(own))
         if times > 1:
@@ -252,9 +253,8 @@ class _Meeting:
 
     def _stay_for_others(self) -> None:
         """The store may end with this process: wait a little until all that are here have read the outcome."""
-        store, present = self._store, self._world_size - len(self._missing())
+        store, patience = self._store, _Patience(_FAREWELL_S if self._rank == 0 else 0.0)
         left = store.add("left", 1)
-        patience = _Patience(_FAREWELL_S if self._rank == 0 else 0.0)
-        while left < present and patience.left() > 0:
+        while left < store.add("arrived", 0) and patience.left() > 0:
             patience.pause(lambda: None)
             left = store.add("left", 0)

@@ -282,9 +282,15 @@ def _different_collectives(positions: Sequence[Position], absent: Mapping[int, A
             "call engine(...), engine.backward and engine.step equally often on all ranks, also for batches that one "
             "rank would rather skip (give those a weight of 0).",
         )
+    if len(calls) == 1:
+        return (
+            f"the ranks are in the same call, {next(iter(calls))}, and launch different collectives there: they have "
+            "made unequal numbers of forwards or backwards before it, or have used different parameters.",
+            "call engine(...), engine.backward and engine.step equally often on all ranks, and take the same branches.",
+        )
     return (
-        "a branch that depends on the rank: the ranks make different calls of the engine"
-        + (f" ({', '.join(sorted(call or 'none' for call in calls))})." if len(calls) > 1 else "."),
+        "a branch that depends on the rank: the ranks make different calls of the engine "
+        f"({', '.join(sorted(call or 'none' for call in calls))}).",
         "make every call of the engine that all ranks must make (backward, step, reduce, gather, save_checkpoint, "
         "zerolite.get_full_...) on all ranks, in the same order, outside of `if rank == 0`; evaluate, and end windows "
         "of micro-batches, on all ranks alike.",
