@@ -53,7 +53,7 @@ class Position:
         uses: at stage 3, (number, "module entered" or "module left") of this step of the schedule.
         schedule_step: number of that step.
         stack: the main thread's, innermost call last.
-        engine: whose call it is, such as "engine 2"; "" if only one has been made.
+        engine: whose call it is, such as "engine 2"; "" if there is only one.
     """
 
     rank: int
@@ -129,7 +129,7 @@ def position_of(rank: int, engines: Mapping[int, Engine], thread: int | None = N
         waits_for="",
         waits_s=WAIT.seconds(),
         stack=stacks(main),
-        engine=f"engine {numbers[alive.index(under_way)]}" if several and under_way is not None else "",
+        engine=f"engine {numbers[alive.index(under_way)]}" if len(alive) > 1 and under_way is not None else "",
     )
     known = [Names(engine) for engine in alive]
     told: dict[str, Any] = {}

@@ -1,0 +1,223 @@
+"""Hangs, ends and signals of whole processes, which workers of a pool cannot live through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from zerolite.runtime.watchdog import EXIT_STATUS
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN = """
+import os, signal, sys, threading, time, weakref
+import torch
+import zerolite
+
+rank = int(os.environ["RANK"])
+
+def make(timeout_s):
+    torch.manual_seed(0)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "zero_optimization": {"stage": 2}}
+    return zerolite.initialize(torch.nn.Linear(8, 8), {**settings, "desync_timeout_s": timeout_s})
+
+def step(engine):
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    engine.step()
+"""
+
+
+@contextmanager
+def ranks(directory: Path, script: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two of them, without a launcher, so that rank 0 holds the store. Output is in ``directory/RANK``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = directory / "train.py"
+    path.write_text(BEGIN + script)
+    processes = []
+    for rank in range(2):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        environ = {**os.environ, **variables, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with (directory / str(rank)).open("wb") as output:
+            command = [sys.executable, "-u", str(path)]
+            processes.append(subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()  # a stopped one too
+            process.wait()
+
+
+def run(directory: Path, script: str) -> list[tuple[int, str]]:
+    """Each rank's exit status and output."""
+    with ranks(directory, script) as processes:
+        statuses = [process.wait(timeout=120) for process in processes]
+    return [(status, (directory / str(rank)).read_text()) for rank, status in enumerate(statuses)]
+
+
+def test_a_store_that_stands_still_keeps_nobody_from_ending(tmp_path: Path) -> None:
+    script = """
+engine = make(2.0)
+for i in range(1000):
+    step(engine)
+    if rank == 0 and i == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    with ranks(tmp_path, script) as processes:
+        assert processes[1].wait(timeout=120) == EXIT_STATUS
+        assert processes[0].poll() is None
+    assert "the store of the rendezvous does not answer" in (tmp_path / "1").read_text()
+
+
+def test_destroy_in_a_finally_does_not_hide_the_exception(tmp_path: Path) -> None:
+    script = """
+try:
+    engine = make(30.0)
+    for i in range(4):
+        step(engine)
+        if rank == 1 and i == 2:
+            raise ValueError("bad data")
+finally:
+    zerolite.destroy()
+"""
+    (status, said), _ = run(tmp_path, script)
+    assert status == 1 and "rank 1 ended with ValueError: bad data after step 3" in said
+    assert "Uneven batches" not in said
+
+
+def test_a_timeout_of_the_process_group_is_a_hang_and_no_lost_process(tmp_path: Path) -> None:
+    script = """
+zerolite.init_distributed(timeout=4.0)
+engine = make(60.0)
+for i in range(4):
+    if rank == 1 and i == 2:
+        time.sleep(100)
+    step(engine)
+"""
+    (_, said), (status, _) = run(tmp_path, script)
+    assert status == EXIT_STATUS and "TimedOut" in said and "rank 1 is outside of the engine" in said
+
+
+def test_a_suspended_job_goes_on(tmp_path: Path) -> None:
+    script = """
+engine = make(4.0)
+for i in range(6):
+    if rank == 1:  # busy: time asleep would pass while the process is stopped
+        began = time.process_time()
+        while time.process_time() - began < 1.0:
+            torch.randn(100, 100) @ torch.randn(100, 100)
+    step(engine)
+    print("step", flush=True)
+print("done")
+"""
+    with ranks(tmp_path, script) as processes:
+        while (tmp_path / "1").read_text().count("step") < 2:
+            time.sleep(0.1)
+        time.sleep(0.3)
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(8.0)
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert "done" in (tmp_path / "0").read_text()
+
+
+@pytest.mark.parametrize("call", ["make(2.0)", "engine.join().__enter__()"])
+def test_waits_outside_of_steps_are_seen(tmp_path: Path, call: str) -> None:
+    first = "engine = make(2.0)\nstep(engine)" if "engine" in call else "zerolite.init_distributed()"
+    script = f"""
+{first}
+if rank == 1:
+    time.sleep(100)
+{call}
+"""
+    with ranks(tmp_path, script) as processes:
+        assert processes[0].wait(timeout=60) == EXIT_STATUS
+    said = (tmp_path / "0").read_text()
+    assert "rank 1 is outside of the engine" in said or "rank 1 has not come to zerolite.initialize yet" in said
+
+
+def test_a_handler_of_ones_own_outlives_destroy(tmp_path: Path) -> None:
+    script = """
+engine = make(30.0)
+signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
+del engine
+zerolite.destroy()
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(0.2)
+"""
+    assert run(tmp_path, script) == [(0, "mine\n"), (0, "mine\n")]
+
+
+def test_asking_a_rank_keeps_nothing_alive(tmp_path: Path) -> None:
+    script = """
+engine = make(30.0)
+
+def train():
+    batch = torch.randn(2, 8)
+    known = weakref.ref(batch)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(1.0)
+    del batch
+    step(engine)
+    print("alive" if known() is not None else "gone")
+
+train()
+"""
+    for status, said in run(tmp_path, script):
+        assert status == 0 and "zerolite: SIGUSR1" in said and said.endswith("gone\n")
+
+
+def test_training_in_another_thread_than_the_main_one(tmp_path: Path) -> None:
+    script = """
+def train():
+    engine = make(2.0)
+    for i in range(4):
+        if rank == 1 and i == 2:
+            time.sleep(100)
+        step(engine)
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+    for status, said in run(tmp_path, script):
+        assert status == EXIT_STATUS
+        assert "rank 0" in said and "in engine.step(), at" in said and "in train; waits for nobody" in said
+
+
+def test_one_more_backward_is_no_abort(tmp_path: Path) -> None:
+    script = """
+engine = make(3.0)
+for i in range(4):
+    if rank == 1 and i == 2:
+        engine.backward(engine(torch.randn(2, 8)).square().mean())
+    step(engine)
+"""
+    for status, said in run(tmp_path, script):
+        assert status in (1, EXIT_STATUS) and "They parted at" in said, said
+
+
+def test_two_engines_in_another_order(tmp_path: Path) -> None:
+    script = """
+engines = [make(3.0), make(3.0)]
+for i in range(3):
+    for engine in engines if rank == 0 or i < 2 else engines[::-1]:
+        step(engine)
+"""
+    for _, said in run(tmp_path, script):
+        assert "several engines in different orders" in said, said
