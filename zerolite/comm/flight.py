@@ -58,7 +58,7 @@ class Flight:
 class Wait:
     """What the host of this process waits for, or (on CUDA) what its device waited for last."""
 
-    __slots__ = ("_looked", "_seen", "_waited", "entry", "explain", "on_device", "works")
+    __slots__ = ("_done", "_looked", "_seen", "_waited", "entry", "explain", "on_device", "works")
 
     def __init__(self) -> None:
         # Says more about a collective that has failed, or differs from that of other ranks: the watchdog.
@@ -66,6 +66,7 @@ class Wait:
         self.on_device = False  # waiting returns at once, and the works' end is known to the device alone
         self.works: Sequence[Any] = ()
         self.entry: Raw | None = None
+        self._done: Sequence[Any] = ()  # on a device, and known to have ended: it is asked about them no more
         self._seen: Sequence[Any] = ()  # by the last look
         self._waited = 0.0  # seconds that the looks have seen it
         self._looked = 0.0  # when the last look was
@@ -73,7 +74,7 @@ class Wait:
     def under_way(self) -> bool:
         """Whether something is waited for. May be called by another thread."""
         works = self.works
-        return bool(works) and not all(work.is_completed() for work in works)
+        return bool(works) and works is not self._done and not all(work.is_completed() for work in works)
 
     def look(self, longest_s: float = math.inf) -> float:
         """For how many seconds earlier looks have seen the same wait; 0 if nothing is waited for. Called again and
@@ -83,12 +84,20 @@ class Wait:
         since, self._looked = now - self._looked, now
         if not self.under_way():
             self._seen = ()
+            self._done = works if self.on_device else ()
             return 0.0
         if works is not self._seen:
             self._seen, self._waited = works, 0.0
         else:
             self._waited += min(since, longest_s)
         return self._waited
+
+    def forget(self) -> None:
+        """Let go of what was waited for last, which holds tensors, unless it is waited for still."""
+        if self.under_way():
+            return
+        self.works = self._seen = self._done = ()
+        self.entry = None
 
     def seconds(self) -> float:
         """The same as of the last look."""

@@ -26,7 +26,7 @@ from zerolite import failure_record
 from zerolite.failure_record import FailureRecord
 from zerolite.launcher.board import LOST_S, Board
 from zerolite.launcher.failures import Failure, Outcome, count, exit_status, headline, in_order
-from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
+from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.meeting import Meeting, MeetingError, host_name
 from zerolite.launcher.memory_kills import MemoryKills
@@ -317,17 +317,6 @@ def tell(outcome: int, line: str) -> None:
     """Write a line to the supervisor, if it is still there."""
     with contextlib.suppress(BrokenPipeError):
         os.write(outcome, f"{line}\n".encode())
-
-
-def read_line(descriptor: int) -> str:
-    """The first line, and nothing behind it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
-        if not byte:
-            break
-        line += byte
-    return line.decode()
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 
 JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"
@@ -59,3 +60,14 @@ class NodeJob:
     def from_json(cls, text: str) -> NodeJob:
         """Inverse of :meth:`to_json`. Raises TypeError for fields of another version of zerolite."""
         return cls(**json.loads(text))
+
+
+def read_line(descriptor: int) -> str:
+    """A file's first line, with its end if there is one, and nothing behind it, which somebody else may read."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            break
+        line += byte
+    return line.decode()

@@ -16,28 +16,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from zerolite.launcher.check import node_index
-from zerolite.launcher.job import NodeJob
+from zerolite.launcher.job import NodeJob, read_line
 from zerolite.launcher.remote_commands import unpack
 
 END_MARK = b"zerolite-node-ended\n"
 """Behind the last line on stderr of a node that ended by itself. Without it, the connection was lost."""
 
 
-def read_first_line(descriptor: int) -> str:
-    """Return a file's first line and read no further, so that nothing of what follows is lost."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
-        if not byte:
-            break
-        line += byte
-    return line.decode()
-
-
 def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
     """Return this node's part. Raises ValueError or TypeError if there is none that this version understands."""
     if len(argv) < 2:
-        return NodeJob.from_json(read_first_line(0))
+        return NodeJob.from_json(read_line(0))
     content = unpack(argv[0])
     return NodeJob.from_json(content["jobs"][node_index(argv[1], content["hosts"], environ)])
 

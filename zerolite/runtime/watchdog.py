@@ -124,6 +124,8 @@ class Watchdog:
 
     def _retire(self, engine: int) -> None:
         self._steps = max(self._steps, self._counters.pop(engine).global_steps)
+        if not self._counters:
+            WAIT.forget()
 
     @property
     def usable(self) -> bool:
@@ -137,6 +139,7 @@ class Watchdog:
             return
         self._say_ended(how or _how(sys.exc_info()[1]))
         self._closed = True
+        WAIT.forget()
         self._stop.set()
         self._nudge()
         if WAIT.explain == self.explain:
@@ -348,6 +351,7 @@ class Watchdog:
             if _LOST.search(str(error)):
                 return PeerLost(self._without_peer(error))
         except (RuntimeError, OSError) as failed:
+            self._raising = False
             logger.debug("no diagnosis: %s", failed)
         return None
 
