@@ -89,6 +89,7 @@ def test_one_rank_twice(pool: Pool) -> None:
         assert result["seconds"] < 10
 
 
+@pytest.mark.slow
 def test_rank_0_twice(pool: Pool) -> None:
     port = free_port()
     results = start(pool, ranks(0, 1, 0), port, timeout=1.5, late=0.3)
@@ -103,6 +104,7 @@ def test_different_world_sizes(pool: Pool) -> None:
         assert "the ranks do not agree how many they are: WORLD_SIZE is" in result["error"]
 
 
+@pytest.mark.slow
 def test_another_program_at_the_port(pool: Pool) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -113,6 +115,7 @@ def test_another_program_at_the_port(pool: Pool) -> None:
     assert f"something listens at 127.0.0.1:{port}, but it does not answer" in results[1]["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_missing_at_an_address_that_was_given(pool: Pool, tmp_path: Path, method: str) -> None:
     address = f"tcp://127.0.0.1:{free_port()}" if method == "tcp" else f"file://{tmp_path}/rendezvous"
@@ -121,6 +124,7 @@ def test_missing_at_an_address_that_was_given(pool: Pool, tmp_path: Path, method
     assert "ranks 1 and 2 of 3 did not arrive within 0.5 s" in results[0]["error"]
 
 
+@pytest.mark.slow
 def test_restarts_share_a_store_that_the_agent_keeps(pool: Pool) -> None:
     """As torchrun does it: nobody of the job keeps the store, and what an attempt left is still there."""
     port = free_port()

@@ -206,6 +206,7 @@ def test_killed_for_want_of_memory(start, small_group: Path) -> None:
     assert job.left() == []
 
 
+@pytest.mark.slow
 def test_unruly_children_of_a_failing_job(start) -> None:
     killed = "if __name__ == '__main__': wait_for('up.0'); failing(); os.kill(os.getpid(), 9)\n"
     hidden = f"sleep 1000.{secrets.randbelow(10**9)}"
@@ -262,6 +263,7 @@ def test_interrupt_once_lets_the_ranks_finish(start) -> None:
     assert "20 s to finish" in job.stderr and job.left() == []
 
 
+@pytest.mark.slow
 def test_interrupt_twice_kills_at_once(start) -> None:
     ignores = "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
     job = start(PRELUDE + ignores + "up()\nwait()\n", "--nproc", "2")

@@ -201,6 +201,7 @@ def test_alone(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics
             assert line.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_max_minutes(text: Path, tmp_path: Path) -> None:
     """Out of time: all ranks stop after the same step, and the run still ends as it should."""
     out = tmp_path / "out"

@@ -73,7 +73,8 @@ def start(
     return finished, time.monotonic() - began
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 2, pytest.param(3, marks=slow)])
+@slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_rank_that_sleeps_ends_the_job_with_the_diagnosis(tmp_path: Path, stage: int) -> None:
     finished, _ = start(tmp_path, "sleep", stage)
     said = finished.stderr

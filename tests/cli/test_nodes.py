@@ -58,6 +58,7 @@ def test_a_job_on_two_hosts(make_site: MakeSite) -> None:
     site.assert_idle(END_S)
 
 
+@pytest.mark.slow
 def test_all_that_does_not_fit_is_named_at_once(make_site: MakeSite, tmp_path: Path) -> None:
     """Nothing is started, exit status 2, and each host's trouble is told, with what to do."""
     site = make_site(1, 1, 1, 1, 1)

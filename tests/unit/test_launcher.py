@@ -13,7 +13,7 @@ import pytest
 from zerolite.failure_record import FailureRecord
 from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
 from zerolite.launcher.failures import Failure, Outcome
-from zerolite.launcher.job import NodeJob
+from zerolite.launcher.job import NodeJob, run_module
 from zerolite.launcher.processes import JobProcesses, ProcessStat, descendants
 from zerolite.launcher.rank_start import rank_command, threads_per_rank
 
@@ -192,7 +192,7 @@ class TestCommandLine:
         assert cli.find_nproc_problem(513) is not None
 
     def test_command_of_a_rank(self) -> None:
-        start = [sys.executable, "-u", "-m", "zerolite.launcher.rank"]
+        start = [sys.executable, *run_module("zerolite.launcher.rank")]
         assert rank_command(NodeJob("1", ["t.py"], ["-x"])) == [*start, "--script", "t.py", "-x"]
         assert rank_command(NodeJob("1", ["-m", "a.b"], ["-m"])) == [*start, "--module", "a.b", "-m"]
         assert rank_command(NodeJob("1", ["sh"], ["-c", ":"], python=False)) == [*start, "--command", "sh", "-c", ":"]
@@ -247,7 +247,7 @@ class TestFailures:
         first = self.failure(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
         lines = failures.describe(Outcome([first, self.failure(3, 2.0, exitcode=-6)], attempt=1), "node7")
         assert lines == [
-            "zerolite: rank 2 of 4 on host node7 (process 4711) failed: exit status 1, ValueError: x in attempt 1",
+            "zerolite: rank 2 of 4 on host node7 (process 4711) failed in attempt 1: exit status 1, ValueError: x",
             "Traceback",
             "  here",
             "ValueError: x",

@@ -11,7 +11,7 @@ import pytest
 from zerolite.launcher import network, remote
 from zerolite.launcher.check import CheckSpec, Facts, Reach, candidate_addresses, node_index, own_versions
 from zerolite.launcher.hosts import Host, HostsError
-from zerolite.launcher.job import NodeJob
+from zerolite.launcher.job import NodeJob, run_module
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import make_node_jobs, make_plan, own_part
 from zerolite.launcher.preflight import Answer, clock_offset, find_problems
@@ -31,11 +31,14 @@ def test_ssh_runs_the_first_part_here_and_the_others_by_ssh() -> None:
     route = make_route("ssh", launcher_args=["-F", "my config"], ssh_port=2222)
     environ = {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"}
     first, second, third = make_commands(route, "some.module", None, environ)
-    assert list(first.argv) == ["/opt/python", "-m", "some.module"] and list(first.nodes) == [0]
+    assert list(first.argv) == ["/opt/python", *run_module("some.module")] and list(first.nodes) == [0]
     assert second.argv[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in second.argv
     assert second.argv[-4:-1] == ["-p", "2222", "host2"] and third.argv[-2] == "host3"
     remote = second.argv[-1]
-    assert remote == "cd '/work dir'; exec env 'PYTHONPATH=/a b:/c' /opt/python -m some.module ssh"
+    assert (
+        remote
+        == f"cd '/work dir'; exec env 'PYTHONPATH=/a b:/c' /opt/python {shlex.join(run_module('some.module'))} ssh"
+    )
     assert shlex.split(second.shell_line()) == list(second.argv)
 
 
@@ -52,7 +55,7 @@ def test_one_command_for_all_hosts(launcher: str, start: list[str], node: str) -
     (command,) = make_commands(route, "some.module", "PAYLOAD", {})
     assert command.argv[: len(start)] == start and list(command.nodes) == [0, 1, 2]
     cwd = "/100%%" if launcher == "pdsh" else "/100%"
-    assert command.argv[-1] == f"cd {cwd}; exec /opt/python -m some.module PAYLOAD {node}"
+    assert command.argv[-1] == f"cd {cwd}; exec /opt/python {shlex.join(run_module('some.module'))} PAYLOAD {node}"
     assert any("host1:1,host2:1,host3:1" in word for word in command.argv) == (launcher == "openmpi")
     assert ("--nodelist=host1,host2,host3" in command.argv) == (launcher == "slurm")
     with pytest.raises(ValueError, match="cannot give each host"):

@@ -347,7 +347,3 @@ def main(argv: list[str]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_status(result.failures))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -270,7 +270,3 @@ def main(argv: Sequence[str]) -> int:
         write_line(node, facts=asdict(collect_facts(spec)))
         write_line(node, reach=asdict(reach_first(spec, node)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

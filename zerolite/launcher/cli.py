@@ -163,9 +163,27 @@ def make_local_job(request: LaunchRequest) -> NodeJob:
     return dataclasses.replace(job, env={**gloo_variables(job, os.environ), **job.env})
 
 
+def open_closed_streams() -> None:
+    """Give standard input, output and error that the caller has closed (`2>&-`) to /dev/null, so that no pipe or file
+    of a process that is started takes their place."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `zerolite` command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    open_closed_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("zerolite: the working directory is gone: change to one that is there", file=sys.stderr)
+        return 2
     command = arguments[0] if arguments else ""
     if command in COMMANDS and not os.path.isfile(command):
         status: int = importlib.import_module(COMMANDS[command]).main(arguments[1:])

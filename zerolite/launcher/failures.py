@@ -129,7 +129,7 @@ def reason(failure: Failure) -> str:
         how = f"exit status {failure.exitcode}"
     if ran_out_of_memory(failure):
         how += ", out of memory"
-    return f"{how}, {message.splitlines()[0]}" if message else how
+    return f"{how}, {message.splitlines()[0].removeprefix('zerolite: ')}" if message else how
 
 
 def signal_name(number: int) -> str:
@@ -144,12 +144,12 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
-def headline(failure: Failure) -> str:
+def headline(failure: Failure, attempt: int = 0) -> str:
     """One sentence of the rank, its host and its end."""
     if failure.of_agent:
         return failure.of_agent
     where = f"rank {failure.rank} of {failure.world_size} on host {failure.host} (process {failure.pid})"
-    return f"{where} failed: {reason(failure)}"
+    return f"{where} failed{f' in attempt {attempt}' if attempt else ''}: {reason(failure)}"
 
 
 def describe(outcome: Outcome, host: str) -> list[str]:
@@ -158,9 +158,8 @@ def describe(outcome: Outcome, host: str) -> list[str]:
     A message or traceback that rank 0 has written to the terminal itself is not repeated.
     """
     first, *others = in_order(outcome.failures)
-    attempt = f" in attempt {outcome.attempt}" if outcome.attempt else ""
     same = [other for other in others if said(other) and said(other) == said(first)]
-    lines = [f"zerolite: {headline(first)}{attempt}"]
+    lines = [f"zerolite: {headline(first, outcome.attempt)}"]
     if any(failure.rank == 0 and not failure.output for failure in (first, *same)):
         lines[0] += " (see above)" if details(first) else ""
     else:

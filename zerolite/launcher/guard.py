@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,7 +35,3 @@ def main(argv: Sequence[str]) -> int:
     JobProcesses(uuid.uuid4().hex).end(GRACE_S)
     code = tool.wait()
     return code if code >= 0 else 128 - code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Collection
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from zerolite.launcher.failures import TAIL_LINES
+from zerolite.launcher.follow_files import FileFollower
 
 _TAIL_BYTES = 16384
 
@@ -34,7 +36,7 @@ class RankLogs(LogsSpecs):
         self.attempt = 0
         self.outputs: dict[int, list[str]] = {}
         self.error_files: dict[int, str] = {}
-        self._tails: list[TailLog] = []
+        self._followers: list[FileFollower] = []
 
     @property
     def root_log_dir(self) -> str:
@@ -71,19 +73,25 @@ class RankLogs(LogsSpecs):
         }
         prefixes = {rank: "" if rank == 0 else f"[rank {rank}] " for rank in chosen}
         for stream, place in ((sys.stdout, 0), (sys.stderr, 1)):
+            if stream is None:  # closed when the job was started
+                continue
             files = {rank: paths[place] for rank, paths in chosen.items()}
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-            self._tails.append(TailLog("rank", files, stream, prefixes).start())
+            self._followers.append(FileFollower(files, stream, prefixes).start())
 
     def stop_tee(self) -> None:
         """Copy what is left; the ranks have ended."""
-        for tail in self._tails:
-            tail.stop()
-        self._tails.clear()
+        for follower in self._followers:
+            follower.stop()
+        self._followers.clear()
 
     def tail(self, rank: int) -> str:
         """The last lines of a rank's standard error, "" where it goes to the terminal."""
-        return read_tail(self.outputs[rank][1]) if self.outputs.get(rank) else ""
+        last = read_tail(self.outputs[rank][1]) if self.outputs.get(rank) else ""
+        with contextlib.suppress(OSError):  # somebody has removed the directory
+            free = shutil.disk_usage(self.root_log_dir).free
+            if free < _TAIL_BYTES:
+                last += f"\n(what is missing could not be written: {free} bytes are free in {self.root_log_dir})"
+        return last.strip()
 
 
 def read_tail(path: str, lines: int = TAIL_LINES) -> str:

@@ -60,7 +60,3 @@ def main(argv: Sequence[str]) -> int:
             with suppress(OSError):
                 sys.stderr.flush()
                 os.write(2, END_MARK)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

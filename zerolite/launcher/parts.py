@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import BinaryIO
 
+from zerolite.launcher.job import run_module
 from zerolite.launcher.node import END_MARK
 from zerolite.launcher.remote_commands import Command
 
@@ -44,7 +45,7 @@ class Part:
         self._marked = here or first_line is None
         self._tells = first_line is not None
         # mpirun, srun and pdsh do not care whether this process is still there.
-        guard = [] if self._tells else [sys.executable, "-m", "zerolite.launcher.guard"]
+        guard = [] if self._tells else [sys.executable, *run_module("zerolite.launcher.guard")]
         self._process = subprocess.Popen(
             [*guard, *command.argv],
             stdin=subprocess.PIPE,

@@ -73,6 +73,8 @@ def report(error: BaseException) -> int:
     error.__traceback__ = tb
     lines = traceback.format_exception(type(error), error, tb)
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if isinstance(error, SyntaxError):  # whose first line is its place
+        message = f"{type(error).__name__}: {error}"
     interrupted = isinstance(error, KeyboardInterrupt)
     failure_record.write(message, "".join(lines), is_consequence(error))
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
@@ -89,6 +91,12 @@ def new_main() -> types.ModuleType:
     return main
 
 
+def put_first(directory: str) -> None:
+    """Where Python looks first for modules; the launcher has left that place free."""
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
+        sys.path.insert(0, directory)
+
+
 def run_script(path: str, arguments: list[str]) -> None:
     """As `python path arguments` does, in a new `__main__`."""
     full = os.path.abspath(path)
@@ -96,8 +104,7 @@ def run_script(path: str, arguments: list[str]) -> None:
     main = new_main()
     main.__dict__.update(__file__=full, __cached__=None, __loader__=loader)
     sys.argv = [path, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
-        sys.path[0] = os.path.dirname(os.path.realpath(full))
+    put_first(os.path.dirname(os.path.realpath(full)))
     with io.open_code(full) as file:
         code = compile(file.read(), full, "exec", dont_inherit=True)
     exec(code, main.__dict__)
@@ -107,6 +114,7 @@ def run_module(name: str, arguments: list[str]) -> None:
     """As `python -m name arguments` does, in a new `__main__`."""
     new_main()
     sys.argv = [name, *arguments]
+    put_first(os.getcwd())
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
@@ -117,13 +125,20 @@ def run_command(name: str, arguments: list[str]) -> NoReturn:
 
 
 def prepare() -> None:
-    """What holds for whatever is run: the end with the agent, the cores, the stack at a fatal signal."""
+    """What holds for whatever is run: the end with the agent, the cores, input and output, the stack at a fatal
+    signal."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))
     cpus = os.environ.pop(BIND_VARIABLE, None)
     if cpus is not None:
         os.sched_setaffinity(0, parse_cpus(cpus))
+    if os.environ.get("RANK", "0") != "0":  # what is typed is for rank 0
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # every line at once, and whole
     with contextlib.suppress(ValueError, OSError):  # stderr may be closed
         faulthandler.enable()
 
@@ -143,11 +158,8 @@ def main(argv: list[str]) -> int:
         if stop.code is not None and stop.code != 0:
             text = stop.code if isinstance(stop.code, int) else f"sys.exit({stop.code!r})"
             failure_record.write("" if isinstance(stop.code, int) else str(text), "")
+            sys.last_value = stop  # how this process ends, for exit handlers
         raise
     except BaseException as error:
         return report(error)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ import time
 from types import FrameType
 
 from zerolite.launcher.failures import Outcome, count, describe, exit_status, signal_name, were
-from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob
+from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, run_module
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_command, threads_per_rank
@@ -82,7 +82,8 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         for number in (*_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, self._note_signal)
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, self._note_signal)
         lifeline, self._lifeline = os.pipe()
         self._outcome, outcome = os.pipe()
         environ = {**os.environ, **node_environment(self._job, os.environ), JOB_ID_VARIABLE: self._marker}
@@ -260,10 +261,15 @@ def run_node(job: NodeJob) -> int:
 
     Returns:
         0 if every rank succeeded; else the exit status of the rank that failed first, 128 + n if signal n ended it;
-        128 + n if signal n ended the job.
+        128 + n if signal n ended the job; 2 if there is no place for the output.
     """
+    try:
+        log_dir = make_log_dir(job)
+    except OSError as error:
+        where = "a temporary directory" if job.log_dir is None else f"--log-dir {job.log_dir!r}"
+        say(f"nothing was started: {where} cannot be made ({error.strerror}: {error.filename!r})")
+        return 2
     share_cores(job)
-    log_dir = make_log_dir(job)
     supervisor = Supervisor(job, log_dir)
     status = supervisor.run()
     if job.log_dir is None and not supervisor.keeps_logs:
@@ -287,7 +293,7 @@ def has_output(directory: str) -> bool:
 
 def agent_command() -> list[str]:
     """The agent's command, without its file descriptors."""
-    return [sys.executable, "-m", "zerolite.launcher.agent"]
+    return [sys.executable, *run_module("zerolite.launcher.agent")]
 
 
 def share_cores(job: NodeJob) -> None:

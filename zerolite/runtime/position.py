@@ -317,7 +317,7 @@ def _stack(innermost: FrameType) -> str:
     told = [
         entry
         for entry in traceback.extract_stack(innermost)
-        if not entry.filename.endswith(_DULL) and not entry.filename.startswith((_LAUNCHER, "<frozen"))
+        if not entry.filename.endswith(_DULL) and not entry.filename.startswith((_LAUNCHER, "<frozen", "<string>"))
     ]
     return "".join(traceback.format_list(told[-_DEEPEST:]))
 
