@@ -254,7 +254,7 @@ class TestFailures:
             "y",
             "zerolite: all output of rank 2: /l/rank_2.out and /l/rank_2.err",
             "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
-            "zerolite: the other 2 ranks were ended",
+            "zerolite: the other 2 ranks were ended, if still running",
         ]
         silent = failures.describe(Outcome([self.failure(1, 1.0, tail="a\nb")]), "node7")
         assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
@@ -270,7 +270,7 @@ class TestFailures:
             "zerolite: rank 2 of 4 on host node7 (process 4711) failed: an error, ranks parted (see above)",
             "zerolite: all output of rank 2: o",
             "zerolite: 2 other ranks ended with the same message",
-            "zerolite: the other rank was ended",
+            "zerolite: the other rank was ended, if still running",
         ]
         elsewhere = failures.describe(Outcome([ranks[2]]), "node1")
         assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]

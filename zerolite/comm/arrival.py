@@ -249,7 +249,8 @@ class _Meeting:
         missing = self._missing()
         if not missing or any(rank not in missing for rank in range(self._rank)):
             return None
-        return f"{self._what}: {name_ranks(missing)} of {self._world_size} have not arrived yet"
+        have = "has" if len(missing) == 1 else "have"
+        return f"{self._what}: {name_ranks(missing)} of {self._world_size} {have} not arrived yet"
 
     def _stay_for_others(self) -> None:
         """The store may end with this process: wait a little until all that are here have read the outcome."""

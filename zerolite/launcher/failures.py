@@ -173,7 +173,8 @@ def describe(outcome: Outcome, host: str) -> list[str]:
     lines.extend(f"zerolite: after that, {headline(failure)}" for failure in later)
     ended = first.world_size - 1 - len(same) - len(later)
     if ended > 0:
-        lines.append(f"zerolite: the other {count(ended, 'rank') if ended > 1 else 'rank'} {were(ended)} ended")
+        others_text = f"other {count(ended, 'rank')} were" if ended > 1 else "other rank was"
+        lines.append(f"zerolite: the {others_text} ended, if still running")
     return lines
 
 

@@ -237,6 +237,8 @@ def parse_ranks(text: str) -> list[int] | None:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
+            if int(first) > int(last or first):
+                raise ValueError(part)
             ranks.extend(range(int(first), int(last or first) + 1))
     except ValueError:
         raise ValueError(f"--tee expects ranks such as 1,3 or 0-3, or `all`, and got {text!r}") from None
@@ -317,7 +319,9 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             bind_cores=options.bind_cores,
             dry_run=options.dry_run,
         )
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        parser.error(f"the env file {error.filename!r} cannot be read: {error.strerror}")
+    except ValueError as error:
         parser.error(str(error))
 
 
