@@ -64,10 +64,8 @@ def test_who_does_not_come_is_named(pool: Pool, missing: list[int]) -> None:
         assert wanted in results[rank]["error"], results[rank]
         assert 0.9 < results[rank]["seconds"] < 8
     (warning,) = results[0]["warnings"]
-    assert (
-        f"init_distributed: {words} {'has' if len(missing) == 1 else 'have'} not arrived yet (waiting for 0 s, giving up after 1 s)"
-        in warning
-    )
+    have = "has" if len(missing) == 1 else "have"
+    assert f"init_distributed: {words} {have} not arrived yet (waiting for 0 s, giving up after 1 s)" in warning
     assert not any(result["warnings"] for result in results[1:])
 
 
