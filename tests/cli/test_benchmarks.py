@@ -364,7 +364,8 @@ def test_disk_writes_and_reads_as_many_bytes_as_it_says(tmp_path: Path, monkeypa
     disk.sync([*disk.files_under(tmp_path), tmp_path])
     disk.dd_read(tmp_path / "zeros")
     with open(tmp_path / "zeros", "rb") as file:
-        assert disk._cached_pages(file.fileno()) == -(-numbers // 4096)
+        pages = -(-numbers // 4096)
+        assert 0.9 * pages < disk._cached_pages(file.fileno()) <= pages  # the kernel may take some back at any time
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: None)
     assert not disk.forget([tmp_path / "zeros"])
 

@@ -27,7 +27,7 @@ def test_time_between_two_looks_counts_up_to_a_limit() -> None:
     assert 1.0 <= wait.look(1.0) < 1.5
     wait._looked -= 0.5
     assert 1.5 <= wait.look(1.0) < 2.0
-    wait.works = (Work(),)
+    wait.number, wait.works = wait.number + 1, (Work(),)
     assert wait.look(1.0) == 0.0
 
 
@@ -39,7 +39,7 @@ def test_a_device_is_not_asked_again_about_what_has_ended() -> None:
     wait.look()
     asked = work.asked
     assert wait.look() == 0.0 and not wait.under_way() and work.asked == asked
-    wait.works = (Work(),)
+    wait.number, wait.works = wait.number + 1, (Work(),)
     assert wait.under_way()
 
 
@@ -54,3 +54,13 @@ def test_what_was_waited_for_last_can_be_let_go() -> None:
     wait.forget()
     gc.collect()
     assert known() is None and not wait.works
+
+
+def test_a_look_keeps_nothing_alive() -> None:
+    wait, work = Wait(), Work()
+    known = weakref.ref(work)
+    wait.works = (work,)
+    wait.look()
+    wait.works = ()
+    del work
+    assert known() is None

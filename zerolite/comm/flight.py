@@ -58,7 +58,7 @@ class Flight:
 class Wait:
     """What the host of this process waits for, or (on CUDA) what its device waited for last."""
 
-    __slots__ = ("_done", "_looked", "_seen", "_waited", "entry", "explain", "on_device", "works")
+    __slots__ = ("_done", "_looked", "_seen", "_waited", "entry", "explain", "number", "on_device", "works")
 
     def __init__(self) -> None:
         # Says more about a collective that has failed, or differs from that of other ranks: the watchdog.
@@ -66,28 +66,29 @@ class Wait:
         self.on_device = False  # waiting returns at once, and the works' end is known to the device alone
         self.works: Sequence[Any] = ()
         self.entry: Raw | None = None
-        self._done: Sequence[Any] = ()  # on a device, and known to have ended: it is asked about them no more
-        self._seen: Sequence[Any] = ()  # by the last look
+        self.number = 0  # of the wait: a look remembers this and not the works, which hold tensors
+        self._done = -1  # on a device, and known to have ended: it is asked about it no more
+        self._seen = -1  # by the last look
         self._waited = 0.0  # seconds that the looks have seen it
         self._looked = 0.0  # when the last look was
 
     def under_way(self) -> bool:
         """Whether something is waited for. May be called by another thread."""
         works = self.works
-        return bool(works) and works is not self._done and not all(work.is_completed() for work in works)
+        return bool(works) and self.number != self._done and not all(work.is_completed() for work in works)
 
     def look(self, longest_s: float = math.inf) -> float:
         """For how many seconds earlier looks have seen the same wait; 0 if nothing is waited for. Called again and
         again, so that waiting itself needs no clock. More than ``longest_s`` seconds between two looks are not counted:
         the process, and most likely the others too, stood still (a suspended job) and did not wait."""
-        works, now = self.works, time.monotonic()
+        number, now = self.number, time.monotonic()
         since, self._looked = now - self._looked, now
         if not self.under_way():
-            self._seen = ()
-            self._done = works if self.on_device else ()
+            self._seen = -1
+            self._done = number if self.on_device else -1
             return 0.0
-        if works is not self._seen:
-            self._seen, self._waited = works, 0.0
+        if number != self._seen:
+            self._seen, self._waited = number, 0.0
         else:
             self._waited += min(since, longest_s)
         return self._waited
@@ -96,12 +97,12 @@ class Wait:
         """Let go of what was waited for last, which holds tensors, unless it is waited for still."""
         if self.under_way():
             return
-        self.works = self._seen = self._done = ()
+        self.works, self._seen, self._done = (), -1, -1
         self.entry = None
 
     def seconds(self) -> float:
         """The same as of the last look."""
-        return self._waited if self._seen and self._seen is self.works else 0.0
+        return self._waited if self._seen == self.number and self.works else 0.0
 
 
 class _Blocked:
@@ -118,6 +119,7 @@ def wait_for(works: Sequence[Any], entry: Raw | None = None) -> None:
     """Wait for collectives. On CUDA the current stream waits, not the host, and what it waits for stays known until
     the next call. Raises RuntimeError if one fails."""
     wait = WAIT
+    wait.number += 1
     wait.entry, wait.works = entry, works
     try:
         for work in works:
@@ -141,6 +143,7 @@ def raise_explained(error: RuntimeError) -> None:
 @contextlib.contextmanager
 def blocked(entry: Raw) -> Iterator[None]:
     """Around a call that waits for the other ranks."""
+    WAIT.number += 1
     WAIT.entry, WAIT.works = entry, (_Blocked(),)
     try:
         yield

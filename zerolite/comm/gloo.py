@@ -12,7 +12,6 @@ from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, d
 from zerolite.comm.process_group import second_group
 
 HALF = (torch.float16, torch.bfloat16)
-_SMALL, _FEW = 4096, 64  # elements below which, and ranks up to which, a sum travels as one message per pair of ranks
 _CHUNK = 1 << 16  # elements summed at once in fp32
 _LINE = 64  # bytes to which tensors that travel together are aligned
 _NUMBER_BITS, _KIND_BITS = 12, 19  # of a message's tag: gloo's have 31
@@ -46,12 +45,7 @@ class GlooCommunicator(Communicator):
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         # Two terms have one sum, whatever their order, so at two ranks gloo's own algorithm gives the bits of the
         # exchange (not in 16 bits, where the exchange divides before it rounds). Lengths that cannot be cut in
-        # equal parts take it as well. Small ones travel as messages: gloo takes its own collectives of one group for
-        # each other, and aborts the process if their lengths differ, where ranks part.
-        if tensor.numel() == 0:
-            return done(tensor)
-        if tensor.numel() < _SMALL and self.world_size <= _FEW:
-            return self._sum_messages(tensor, tag, divisor)
+        # equal parts take it as well: only small tensors have such.
         cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
         if not cut or (self.world_size == 2 and tensor.dtype not in HALF):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -63,21 +57,6 @@ class GlooCommunicator(Communicator):
             return self._all_gather(tensor, tag).wait()
 
         return Pending((), (tensor,), finish)
-
-    def _sum_messages(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
-        """Everybody sends everybody the whole, and sums in rank order."""
-        sent = tensor.cpu().reshape(-1)
-        parts = [empty(sent.numel(), sent.dtype) for _ in range(self.world_size)]
-        parts[self.rank] = sent
-        number = self._next_tag("all_reduce", tag, sent.numel() * sent.element_size())
-        works = [dist.irecv(parts[peer], src=source, group=self.group, tag=number) for peer, source in self._peers]
-        works += [dist.isend(sent, dst=target, group=self.group, tag=number) for _, target in self._peers]
-
-        def finish() -> torch.Tensor:
-            total = mean_in_order(parts, divisor, empty(sent.numel(), sent.dtype))
-            return tensor.copy_(total.view(tensor.shape))
-
-        return Pending(works, (tensor, *parts), finish)
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
