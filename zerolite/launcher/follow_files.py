@@ -5,10 +5,12 @@ from __future__ import annotations
 import codecs
 import contextlib
 import threading
+import time
 from collections.abc import Mapping
 from typing import BinaryIO, TextIO
 
 _LOOK_S = 0.05
+_STANDS_S = 0.1
 _CHUNK = 1 << 20  # bytes read at once
 
 
@@ -20,7 +22,7 @@ class _Follower:
         self._file: BinaryIO | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = ""  # a line without an end so far
-        self._waited = False  # nothing was added to it since the last look
+        self._added = 0.0  # when something came last
 
     def take(self, last: bool = False) -> str:
         """What is to be written now; "" if nothing. ``last``: nothing more comes."""
@@ -28,9 +30,12 @@ class _Follower:
         text = self._begun + self._decoder.decode(data, last)
         whole, end, rest = text.rpartition("\n")
         # Without a prefix it may be a prompt or dots: it appears when it has stood there for a moment.
-        if rest and (last or len(rest) > _CHUNK or (not self._prefix and self._waited and not data)):
+        now = time.monotonic()
+        self._added = now if data else self._added
+        stands = not self._prefix and now - self._added > _STANDS_S
+        if rest and (last or stands or len(rest) > _CHUNK):
             whole, end, rest = f"{whole}{end}{rest}", "\n" if self._prefix else "", ""
-        self._begun, self._waited = rest, not data
+        self._begun = rest
         if not whole and not end:
             return ""
         if not self._prefix:
