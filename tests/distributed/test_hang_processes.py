@@ -200,18 +200,6 @@ thread.join()
         assert "rank 0" in said and "in engine.step(), at" in said and "in train; waits for nobody" in said
 
 
-def test_one_more_backward_is_no_abort(tmp_path: Path) -> None:
-    script = """
-engine = make(3.0)
-for i in range(4):
-    if rank == 1 and i == 2:
-        engine.backward(engine(torch.randn(2, 8)).square().mean())
-    step(engine)
-"""
-    for status, said in run(tmp_path, script):
-        assert status in (1, EXIT_STATUS) and "They parted at" in said, said
-
-
 def test_two_engines_in_another_order(tmp_path: Path) -> None:
     script = """
 engines = [make(3.0), make(3.0)]
