@@ -362,10 +362,12 @@ def test_disk_writes_and_reads_as_many_bytes_as_it_says(tmp_path: Path, monkeypa
     assert disk.size_of(disk.files_under(tmp_path)) == numbers + 1000
     assert (tmp_path / "repeated").read_bytes() == (bytes(source) * 4)[:1000]
     disk.sync([*disk.files_under(tmp_path), tmp_path])
-    disk.dd_read(tmp_path / "zeros")
-    with open(tmp_path / "zeros", "rb") as file:
-        pages = -(-numbers // 4096)
-        assert 0.9 * pages < disk._cached_pages(file.fileno()) <= pages  # the kernel may take some back at any time
+    counts = []
+    for _ in range(5):  # the kernel may take pages back at any time
+        disk.dd_read(tmp_path / "zeros")
+        with open(tmp_path / "zeros", "rb") as file:
+            counts.append(disk._cached_pages(file.fileno()))
+    assert max(counts) == -(-numbers // 4096)
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: None)
     assert not disk.forget([tmp_path / "zeros"])
 

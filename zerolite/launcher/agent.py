@@ -1,6 +1,6 @@
 """What runs a node's ranks: torch's elastic agent, in a process of its own that the supervisor starts.
 
-`python -m zerolite.launcher.agent LIFELINE OUTCOME LOG_DIR [quiet]`, two file descriptors and a directory. The first
+`main([LIFELINE, OUTCOME, LOG_DIR, quiet?])`, two file descriptors and a directory. The first
 line from LIFELINE is the job; then come single letters, the supervisor's `INTERRUPT` and `STAND_BACK`. When it closes,
 the supervisor has died, and the agent ends everything. To OUTCOME go a line once the ranks run, and the job's outcome.
 """

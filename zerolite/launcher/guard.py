@@ -1,5 +1,5 @@
 """Runs mpirun, srun or pdsh and ends them with all that they have started here when the launcher has gone:
-`python -m zerolite.launcher.guard COMMAND...`, whose standard input the launcher holds open.
+`main(COMMAND)`, in a process whose standard input the launcher holds open.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def python_line(route: Route, module: str, arguments: Sequence[str], environ: Ma
 def make_commands(
     route: Route, module: str, payload: str | None, environ: Mapping[str, str] | None = None
 ) -> list[Command]:
-    """Return the commands that run `python -m MODULE [PAYLOAD NODE]` on every host.
+    """Return the commands that run `main` of MODULE, with PAYLOAD and NODE if there is one, on every host.
 
     NODE tells the process which host it is: its index, its name, or the environment variable in which either stands.
 
