@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from zerolite import comm, zero
     from zerolite.comm import destroy, init_distributed
     from zerolite.config import ConfigError, ZeroliteConfig
-    from zerolite.runtime.build import initialize
     from zerolite.runtime.dataloader import RepeatingLoader
     from zerolite.runtime.engine import Engine
+    from zerolite.runtime.initialize import initialize
     from zerolite.runtime.parameter_access import (
         get_full_grad,
         get_full_master,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
 
 _LAZY = {
-    "initialize": "zerolite.runtime.build",
+    "initialize": "zerolite.runtime.initialize",
     "Engine": "zerolite.runtime.engine",
     "RepeatingLoader": "zerolite.runtime.dataloader",
     "init_distributed": "zerolite.comm",

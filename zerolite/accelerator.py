@@ -10,26 +10,61 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+_dry_runs = 0
+
+
+@contextlib.contextmanager
+def dry_run() -> Iterator[None]:
+    """Inside, this process plays a rank of a job that does not run: nothing starts torch.distributed, and the device is
+    the CPU, where tensors without memory work everywhere."""
+    global _dry_runs
+    _dry_runs += 1
+    try:
+        yield
+    finally:
+        _dry_runs -= 1
+
+
+def is_dry_run() -> bool:
+    return _dry_runs > 0
 
 
 def default_device(local_rank: int) -> torch.device:
     """``cuda:<local_rank>`` (modulo the visible devices) where CUDA is usable, otherwise ``cpu``."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not is_dry_run():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has no memory: that of a dry run."""
+    return type(tensor) is FakeTensor
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the elements of ``tensor`` begin: equal for tensors that begin in the same place of the same memory, also
+    where there is no memory."""
+    if type(tensor) is FakeTensor:
+        return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr()
+
+
 class HostRead:
     """A tensor on its way to the host. On CUDA the copy runs behind the work queued so far; ``get()`` waits for it
-    alone."""
+    alone. What is read of a fake tensor is zeros."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
         self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
+        if type(tensor) is FakeTensor:
+            with unset_fake_temporarily():
+                self._host = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        elif tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()

@@ -27,7 +27,7 @@ from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.pool import Pools
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.huggingface import ModelWriter, parse_size, plan_files
+from zerolite.checkpoint.huggingface import ModelWriter, plan_files
 from zerolite.checkpoint.safetensors import TORCH_DTYPES, Entry
 
 CASES = "tests.checkpoint.cases.export"
@@ -61,29 +61,6 @@ def listing(directory: Path) -> list[str]:
 
 
 # -------------------------------------------------------------------- the plan
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("5GB", 5 * 10**9),
-        ("1.5 kb", 1500),
-        ("2GiB", 2**31),
-        ("7", 7),
-        (7, 7),
-        ("3B", 3),
-        ("1TB", 10**12),
-        ("1mb", 10**6),
-    ],
-)
-def test_sizes(text: str | int, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "0.1B", "5 G B", "5XB", "1e9", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a size such as '5GB'"):
-        parse_size(text)
 
 
 def test_files_are_filled_in_order_and_hold_at_most_what_was_asked_for() -> None:

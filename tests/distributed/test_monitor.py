@@ -111,8 +111,8 @@ def test_all_ranks_raise_if_rank_0_cannot_open_its_monitors(pools: Pools, tmp_pa
 
 
 LINE = re.compile(
-    r"^step (\d+): ms a step: forward ([\d.]+), backward ([\d.]+), reduce wait ([\d.]+), step ([\d.]+), "
-    r"other ([\d.]+), all ([\d.]+)$",
+    r"^step (\d+): ms a step: forward ([\d.]+), backward ([\d.]+), reduce wait ([\d.]+), gather ([\d.]+), "
+    r"step ([\d.]+), other ([\d.]+), all ([\d.]+)$",
     re.MULTILINE,
 )
 
@@ -125,9 +125,10 @@ def test_the_breakdown_is_where_the_time_goes(pools: Pools, stage: int, loop: st
     assert not LINE.search(second["printed"]) and second["wrapped"] == []
     lines = [[float(number) for number in match] for match in LINE.findall(first["printed"])]
     assert [line[0] for line in lines] == [2, 4]
-    for _, forward, backward, wait, step, other, total in lines:
+    for _, forward, backward, wait, gather, step, other, total in lines:
         assert 10 <= forward and 30 <= backward and 0 < wait and 0 < step and 5 <= other
-        assert forward + backward + wait + step + other == pytest.approx(total, abs=0.05)
+        assert (gather > 0) == (stage > 0)
+        assert forward + backward + wait + gather + step + other == pytest.approx(total, abs=0.05)
     assert 2 * sum(line[-1] for line in lines) <= first["elapsed"]
     assert 2 * sum(line[1] + line[2] for line in lines) >= 160.0
     assert first["gone"] and first["left"] == second["left"]
@@ -138,7 +139,7 @@ def test_the_breakdown_goes_to_the_monitors(pools: Pools, tmp_path: Path) -> Non
     first, _ = pools(2).run(f"{CASES}:logged", {"config": setting, "folder": str(tmp_path)})
     times = [entry for entry in first["written"] if "Train/Samples/elapsed_time_ms_forward" in entry]
     assert [entry["step"] for entry in times] == [8, 16]
-    phases = ("forward", "backward", "reduce_wait", "step", "other")
+    phases = ("forward", "backward", "reduce_wait", "gather", "step", "other")
     for entry in times:
         assert list(entry) == ["step", *(f"Train/Samples/elapsed_time_ms_{phase}" for phase in phases)]
         assert all(entry[f"Train/Samples/elapsed_time_ms_{phase}"] > 0 for phase in phases)

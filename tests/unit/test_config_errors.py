@@ -57,6 +57,10 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("zero_optimization.leaf_moduls", "zero_optimization.leaf_modules"),
         ("leaf_modules", "zero_optimization.leaf_modules"),
         ("fp32_module", "fp32_modules"),
+        ("comms_logger.prof_op", "comms_logger.prof_ops"),
+        ("flops_profiler.peak_flops", "flops_profiler.peak_tflops"),
+        ("comm_logger", "comms_logger"),
+        ("memory_chek", "memory_check"),
         ("zero_optimization.leaf_module.clases", "zero_optimization.leaf_module.classes"),
         ("offload_optimizer", "zero_optimization.offload_optimizer"),
         ("tensorboard.output_pth", "tensorboard.output_path"),
@@ -377,6 +381,16 @@ def test_values_that_ask_for_more(path: str, value: Any) -> None:
     errors = errors_of(nested(path, value))
     assert list(errors) == [path]
     assert "known to zerolite but not supported yet" in errors[path]
+
+
+@pytest.mark.parametrize("ops", [[], ["barrier", "all_to_all"]])
+def test_a_logger_needs_something_to_log(ops: list[str]) -> None:
+    logger = {"enabled": True, "prof_all": False, "prof_ops": ops}
+    errors = errors_of({"comms_logger": logger})
+    assert list(errors) == ["comms_logger.prof_ops"]
+    assert "expected operations that zerolite runs" in errors["comms_logger.prof_ops"]
+    for fine in ({"enabled": False}, {"prof_all": True}, {"prof_ops": ["broadcast"]}):
+        load_config({"comms_logger": logger | fine})
 
 
 def test_stages_that_do_not_exist() -> None:

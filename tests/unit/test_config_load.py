@@ -68,6 +68,23 @@ FULL: dict[str, Any] = {
     "data_types": {"grad_accum_dtype": "fp16"},
     "steps_per_print": 10,
     "wall_clock_breakdown": True,
+    "comms_logger": {
+        "enabled": True,
+        "verbose": True,
+        "prof_all": False,
+        "debug": True,
+        "prof_ops": ["all_reduce", "all_gather"],
+    },
+    "flops_profiler": {
+        "enabled": True,
+        "recompute_fwd_factor": 1,
+        "profile_step": 5,
+        "module_depth": 2,
+        "top_modules": 3,
+        "detailed": False,
+        "output_file": "profile.txt",
+        "peak_tflops": 989.5,
+    },
     "csv_monitor": {"enabled": True, "output_path": "", "job_name": "a"},
     "jsonl_monitor": {"enabled": True, "output_path": "b/c", "job_name": "d"},
     "tensorboard": {"enabled": True, "output_path": "/e", "job_name": "f"},
@@ -88,6 +105,7 @@ FULL: dict[str, Any] = {
     "dataloader_drop_last": True,
     "dump_state": True,
     "max_consecutive_skipped_steps": 7,
+    "memory_check": "warn",
     "desync_timeout_s": 30,
     "check_collectives": True,
     "checkpoint": {"keep_last": 3, "timeout_s": 60},
@@ -101,7 +119,7 @@ NAMES = [
     "zero_optimization.leaf_module.names",
     "zero_optimization.leaf_module.name_suffixes",
 ]
-LISTS = [*NAMES, "elasticity.micro_batch_sizes"]
+LISTS = [*NAMES, "elasticity.micro_batch_sizes", "comms_logger.prof_ops"]
 TEXTS = [
     *(
         f"{block}.{key}"
@@ -109,6 +127,7 @@ TEXTS = [
         for key in ("output_path", "job_name")
     ),
     *(f"wandb.{key}" for key in ("group", "team", "project")),
+    "flops_profiler.output_file",
 ]
 
 
@@ -207,6 +226,19 @@ def test_defaults() -> None:
         "data_types.grad_accum_dtype": None,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
+        "comms_logger.enabled": False,
+        "comms_logger.verbose": False,
+        "comms_logger.prof_all": True,
+        "comms_logger.debug": False,
+        "comms_logger.prof_ops": (),
+        "flops_profiler.enabled": False,
+        "flops_profiler.recompute_fwd_factor": 0.0,
+        "flops_profiler.profile_step": 1,
+        "flops_profiler.module_depth": -1,
+        "flops_profiler.top_modules": 1,
+        "flops_profiler.detailed": True,
+        "flops_profiler.output_file": None,
+        "flops_profiler.peak_tflops": None,
         "csv_monitor.enabled": False,
         "csv_monitor.output_path": "",
         "csv_monitor.job_name": "DeepSpeedJobName",
@@ -234,6 +266,7 @@ def test_defaults() -> None:
         "dataloader_drop_last": False,
         "dump_state": False,
         "max_consecutive_skipped_steps": 50,
+        "memory_check": "error",
         "desync_timeout_s": 300.0,
         "check_collectives": False,
         "checkpoint.keep_last": None,
@@ -379,13 +412,16 @@ INTEGERS = [
         "steps_per_print", "max_consecutive_skipped_steps", "keep_last", "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
         "stage3_max_reuse_distance", "stage3_module_granularity_threshold", "max_train_batch_size", "min_gpus",
-        "max_gpus", "num_gpus_per_node", "min_time",
+        "max_gpus", "num_gpus_per_node", "min_time", "profile_step", "top_modules",
     }
 ]  # fmt: skip
 NUMBERS = [
     "fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor", "checkpoint.timeout_s", "desync_timeout_s",
+    "flops_profiler.recompute_fwd_factor", "flops_profiler.peak_tflops",
 ]  # fmt: skip
-CHOICES = ["elasticity.version", "elasticity.model_parallel_size"]
+CHOICES = [
+    "elasticity.version", "elasticity.model_parallel_size", "memory_check", "flops_profiler.module_depth",
+]  # fmt: skip
 DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"]
 BOOLEANS = [
     path
@@ -396,7 +432,7 @@ BOOLEANS = [
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 24 and len(BOOLEANS) == 27
+    assert len(INTEGERS) == 26 and len(BOOLEANS) == 33
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 
@@ -537,6 +573,56 @@ def test_wrong_module_names(path: str, value: Any) -> None:
     assert "expected an array of strings" in errors[path] and "write names such as [" in errors[path]
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ([], ()),
+        (["all_reduce"], ("all_reduce",)),
+        (["broadcast", "reduce_scatter_tensor", "reduce_scatter"], ("reduce_scatter", "broadcast")),
+        (["all_gather_into_tensor", "inference_all_reduce", "barrier"], ("all_reduce", "all_gather")),
+        (["all_to_all_single", "monitored_barrier"], ()),
+    ],
+)
+def test_operations_have_deepspeeds_names_and_ours(given: list[str], meant: tuple[str, ...]) -> None:
+    logger = load_config({"comms_logger": {"prof_ops": given, "prof_all": False}}).comms_logger
+    assert logger.prof_ops == meant
+    assert [logger.measures(name) for name in ("all_reduce", "broadcast")] == [
+        "all_reduce" in meant,
+        "broadcast" in meant,
+    ]
+    assert load_config({"comms_logger": {"prof_ops": given}}).comms_logger.measures("broadcast"), "prof_all is on"
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("all_reduce", 'expected an array of strings, got the string "all_reduce"; write names such as ["all_reduce"]'),
+        (None, "expected an array of strings, got null"),
+        (["all_reduce", "al_gather"], 'got the string "al_gather" among them; did you mean "all_gather"?'),
+        (["zzzzzz"], 'got the string "zzzzzz" among them; write some of all_reduce, reduce_scatter, all_gather, broad'),
+    ],
+)
+def test_wrong_operations(value: Any, sentence: str) -> None:
+    errors = errors_of({"comms_logger": {"prof_ops": value}})
+    assert list(errors) == ["comms_logger.prof_ops"] and sentence in errors["comms_logger.prof_ops"]
+
+
+def test_depths_of_modules() -> None:
+    for written, meant in ((-1, -1), (0, 0), ("3", 3)):
+        assert load_config({"flops_profiler": {"module_depth": written}}).flops_profiler.module_depth == meant
+    assert "the nearest allowed value is -1" in errors_of({"flops_profiler": {"module_depth": -2}}).popitem()[1]
+
+
+@pytest.mark.parametrize("value", ["Error", "", True, 0, ["warn"]])
+def test_what_a_memory_check_may_do(value: Any) -> None:
+    assert [load_config({"memory_check": word}).memory_check for word in ("error", "warn", "off")] == [
+        "error",
+        "warn",
+        "off",
+    ]
+    assert 'expected "error" or "warn" or "off", got' in errors_of({"memory_check": value})["memory_check"]
+
+
 @pytest.mark.parametrize("value", [2, "2", [], {}, True, [0], [1.5], [True], [None], ["x"], [2, -1], [2**31]])
 def test_wrong_lists_of_sizes(value: Any) -> None:
     errors = errors_of({"elasticity": {"micro_batch_sizes": value}})
@@ -620,7 +706,20 @@ def test_null_limits_of_stage_3() -> None:
 
 @pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
 def test_auto_is_the_default(path: str) -> None:
-    assert get(load_config(nested(path, "auto")), path) == get(load_config({}), path)
+    if path != "zero_optimization.stage":
+        assert get(load_config(nested(path, "auto")), path) == get(load_config({}), path)
+
+
+def test_an_automatic_stage_is_kept_for_whoever_knows_the_device() -> None:
+    config = load_config({"zero_optimization": {"stage": "auto", "reduce_scatter": False}, "train_batch_size": 8})
+    assert config.zero_optimization.stage == config.resolve(2).zero_optimization.stage == "auto"
+    assert load_config(config.model_dump()) == config
+    elastic = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}
+    resolved = load_config({"zero_optimization": {"stage": "auto"}, "elasticity": elastic}).resolve(4)
+    assert (resolved.zero_optimization.stage, resolved.train_batch_size) == ("auto", 8)
+    for value in ("Auto", "", "3x"):
+        sentence = errors_of({"zero_optimization": {"stage": value}})["zero_optimization.stage"]
+        assert 'expected an integer from 0 to 3 or "auto", got the string' in sentence
 
 
 @pytest.mark.parametrize("block", [name for name in FULL if isinstance(FULL[name], dict)])

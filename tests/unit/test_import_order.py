@@ -20,6 +20,8 @@ LAYERS = {
     "zerolite.version": 0,
     "zerolite.accelerator": 0,
     "zerolite.rounding": 0,
+    "zerolite.sizes": 0,
+    "zerolite.memory_items": 0,
     "zerolite.failure_record": 0,
     "zerolite.config": 1,
     "zerolite.comm": 1,
@@ -34,6 +36,7 @@ LAYERS = {
     "zerolite.launcher": 2,
     "zerolite.report": 2,
     "zerolite.monitor": 2,
+    "zerolite.profiling": 4,
     "zerolite.runtime.keyword_params": 2,
     "zerolite.runtime.accumulation": 2,
     "zerolite.runtime.loss_scaler": 2,
@@ -41,8 +44,9 @@ LAYERS = {
     "zerolite.runtime.fp32_modules": 2,
     "zerolite.runtime.commands": 2,
     "zerolite.runtime.initial_sync": 2,
-    "zerolite.runtime.wall_clock": 2,
+    "zerolite.runtime.wall_clock": 4,
     "zerolite.runtime.monitoring": 6,
+    "zerolite.runtime.memory_report": 5,
     "zerolite.runtime.zero": 3,
     "zerolite.runtime.grad_stats": 4,
     "zerolite.runtime.optimizers": 4,
@@ -70,8 +74,22 @@ LAYERS = {
     "zerolite.runtime.engine": 6,
     "zerolite.runtime.build_stage3": 7,
     "zerolite.runtime.build": 7,
-    "zerolite.runtime": 8,
-    "zerolite": 8,
+    "zerolite.plan": 8,
+    "zerolite.plan.errors": 0,
+    "zerolite.plan.result": 1,
+    "zerolite.plan.traffic": 2,
+    "zerolite.plan.imports": 2,
+    "zerolite.plan.terminal": 2,
+    "zerolite.plan.advice": 2,
+    "zerolite.plan.palette": 2,
+    "zerolite.plan.report": 2,
+    "zerolite.plan.picture": 2,
+    "zerolite.runtime.initialize": 9,
+    "zerolite.plan.measure": 10,
+    "zerolite.plan.check": 10,
+    "zerolite.plan.command": 10,
+    "zerolite.runtime": 10,
+    "zerolite": 10,
 }
 
 ZERO_LAYERS = {  # within zerolite/runtime/zero
@@ -103,6 +121,8 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
 PURE = (
     "zerolite.version",
     "zerolite.failure_record",
+    "zerolite.sizes",
+    "zerolite.plan.errors",
     "zerolite.checkpoint.boxes",
     "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write",
@@ -124,9 +144,22 @@ THIRD_PARTY = {
     "zerolite.launcher": {"psutil"},
     "zerolite.report": {"cpuinfo"},
     "zerolite.monitor.wandb_writer": {"wandb"},
+    "zerolite.runtime.memory_report": {"psutil"},
+    "zerolite.plan.available": {"psutil"},
+    "zerolite.plan.result": {"pydantic"},
+    "zerolite.plan.measure": {"pydantic", "psutil"},
+    "zerolite.plan.picture": {"matplotlib"},
+    "zerolite.plan.sources": {"transformers"},
 }
 
-WITHOUT_TORCH = ("zerolite.version", "zerolite.config", "zerolite.launcher", "op_builder")
+WITHOUT_TORCH = (
+    "zerolite.version",
+    "zerolite.config",
+    "zerolite.launcher",
+    "zerolite.sizes",
+    *(f"zerolite.plan.{name}" for name in ("errors", "imports", "result", "traffic", "terminal", "report", "picture")),
+    "op_builder",
+)
 
 # The agent is torch's own, in a process of its own: these modules run there, and nothing else of the launcher imports
 # them.
@@ -251,7 +284,8 @@ def test_every_runtime_module_has_a_layer() -> None:
 
 
 def test_only_the_package_itself_imports_the_engine_beside_build() -> None:
-    allowed = {"zerolite", "zerolite.runtime.build", "zerolite.runtime.build_stage3"}
+    allowed = {"zerolite", "zerolite.runtime.build", "zerolite.runtime.build_stage3", "zerolite.runtime.initialize"}
+    allowed |= {"zerolite.plan.dry_run", "zerolite.plan.steps", "zerolite.plan.measure", "zerolite.plan.check"}
     assert [
         e for e in ALL_IMPORTS if is_within(e.imported, "zerolite.runtime.engine") and e.importer not in allowed
     ] == []

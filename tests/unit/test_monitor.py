@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.comm.wire import DryWire
 from zerolite.config import ConfigError, load_config
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.append_file import AppendFile
@@ -27,9 +29,10 @@ from zerolite.monitor.csv_writer import MAX_OPEN, CsvWriter
 from zerolite.monitor.jsonl_writer import JsonlWriter
 from zerolite.monitor.tensorboard_writer import TensorboardWriter
 from zerolite.monitor.wandb_writer import WandbWriter
+from zerolite.profiling import moments
 from zerolite.runtime import wall_clock
 from zerolite.runtime.monitoring import start_monitoring
-from zerolite.runtime.wall_clock import BACKWARD, FORWARD, OTHER, REDUCE_WAIT, STEP, PhaseClock
+from zerolite.runtime.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock, watch_gathers
 
 CPU = torch.device("cpu")
 LR = ("Train/Samples/lr", 0.5, 8)
@@ -309,7 +312,7 @@ def everything_enabled(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_opens_writers(tmp_path: Path, rank: int) -> None:
-    monitor = open_monitor(load_config(everything_enabled(tmp_path)), Communicator(rank=rank), CPU)
+    monitor = open_monitor(load_config(everything_enabled(tmp_path)), Communicator(DryWire(rank, 2)), CPU)
     assert monitor.enabled == (rank == 0)
     monitor.write([LR])
     monitor.close()
@@ -464,13 +467,15 @@ class BareEngine:
         self.device = CPU
         self.optimizer = Optimizer(0.5)
         self.monitor = Monitor()
+        self.comms_logger = None
 
 
 @pytest.mark.parametrize("how", ["close", "delete"])
 def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine_goes(tmp_path: Path, how: str) -> None:
     engine: Any = BareEngine(everything_enabled(tmp_path))
     pipeline: Any = LatePipeline()
-    assert start_monitoring(engine, None, pipeline, None, None, Communicator()) == []  # type: ignore[arg-type]
+    started = start_monitoring(engine, None, pipeline, None, None, Communicator())  # type: ignore[arg-type]
+    assert started == ([], None, None)
     path = tmp_path / "job" / "events.jsonl"
     assert path.read_text() == ""
     if how == "close":
@@ -495,7 +500,7 @@ class Device:
         self.now = 0.0
         self.done = math.inf  # what has been executed
         self.moments = 0
-        monkeypatch.setattr(wall_clock, "_new_moment", self.moment)
+        monkeypatch.setattr(moments, "new_moment", self.moment)
 
     def moment(self, cuda: bool) -> Device.Moment:
         self.moments += 1
@@ -541,7 +546,7 @@ def one_step(clock: PhaseClock, device: Device, number: int) -> None:
     clock.end_step(number)
 
 
-STEP_TIMES = {FORWARD: 5.0, BACKWARD: 7.0, REDUCE_WAIT: 3.0, STEP: 8.0, OTHER: 2.0}
+STEP_TIMES = {FORWARD: 5.0, BACKWARD: 7.0, REDUCE_WAIT: 3.0, GATHER: 0.0, STEP: 8.0, OTHER: 2.0}
 
 
 def test_inner_phases_are_taken_from_outer_ones(device: Device) -> None:
@@ -582,14 +587,14 @@ def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> 
     device.now += 1
     clock.end_step(1)
     clock.end_step(1)  # an update that raised: no step has ended
-    assert reports == [{FORWARD: 0.0, BACKWARD: 0.0, REDUCE_WAIT: 3.0, STEP: 0.0, OTHER: 1.0}]
+    assert reports == [{FORWARD: 0.0, BACKWARD: 0.0, REDUCE_WAIT: 3.0, GATHER: 0.0, STEP: 0.0, OTHER: 1.0}]
 
 
 def test_the_hosts_clock_is_in_milliseconds() -> None:
     reports: list[dict[str, float]] = []
     clock = PhaseClock(CPU, 1, lambda step, means: reports.append(dict(means)))
     clock.enter(FORWARD)
-    wall_clock.time.sleep(0.05)
+    time.sleep(0.05)
     clock.leave(FORWARD)
     clock.end_step(1)
     assert 50.0 <= reports[0][FORWARD] < 5000.0

@@ -43,6 +43,10 @@ class Checkpointer:
         with _undisturbed():
             return self._loader.load(request, scheduler, loaders)
 
+    def nbytes(self) -> int:
+        """Bytes of parameters, masters and states that this rank writes."""
+        return self._saver.nbytes()
+
     def wait(self) -> None:
         """Until what is saved in the background is on the disk. Raises CheckpointError if that went wrong."""
         self._saver.wait()

@@ -13,17 +13,10 @@ import torch
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.huggingface import (
-    INDEX,
-    ModelFile,
-    ModelWriter,
-    exported_dtype,
-    format_size,
-    parse_size,
-    plan_files,
-)
+from zerolite.checkpoint.huggingface import INDEX, ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import TORCH_DTYPES, Entry
+from zerolite.sizes import format_size, parse_size
 
 logger = logging.getLogger("zerolite")
 

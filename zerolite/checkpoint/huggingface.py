@@ -16,34 +16,13 @@ import torch
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import Entry, as_bytes, build_header
+from zerolite.sizes import parse_size
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _INCOMPLETE = ".incomplete"
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{kind}B": base**power
-    for kind, base in (("", 1000), ("I", 1024))
-    for power, letter in enumerate("KMGTP", start=1)
-}
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of "5GB" (10**9 each), "500MB", "2GiB" (2**30 each), or a number. Raises ValueError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or int(float(found[1]) * unit) < 1:
-        raise ValueError(f"expected a size such as '5GB', '500MB' or '2GiB', 1 byte or more, got {text!r}")
-    return int(float(found[1]) * unit)
-
-
-def format_size(nbytes: int) -> str:
-    """As people read it: "5.00 GB", of 10**9 bytes each."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
-        if nbytes >= 1000**power:
-            return f"{nbytes / 1000**power:.2f} {unit}"
-    return f"{nbytes} B"
 
 
 def exported_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

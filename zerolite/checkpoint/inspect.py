@@ -12,9 +12,9 @@ from typing import Any
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.huggingface import format_size
 from zerolite.checkpoint.manifest import MANIFEST
 from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.sizes import format_size
 
 DESCRIPTION = """\
 Print what a checkpoint holds: step, world size, stage, precision, versions, parameters,

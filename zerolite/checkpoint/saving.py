@@ -131,6 +131,10 @@ class Saver:
 
     # ---------------------------------------------------------------- in the background
 
+    def nbytes(self) -> int:
+        """Bytes of parameters, masters and states that this rank writes."""
+        return sum(shard.nbytes for shard in self._parts.model.shards(exclude_frozen=False)[0])
+
     def wait(self) -> None:
         """Until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
         if self._running is not None:
@@ -269,7 +273,7 @@ class Saver:
             saved_at=now(),
             global_steps=parts.pipeline.global_steps,
             world_size=self._host.world_size,
-            stage=parts.config.zero_optimization.stage,
+            stage=parts.config.zero_optimization.chosen_stage,
             precision={
                 "compute": ", ".join(sorted({entry["dtype"] for entry in described.values()})),
                 "master": ", ".join(sorted({DTYPES[master.dtype] for master in model.buffer.master})),

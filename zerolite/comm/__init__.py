@@ -1,13 +1,13 @@
 """The only caller of torch.distributed: starting it, groups, collectives and the record of what was sent."""
 
 from zerolite.comm.collective_check import CollectiveCheck, check_is_wanted
-from zerolite.comm.communicator import Communicator, Pending
+from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import ControlChannel
-from zerolite.comm.create import create_communicator, second_communicator, use_communicator
+from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.host_group import HostGroup
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
-from zerolite.comm.recorder import CollectiveCall, Recorder, record
+from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
 from zerolite.comm.shared_store import SharedStore
 
 __all__ = [
@@ -20,13 +20,16 @@ __all__ = [
     "Pending",
     "Recorder",
     "SharedStore",
+    "Watcher",
     "check_is_wanted",
     "create_communicator",
     "destroy",
+    "dry_communicator",
     "init_distributed",
     "keep_track",
     "local_rank",
     "record",
     "second_communicator",
+    "unrecorded",
     "use_communicator",
 ]

@@ -82,17 +82,14 @@ class CollectiveCheck:
         self._serial = _made[comm.group] = _made.get(comm.group, 0) + 1
         self._count = 0  # collectives announced
 
-    def launch(self, entry: Raw, start: Callable[[], Pending]) -> Pending:
-        """``start()``, which launches ``entry``."""
+    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
+        """``start()``, which launches ``entry``; what is waited for ``at_once`` is not launched before all ranks have
+        come to it."""
         announced = self._announce(entry)
-        if announced.is_known_soon():
+        if at_once or announced.is_known_soon():
             announced.compare()
             return start()
         return _ComparedLater(start(), announced)
-
-    def pass_now(self, entry: Raw) -> None:
-        """Return when all ranks have come to this collective, and it is the same everywhere."""
-        self._announce(entry).compare()
 
     def _announce(self, entry: Raw) -> _Announced:
         op, tag, what, dtype, key = entry
@@ -167,7 +164,9 @@ class _ComparedLater(Pending):
     def arrived(self) -> bool:
         return self._inner.arrived()
 
+    def memory(self) -> Sequence[torch.Tensor]:
+        return self._inner.memory()
+
     def _conclude(self) -> torch.Tensor:
         self._announced.compare()
-        self._inner.entry = self.entry
         return self._inner.wait()

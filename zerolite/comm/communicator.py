@@ -8,21 +8,27 @@ in fp32 at no extra traffic), and a gather is an exchange: see gloo.py and share
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zerolite.accelerator import address
 from zerolite.comm import recorder
 from zerolite.comm.flight import WAIT, Flight, Raw, wait_for
-from zerolite.comm.process_group import keep_track, second_group
+from zerolite.comm.process_group import keep_track
+from zerolite.comm.wire import DryWire, Wire, Work
+from zerolite.memory_items import BUCKETS, own
+
+Arguments = ParamSpec("Arguments")
 
 
 class Pending:
     """A collective in flight. Holds every tensor of it alive until :meth:`wait` has returned."""
 
-    def __init__(self, works: Sequence[Any], keep: Sequence[torch.Tensor], finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, works: Sequence[Work], keep: Sequence[torch.Tensor], finish: Callable[[], torch.Tensor]) -> None:
         self._works = list(works)
         self._keep = list(keep)
         self._finish: Callable[[], torch.Tensor] | None = finish
@@ -32,6 +38,10 @@ class Pending:
     def arrived(self) -> bool:
         """True if nothing has to be waited for any more."""
         return all(work.is_completed() for work in self._works)
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The tensors that it keeps alive."""
+        return self._keep
 
     def wait(self) -> torch.Tensor:
         """The result. On CUDA the current stream waits, not the host. May be called again."""
@@ -54,22 +64,27 @@ def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
     return tensor if divisor == 1.0 else tensor.div_(divisor)
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Uninitialised memory that may be written to later, also if it is asked for inside torch.inference_mode()."""
+def empty(numel: int, dtype: torch.dtype, like: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Uninitialised room for collectives on ``device`` (default: that of ``like``), which may be written to later, also
+    if it is asked for inside torch.inference_mode(). A fake tensor if ``like`` is one, whatever modes are active."""
     with torch.inference_mode(False):
-        return torch.empty(numel, dtype=dtype, device=device)
+        return own(like.new_empty(numel, dtype=dtype, device=device), BUCKETS)
 
 
 with torch.inference_mode(False):
     NOTHING = torch.empty(0, device="cpu")  # what waiting for several tensors gives
 
 
-class Check(Protocol):
-    """See :class:`~zerolite.comm.collective_check.CollectiveCheck`."""
+class Watcher(Protocol):
+    """Is given every collective of a communicator that it watches: to compare, count or time it."""
 
-    def launch(self, entry: Raw, start: Callable[[], Pending]) -> Pending: ...
+    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
+        """Launch the collective by ``start()``, called once; returns what that gave, or a Pending that waits for it.
 
-    def pass_now(self, entry: Raw) -> None: ...
+        entry: what it is, as an :class:`~zerolite.comm.flight.Entry` by position. at_once: the caller waits for it as
+        soon as it is launched.
+        """
+        ...
 
 
 class Communicator:
@@ -78,25 +93,39 @@ class Communicator:
     All methods are called on all ranks of the group, in the same order, with tensors of the same length and dtype.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0, world_size: int = 1) -> None:
-        self.group = group
-        self.rank = rank
-        self.world_size = world_size
-        self._second: Communicator | None = None
+    def __init__(self, wire: Wire | None = None) -> None:
+        """wire: what the collectives go over; none for one process on its own."""
+        self.wire: Wire = DryWire(0, 1) if wire is None else wire
+        self.rank, self.world_size = self.wire.rank, self.wire.world_size
+        self.peers_agree = wire is not None and wire.peers_agree  # the others are taken for copies of this rank
         self.guard: Callable[[str], None] | None = None  # called with its name before every collective
         self.flight = Flight()
-        self.check: Check | None = None  # compares collectives between ranks before they begin
+        self._watchers: tuple[Watcher, ...] = ()
+        self._second: Communicator | None = None
         keep_track(self)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None where there is none and once closed."""
+        return self.wire.group
 
     def close(self) -> None:
         """Let go of the group, which is being destroyed, and close what :meth:`second` gave."""
-        self.group = None
+        self.wire.close()
         if self._second is not None:
             self._second.close()
 
+    def watch(self, watcher: Watcher) -> None:
+        """Give every collective to ``watcher`` from now on, inside those that watch already."""
+        self._watchers = (*self._watchers, watcher)
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """What it keeps between collectives."""
+        return ()
+
     def second(self, backend: str) -> Communicator:
-        """A communicator of the same ranks over another process group, with an order of collectives of its own.
-        Called on all ranks of the group."""
+        """A communicator of the same ranks and kind over another process group, with an order of collectives of its
+        own; this one where nothing has to be sent. Called on all ranks of the group."""
         return self
 
     def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
@@ -111,21 +140,20 @@ class Communicator:
         """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor. ``key`` says what it is, here
         and below: see :class:`~zerolite.comm.flight.Entry`."""
         entry = self._note("all_reduce", tensor, tag, key)
-        if self.check is not None and entry is not None:
-            pending = self.check.launch(entry, lambda: self._all_reduce(tensor, tag, divisor))
-        else:
-            pending = self._all_reduce(tensor, tag, divisor)
+        start = self._watched(entry, self._all_reduce) if self._watchers else self._all_reduce
+        pending = start(tensor, tag, divisor)
         pending.entry = entry
         return pending
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
         """Maximum over ranks of a small tensor, in place; returns when it is there."""
         entry = self._note("all_reduce", tensor, tag)
-        if self.check is not None and entry is not None:
-            self.check.pass_now(entry)
-        if self.world_size > 1:
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-            wait_for((work,), entry)
+        if self.world_size == 1:
+            return
+        start = self._watched(entry, self._all_reduce_max, True) if self._watchers else self._all_reduce_max
+        pending = start(tensor)
+        pending.entry = entry
+        pending.wait()
 
     def reduce_scatter(
         self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None, key: int = 0
@@ -135,20 +163,16 @@ class Communicator:
         to ``dtype`` only. ``full`` is clobbered.
         """
         entry = self._note("reduce_scatter", full, tag, key)
-        if self.check is not None and entry is not None:
-            pending = self.check.launch(entry, lambda: self._reduce_scatter(full, tag, divisor, dtype or full.dtype))
-        else:
-            pending = self._reduce_scatter(full, tag, divisor, dtype or full.dtype)
+        start = self._watched(entry, self._reduce_scatter) if self._watchers else self._reduce_scatter
+        pending = start(full, tag, divisor, dtype or full.dtype)
         pending.entry = entry
         return pending
 
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
         """In place: this rank's part of ``full`` is sent, the other parts are received."""
         entry = self._note("all_gather", full, tag, key)
-        if self.check is not None and entry is not None:
-            pending = self.check.launch(entry, lambda: self._all_gather(full, tag))
-        else:
-            pending = self._all_gather(full, tag)
+        start = self._watched(entry, self._all_gather) if self._watchers else self._all_gather
+        pending = start(full, tag)
         pending.entry = entry
         return pending
 
@@ -176,10 +200,8 @@ class Communicator:
         flight = self.flight
         flight.count += 1
         flight.latest.append(entry)
-        if self.check is not None:
-            pending = self.check.launch(entry, lambda: self._gather_shards(fulls, shards, tag, key))
-        else:
-            pending = self._gather_shards(fulls, shards, tag, key)
+        start = self._watched(entry, self._gather_shards) if self._watchers else self._gather_shards
+        pending = start(fulls, shards, tag, key)
         pending.entry = entry
         return pending
 
@@ -188,11 +210,10 @@ class Communicator:
         if self.world_size == 1:
             return
         entry = self._note("broadcast", tensor, tag)
-        if self.check is not None and entry is not None:
-            self.check.pass_now(entry)
-        assert self.group is not None
-        source = dist.get_global_rank(self.group, source)
-        wait_for((dist.broadcast(tensor, src=source, group=self.group, async_op=True),), entry)
+        start = self._watched(entry, self._broadcast, True) if self._watchers else self._broadcast
+        pending = start(tensor, source)
+        pending.entry = entry
+        pending.wait()
 
     def part(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """Rank ``rank``'s part of ``full`` (default: this rank's), a view."""
@@ -212,6 +233,32 @@ class Communicator:
         flight.latest.append(entry)
         return entry
 
+    def _watched(
+        self, entry: Raw | None, start: Callable[Arguments, Pending], at_once: bool = False
+    ) -> Callable[Arguments, Pending]:
+        """``start``, given to the watchers when it is called."""
+        if entry is None:
+            return start
+
+        def launch(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Pending:
+            def innermost() -> Pending:
+                pending = start(*args, **kwargs)
+                pending.entry = entry
+                return pending
+
+            begin: Callable[[], Pending] = innermost
+            for watcher in reversed(self._watchers):
+                begin = functools.partial(watcher.launch, entry, begin, at_once)
+            return begin()
+
+        return launch
+
+    def _all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        return Pending((self.wire.all_reduce_max(tensor),), (tensor,), lambda: tensor)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        return Pending((self.wire.broadcast(tensor, source),), (tensor,), lambda: tensor)
+
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return done(divide(tensor, divisor))
 
@@ -225,7 +272,7 @@ class Communicator:
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
         for full, shard in zip(fulls, shards, strict=True):
-            if full.data_ptr() != shard.data_ptr():
+            if address(full) != address(shard):
                 full.copy_(shard)
         return done(NOTHING)
 
@@ -233,44 +280,34 @@ class Communicator:
 class NativeCommunicator(Communicator):
     """The backend's own collectives (NCCL and everything else that is not gloo)."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0, world_size: int = 1) -> None:
-        super().__init__(group, rank, world_size)
-        WAIT.on_device = True
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire)
+        WAIT.on_device = WAIT.on_device or wire.group is not None
 
     def second(self, backend: str) -> Communicator:
-        assert self.group is not None
-        self._second = NativeCommunicator(second_group(self.group, backend), self.rank, self.world_size)
+        self._second = NativeCommunicator(self.wire.second(backend))
         return self._second
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return Pending((work,), (tensor,), lambda: divide(tensor, divisor))
+        return Pending((self.wire.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         # Allocated on the current stream, used by the communication stream until wait() orders the two.
-        out = empty(full.numel() // self.world_size, full.dtype, full.device)
-        work = _reduce_scatter_single(out, full, group=self.group, async_op=True)
-        return Pending((work,), (full, out), lambda: divide(out, divisor).to(dtype))
+        out = empty(full.numel() // self.world_size, full.dtype, full)
+        work = self.wire.reduce_scatter(out, full)
+        return Pending((work,), (full, out), lambda: own(divide(out, divisor).to(dtype), BUCKETS))
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
-        work = _all_gather_single(full, self.part(full), group=self.group, async_op=True)
-        return Pending((work,), (full,), lambda: full)
+        return Pending((self.wire.all_gather(full, self.part(full)),), (full,), lambda: full)
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
-        # The group's method is what torch's own coalescing ends in, without that one's bookkeeping in Python.
-        assert self.group is not None
         if not fulls:
             return done(NOTHING)
         outputs, inputs = list(fulls), list(shards)
         if any(shard.dtype != inputs[0].dtype for shard in inputs):  # not every backend takes several dtypes at once
             outputs = [full.view(torch.uint8) for full in outputs]
             inputs = [shard.view(torch.uint8) for shard in inputs]
-        work = self.group.allgather_into_tensor_coalesced(outputs, inputs)
+        work = self.wire.all_gather_several(outputs, inputs)
         return Pending((work,), (*fulls, *shards), lambda: NOTHING)
-
-
-# torch 2.13 renamed these two and warns at the old names.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

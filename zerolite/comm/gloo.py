@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
-from zerolite.comm.process_group import second_group
+from zerolite.comm.wire import Wire
+from zerolite.memory_items import BUCKETS, own
 
 HALF = (torch.float16, torch.bfloat16)
 _CHUNK = 1 << 16  # elements summed at once in fp32
@@ -25,14 +25,13 @@ class GlooCommunicator(Communicator):
     different collectives carry different tags; a pair of ranks may have several in flight.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
-        super().__init__(group, rank, world_size)
-        self._peers = [(peer, dist.get_global_rank(group, peer)) for peer in range(world_size) if peer != rank]
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire)
+        self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self._number = 0
 
     def second(self, backend: str) -> Communicator:
-        assert self.group is not None
-        self._second = type(self)(second_group(self.group, backend), self.rank, self.world_size)
+        self._second = type(self)(self.wire.second(backend))
         return self._second
 
     def _next_tag(self, op: str, tag: str, nbytes: int, key: int = 0) -> int:
@@ -48,43 +47,38 @@ class GlooCommunicator(Communicator):
         # equal parts take it as well: only small tensors have such.
         cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
         if not cut or (self.world_size == 2 and tensor.dtype not in HALF):
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-            return Pending((work,), (tensor,), lambda: divide(tensor, divisor))
+            return Pending((self.wire.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
         scattered = self._reduce_scatter(tensor, tag, divisor, tensor.dtype)
 
         def finish() -> torch.Tensor:
             self.part(tensor).copy_(scattered.wait())
             return self._all_gather(tensor, tag).wait()
 
-        return Pending((), (tensor,), finish)
+        return _TwoHalves(scattered, tensor, finish)
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
-        received = {peer: empty(full.numel() // self.world_size, full.dtype) for peer, _ in self._peers}
+        received = {peer: empty(full.numel() // self.world_size, full.dtype, sent) for peer in self._peers}
         number = self._next_tag("reduce_scatter", tag, full.numel() * full.element_size())
-        works = [dist.irecv(received[peer], src=source, group=self.group, tag=number) for peer, source in self._peers]
-        works += [
-            dist.isend(self.part(sent, peer), dst=target, group=self.group, tag=number) for peer, target in self._peers
-        ]
+        works = [self.wire.receive(received[peer], peer, number) for peer in self._peers]
+        works += [self.wire.send(self.part(sent, peer), peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
             out = received[1 if self.rank == 0 else 0]
             if dtype != full.dtype:
-                out = empty(out.numel(), torch.float32 if full.dtype in HALF else full.dtype)
+                out = empty(out.numel(), torch.float32 if full.dtype in HALF else full.dtype, sent)
             received[self.rank] = self.part(sent)
             parts = [received[peer] for peer in range(self.world_size)]
-            return mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype)
+            return own(mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype), BUCKETS)
 
         return Pending(works, (full, sent, *received.values()), finish)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         host = full.cpu()
-        own = self.part(host)
+        part = self.part(host)
         number = self._next_tag("all_gather", tag, full.numel() * full.element_size())
-        works = [
-            dist.irecv(self.part(host, peer), src=source, group=self.group, tag=number) for peer, source in self._peers
-        ]
-        works += [dist.isend(own, dst=target, group=self.group, tag=number) for _, target in self._peers]
+        works = [self.wire.receive(self.part(host, peer), peer, number) for peer in self._peers]
+        works += [self.wire.send(part, peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
             if host is not full:
@@ -108,10 +102,8 @@ class GlooCommunicator(Communicator):
             if numel == 0:
                 continue
             number = self._next_tag("all_gather", tag, numel * shard.element_size(), key)
-            for peer, source in self._peers:
-                part = full.narrow(0, peer * numel, numel)
-                works.append(dist.irecv(part, src=source, group=self.group, tag=number))
-            works += [dist.isend(shard, dst=target, group=self.group, tag=number) for _, target in self._peers]
+            works += [self.wire.receive(full.narrow(0, peer * numel, numel), peer, number) for peer in self._peers]
+            works += [self.wire.send(shard, peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
             for full, shard in zip(fulls, shards, strict=True):
@@ -124,16 +116,16 @@ class GlooCommunicator(Communicator):
         """All tensors in one message per pair of ranks, with the tag ``number``."""
         starts, total = places_in_pack(shards)
         device = shards[0].device
-        rows = empty(self.world_size * total, torch.uint8).view(self.world_size, total)
-        own = rows[self.rank] if device.type == "cpu" else empty(total, torch.uint8, device)
-        pack(own, shards, starts)
+        rows = empty(self.world_size * total, torch.uint8, shards[0], "cpu").view(self.world_size, total)
+        row = rows[self.rank] if device.type == "cpu" else empty(total, torch.uint8, shards[0])
+        pack(row, shards, starts)
         if device.type != "cpu":
-            rows[self.rank].copy_(own)
-        works = [dist.irecv(rows[peer], src=source, group=self.group, tag=number) for peer, source in self._peers]
-        works += [dist.isend(rows[self.rank], dst=target, group=self.group, tag=number) for _, target in self._peers]
+            rows[self.rank].copy_(row)
+        works = [self.wire.receive(rows[peer], peer, number) for peer in self._peers]
+        works += [self.wire.send(rows[self.rank], peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
-            arrived = rows.to(device)
+            arrived = own(rows.to(device), BUCKETS)
             for full, shard, start in zip(fulls, shards, starts, strict=True):
                 if numel := shard.numel():
                     columns = arrived.narrow(1, start, numel * shard.element_size()).view(shard.dtype)
@@ -141,6 +133,20 @@ class GlooCommunicator(Communicator):
             return NOTHING
 
         return Pending(works, (rows, *fulls, *shards), finish)
+
+
+class _TwoHalves(Pending):
+    """An all-reduce of which ``scattered`` is on its way; the gather follows when it is waited for."""
+
+    def __init__(self, scattered: Pending, tensor: torch.Tensor, finish: Callable[[], torch.Tensor]) -> None:
+        super().__init__((), (tensor,), finish)
+        self._scattered = scattered
+
+    def arrived(self) -> bool:
+        return self._finish is None
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        return [*super().memory(), *self._scattered.memory()]
 
 
 def places_in_pack(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
@@ -169,7 +175,7 @@ def mean_in_order(parts: list[torch.Tensor], divisor: float, out: torch.Tensor) 
             out.add_(part)
         return divide(out, divisor)
     for start in range(0, out.numel(), _CHUNK):
-        total = parts[0][start : start + _CHUNK].float()
+        total = own(parts[0][start : start + _CHUNK].float(), BUCKETS)
         for part in parts[1:]:
             total.add_(part[start : start + _CHUNK])
         out[start : start + _CHUNK].copy_(divide(total, divisor))

@@ -7,16 +7,19 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from zerolite.comm.flight import wait_for
+from zerolite.memory_items import BUCKETS, own
 
 logger = logging.getLogger("zerolite")
 
 _DIRECTORY = Path("/dev/shm")
+_PAGE = 4096
 
 
 def same_host(group: dist.ProcessGroup) -> bool:
@@ -49,73 +52,78 @@ def _place() -> str:
 
 class HostMemory:
     """Three regions per rank, mapped by all ranks of a group on one host and used in turn; they grow to the largest
-    tensor asked for.
-
-    The files behind them are unlinked as soon as everybody has mapped them, so that nothing outlives the processes.
-    """
+    tensor asked for."""
 
     REGIONS = 3
 
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self._group: dist.ProcessGroup | None = group
+    def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]], rank: int) -> None:
+        """share_memory: see :class:`~zerolite.comm.wire.Wire`."""
+        self._share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]] | None = share_memory
         self._rank = rank
         self._bytes = 0
-        self._maps: list[torch.Tensor] = []  # one per rank, uint8 [REGIONS * bytes]
+        self.maps: list[torch.Tensor] = []  # one per rank, uint8 [REGIONS * bytes]
         self.exhausted = False  # a request was refused; from then on regions no longer follow each other in turn
 
     def close(self) -> None:
         """Let go of the group and the memory."""
-        self._group, self._maps, self._bytes, self.exhausted = None, [], 0, True
+        self._share_memory, self.maps, self._bytes, self.exhausted = None, [], 0, True
 
     def holds(self, nbytes: int) -> bool:
         """True if regions are that large already; the same answer on all ranks."""
         return nbytes <= self._bytes
 
-    def regions(self, turn: int, nbytes: int) -> list[torch.Tensor] | None:
+    def regions(self, turn: int, nbytes: int, like: torch.Tensor) -> list[torch.Tensor] | None:
         """Region ``turn`` (modulo their number) of every rank, by rank, as tensors uint8 [nbytes]; None if there is
-        no memory for them.
+        no memory for them. ``like``: a tensor of those that they are for.
 
         Called on all ranks in the same order with the same arguments; all get regions or none does.
         """
-        if nbytes > self._bytes and not self._grow(nbytes):
+        if nbytes > self._bytes and not self._grow(nbytes, like):
             return None
         start = turn % self.REGIONS * self._bytes
-        return [mapped.narrow(0, start, nbytes) for mapped in self._maps]
+        return [mapped.narrow(0, start, nbytes) for mapped in self.maps]
 
     def own_region(self, turn: int, nbytes: int) -> torch.Tensor | None:
         """This rank's region ``turn``, if it is large enough already. Called by one rank alone."""
         if nbytes > self._bytes:
             return None
-        return self._maps[self._rank].narrow(0, turn % self.REGIONS * self._bytes, nbytes)
+        return self.maps[self._rank].narrow(0, turn % self.REGIONS * self._bytes, nbytes)
 
-    def _grow(self, needed: int) -> bool:
-        if self.exhausted or self._group is None:
+    def _grow(self, needed: int, like: torch.Tensor) -> bool:
+        if self.exhausted or self._share_memory is None:
             return False
-        region = -(-needed // 4096) * 4096
-        path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
-        try:
-            created = _create(path, self.REGIONS * region)
-            paths = _gather_texts(str(path) if created else "", self._group)
-            if not all(paths):
-                self.exhausted = True
-                if self._rank == 0:
-                    logger.warning(
-                        "%s has no room for %d MB per process; collectives between the processes of this host go "
-                        "through the loopback "
-                        "interface, which is slower. Make it larger (docker run --shm-size) or use smaller buckets.",
-                        _DIRECTORY,
-                        self.REGIONS * region >> 20,
-                    )
-                return False
-            maps = _map_all(paths, self.REGIONS * region)
-            mapped = _gather_texts("yes" if maps else "", self._group)  # also: everybody has mapped what they can
-            if not all(mapped):
-                self.exhausted = True
-                return False
-        finally:
-            path.unlink(missing_ok=True)
-        self._maps, self._bytes = maps, region
+        region = -(-needed // _PAGE) * _PAGE
+        maps = self._share_memory(self.REGIONS * region, like)
+        if not maps:
+            self.exhausted = True
+            return False
+        self.maps, self._bytes = [own(mapped, BUCKETS) for mapped in maps], region
         return True
+
+
+def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Memory of every rank of ``group``, mapped here, as uint8 [nbytes] by rank; nothing, on all ranks, if there is no
+    room. The files behind it are unlinked as soon as everybody has mapped them, so that nothing outlives the processes.
+    Called on all ranks of ``group``."""
+    path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        created = _create(path, nbytes)
+        paths = _gather_texts(str(path) if created else "", group)
+        if not all(paths):
+            if dist.get_rank(group) == 0:
+                logger.warning(
+                    "%s has no room for %d MB per process; collectives between the processes of this host go through "
+                    "the loopback interface, which is slower. Make it larger (docker run --shm-size) or use smaller "
+                    "buckets.",
+                    _DIRECTORY,
+                    nbytes >> 20,
+                )
+            return []
+        maps = _map_all(paths, nbytes)
+        mapped = _gather_texts("yes" if maps else "", group)  # also: everybody has mapped what they can
+        return maps if all(mapped) else []
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _map_all(paths: list[str], size: int) -> list[torch.Tensor]:

@@ -7,25 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done
+from zerolite.comm.wire import DryWire
 
 
 class NullCommunicator(Communicator):
     """One rank of ``world_size``, alone: every collective returns at once, and is recorded as if it had happened.
 
     Nothing is right in the numbers: the other ranks are taken for copies of this one, so that values stay finite and
-    losses differ from step to step. With ``fill`` False not even that is copied: what was gathered is whatever its
-    memory held, which may be no finite number. ``all_gather`` and ``broadcast`` leave their tensors as they are.
+    losses differ from step to step. ``all_gather`` and ``broadcast`` leave their tensors as they are. (What a rank
+    allocates and copies for its collectives is left out: see :func:`~zerolite.comm.create.dry_communicator`.)
     """
 
-    def __init__(self, rank: int, world_size: int, fill: bool = True) -> None:
-        super().__init__(None, rank, world_size)
-        self._fill = fill
-
-    def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
-        self._note("all_reduce", tensor, tag)
-
-    def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
-        self._note("broadcast", tensor, tag)
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(DryWire(rank, world_size))
+        self.peers_agree = False  # they are asked all the same: that is part of what is measured
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return done(divide(tensor, divisor / self.world_size))
@@ -36,7 +31,6 @@ class NullCommunicator(Communicator):
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
-        if self._fill:
-            for full, shard in zip(fulls, shards, strict=True):
-                full.view(self.world_size, shard.numel()).copy_(shard)
+        for full, shard in zip(fulls, shards, strict=True):
+            full.view(self.world_size, shard.numel()).copy_(shard)
         return done(NOTHING)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from zerolite.accelerator import is_dry_run
 from zerolite.comm.arrival import meet, open_store
 from zerolite.comm.flight import blocked
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
@@ -95,7 +96,7 @@ def init_distributed(
     Called on all ranks; ``zerolite.initialize`` calls it first.
     """
     global _started_here
-    if dist.is_initialized():
+    if dist.is_initialized() or is_dry_run():
         return
     if not dist.is_available():
         raise RuntimeError("init_distributed: this build of torch has no torch.distributed; install one that has it")

@@ -60,6 +60,16 @@ def record() -> Iterator[Recorder]:
         active.remove(recorder)
 
 
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, collectives are none of a recorder that is active outside: those of a dry run."""
+    outside, active[:] = active[:], []
+    try:
+        yield
+    finally:
+        active[:] = outside
+
+
 def note(op: str, tensor: torch.Tensor, tag: str) -> None:
     """Called by the communicator, once per logical collective."""
     if active:

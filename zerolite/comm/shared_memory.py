@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from zerolite.accelerator import address
 from zerolite.comm.communicator import NOTHING, Pending, done, empty
 from zerolite.comm.flight import WAIT, Mismatch, wait_for
 from zerolite.comm.gloo import HALF, GlooCommunicator, mean_in_order, pack, places_in_pack
 from zerolite.comm.host_memory import HostMemory
+from zerolite.comm.wire import Wire
+from zerolite.memory_items import BUCKETS, own
 
-# Communicators made over each group so far, the same number on all its ranks.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _SMALL = 4096  # elements below which a message is as fast as shared memory
 
 
@@ -48,17 +47,19 @@ class SharedMemoryCommunicator(GlooCommunicator):
     not launch a second one here first: see ``Pending.arrived``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
-        super().__init__(group, rank, world_size)
-        self._memory = HostMemory(group, rank)
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire)
+        self._memory = HostMemory(wire.share_memory, self.rank)
         self._count = 0  # collectives launched through shared memory
-        self._serial = _made[group] = _made.get(group, 0) + 1
         self._last: Pending | None = None  # the latest, until it is finished
 
     def close(self) -> None:
         super().close()
         self._last = None
         self._memory.close()
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        return self._memory.maps
 
     # Who joins the fence of collective j has finished collective j - 1; so who has seen fence j - 1 knows that all
     # have finished collective j - 2, and that what it sent from may be overwritten. With three regions in turn, the
@@ -90,40 +91,35 @@ class SharedMemoryCommunicator(GlooCommunicator):
         if self._memory.exhausted and not self._memory.holds(nbytes):
             return None
         self._count += 1
-        ticket = launch.ticket(self._serial, self._count)
+        ticket = launch.ticket(self.wire.serial, self._count)
         if not self._memory.holds(nbytes):
             # Memory is made by all ranks together: only if all are about to.
-            arrived, fence = self._fence(ticket)
+            fence, highest = self.wire.highest(ticket)
             wait_for((fence,), (launch.op, launch.tag, nbytes, torch.uint8, 0))
-            self._compare(arrived, ticket, launch)
-        regions = self._memory.regions(self._count, nbytes)
+            self._compare(highest(), ticket, launch)
+        regions = self._memory.regions(self._count, nbytes, tensors[0])
         if regions is None:
             return None
         copy_in(regions[self.rank])
-        arrived, fence = self._fence(ticket)
+        fence, highest = self.wire.highest(ticket)
 
         def conclude() -> torch.Tensor:
             self._last = None
-            self._compare(arrived, ticket, launch)
+            self._compare(highest(), ticket, launch)
             return finish(regions)
 
-        self._last = Pending((fence,), (*tensors, arrived), conclude)
+        self._last = Pending((fence,), tensors, conclude)
         return self._last
 
-    def _fence(self, ticket: list[int]) -> tuple[torch.Tensor, Any]:
-        arrived = torch.tensor(ticket, dtype=torch.int64, device="cpu")
-        return arrived, dist.all_reduce(arrived, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def _compare(self, arrived: torch.Tensor, ticket: list[int], launch: _Launch) -> None:
+    def _compare(self, highest: list[int], ticket: list[int], launch: _Launch) -> None:
         """The maximum over ranks of the tickets is this rank's: all are equal. Otherwise every rank raises."""
-        highest = arrived.tolist()
         if highest == ticket:
             return
         shortest, longest = -highest[5], highest[2]
         error = Mismatch(
             f"rank {self.rank}: the ranks launched different collectives in the same place. Expected the same one "
             f"everywhere; here it is {launch.op} of {launch.nbytes} bytes for {launch.tag!r} (number {self._count} of "
-            f"communicator {self._serial}), and over the ranks it has {shortest} to {longest} bytes. Do branches "
+            f"communicator {self.wire.serial}), and over the ranks it has {shortest} to {longest} bytes. Do branches "
             "that depend on the rank use different modules (at stage 3 make one unit of them: "
             "zero_optimization.leaf_modules), or the backwards of two engines overlap?"
         )
@@ -134,8 +130,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
         if tensor.dim() != 1 or tensor.numel() < _SMALL or self.world_size > 4:
             return super()._all_reduce(tensor, tag, divisor)
 
-        def copy_in(own: torch.Tensor) -> None:
-            own.view(tensor.dtype).copy_(tensor)
+        def copy_in(region: torch.Tensor) -> None:
+            region.view(tensor.dtype).copy_(tensor)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
             return mean_in_order([region.view(tensor.dtype) for region in regions], divisor, tensor)
@@ -145,27 +141,27 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         def copy_in(region: torch.Tensor) -> None:
-            if region.data_ptr() == full.data_ptr():
+            if address(region) == address(full):
                 return  # it was filled there: see staging()
-            own = region.view(full.dtype)
-            for peer, _ in self._peers:
-                self.part(own, peer).copy_(self.part(full, peer))
+            target = region.view(full.dtype)
+            for peer in self._peers:
+                self.part(target, peer).copy_(self.part(full, peer))
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
             parts = [self.part(region.view(full.dtype)) for region in regions]
             parts[self.rank] = self.part(full)
             exact = full.dtype if full.dtype not in HALF or dtype in HALF else torch.float32
-            return mean_in_order(parts, divisor, empty(parts[0].numel(), exact)).to(dtype)
+            return own(mean_in_order(parts, divisor, empty(parts[0].numel(), exact, full)).to(dtype), BUCKETS)
 
         pending = self._exchange(_Launch("reduce_scatter", tag, _bytes(full)), (full,), copy_in, finish)
         return pending or super()._reduce_scatter(full, tag, divisor, dtype)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
-        def copy_in(own: torch.Tensor) -> None:
-            self.part(own.view(full.dtype)).copy_(self.part(full))
+        def copy_in(region: torch.Tensor) -> None:
+            self.part(region.view(full.dtype)).copy_(self.part(full))
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            for peer, _ in self._peers:
+            for peer in self._peers:
                 self.part(full, peer).copy_(self.part(regions[peer].view(full.dtype), peer))
             return full
 
@@ -188,7 +184,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
             return NOTHING
 
         launch = _Launch("all_gather", tag, total, hash((key, *starts)))
-        pending = self._exchange(launch, (*fulls, *shards), lambda own: pack(own, shards, starts), finish)
+        pending = self._exchange(launch, (*fulls, *shards), lambda region: pack(region, shards, starts), finish)
         return pending or super()._gather_shards(fulls, shards, tag, key)
 
 

@@ -107,6 +107,16 @@ def _accumulation_dtype(config: ZeroliteConfig) -> Iterator[Contradiction]:
             )
 
 
+def _something_is_logged(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    logger = config.comms_logger
+    if logger.enabled and not logger.prof_all and not logger.prof_ops:
+        yield Contradiction(
+            ("comms_logger.prof_ops", "comms_logger.prof_all", "comms_logger.enabled"),
+            "expected operations that zerolite runs when comms_logger.prof_all is false, got none; write some, such as "
+            '["all_reduce"], or leave prof_all out',
+        )
+
+
 def _elastic_needs(config: ZeroliteConfig) -> Iterator[Contradiction]:
     """What the block cannot do without. Whether anything fits is found out when the number of ranks is known."""
     block = config.elasticity
@@ -169,6 +179,7 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _one_way_to_divide,
     _stage_3_reduce_scatters,
     _accumulation_dtype,
+    _something_is_logged,
     _elastic_needs,
     _elastic_decides,
 )

@@ -131,10 +131,6 @@ _MONITORS: dict[str, Key | Block] = {
 
 _PROFILING: dict[str, Key | Block] = {
     "memory_breakdown": OFF,
-    "flops_profiler": _switched(
-        "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"
-    ),
-    "comms_logger": _switched("verbose", "prof_all", "debug", "prof_ops"),
     "timers": Block({"throughput": _switched("synchronized", on_by_default=True)}),
     "autotuning": _switched(
         "fast",

@@ -20,9 +20,10 @@ from .source import read_source
 
 AUTO = "auto"
 
-# "auto" without a default: resolve() derives the first two or raises; a missing type is an error there too.
+# "auto" without a default: resolve() derives the first two or raises; a missing type is an error there too, and the
+# stage is chosen where the model and the device are known.
 _AUTO_AT_RESOLVE = frozenset({TRAIN, MICRO})
-_AUTO_KEPT = frozenset({"optimizer.type", "scheduler.type"})
+_AUTO_KEPT = frozenset({"optimizer.type", "scheduler.type", "zero_optimization.stage"})
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:

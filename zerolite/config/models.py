@@ -5,7 +5,7 @@ Each field's description says what it does and in which unit; docs/configuration
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,7 +25,20 @@ from .elasticity import solve as solve_elastic
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
-from .rules import MAX_BATCH, Boolean, Dtype, FreeObject, Integer, Names, Number, OffOrNumber, Text
+from .profiling import CommsLoggerConfig, FlopsProfilerConfig
+from .rules import (
+    MAX_BATCH,
+    Boolean,
+    Choice,
+    Dtype,
+    FreeObject,
+    Integer,
+    IntegerOrAuto,
+    Names,
+    Number,
+    OffOrNumber,
+    Text,
+)
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 OptionalDtype = Annotated[str | None, BeforeValidator(Dtype())]
@@ -40,6 +53,7 @@ BucketSize = Annotated[
 Elements = Annotated[int, BeforeValidator(Integer(0))]
 
 MAX_ZERO_STAGE = 3
+Stage = Literal[0, 1, 2, 3, "auto"]
 AUTO_GRANULARITY = 1_048_576
 """Elements of a module that is gathered as one unit, where the configuration leaves the choice to zerolite."""
 
@@ -91,9 +105,11 @@ class LeafModuleConfig(_Block):
 class ZeroConfig(_Block):
     """What is spread over the ranks."""
 
-    stage: Annotated[int, BeforeValidator(Integer(0, MAX_ZERO_STAGE))] = Field(
+    stage: Annotated[Stage, BeforeValidator(IntegerOrAuto(0, MAX_ZERO_STAGE))] = Field(
         default=0,
-        description="0: nothing; 1: optimizer states and master weights; 2: gradients too; 3: parameters too.",
+        description="0: nothing; 1: optimizer states and master weights; 2: gradients too; 3: parameters too. "
+        '`"auto"`: `initialize` plans the job at each stage and takes the one with the least traffic that fits into '
+        "the device. (zerolite's own value.)",
     )
     reduce_bucket_size: BucketSize = Field(
         default=None,
@@ -171,6 +187,22 @@ class ZeroConfig(_Block):
         default_factory=LeafModuleConfig,
         description="DeepSpeed's way to say the same as `leaf_modules`.",
     )
+
+    @property
+    def chosen_stage(self) -> int:
+        """The stage as a number, once ``initialize`` has chosen one where the config says "auto". Raises ConfigError
+        before."""
+        if self.stage == "auto":
+            raise ConfigError(
+                [
+                    (
+                        "zero_optimization.stage",
+                        'expected 0, 1, 2 or 3 here, got "auto", which is for zerolite.initialize: it takes the stage '
+                        "that fits; name one",
+                    )
+                ]
+            )
+        return self.stage
 
 
 class DataTypesConfig(_Block):
@@ -257,8 +289,14 @@ class ZeroliteConfig(_Block):
     )
     wall_clock_breakdown: Bool = Field(
         default=False,
-        description="Measure forward, backward, the wait for reductions, and step, on rank 0: means over "
-        "`steps_per_print` steps (10 if that is null) are printed and written to the monitors.",
+        description="Measure forward, backward, the waits for reductions and for gathers, and step, on rank 0: means "
+        "over `steps_per_print` steps (10 if that is null) are printed and written to the monitors.",
+    )
+    comms_logger: CommsLoggerConfig = Field(
+        default_factory=CommsLoggerConfig, description="Time and bandwidth of each collective."
+    )
+    flops_profiler: FlopsProfilerConfig = Field(
+        default_factory=FlopsProfilerConfig, description="FLOPs of a step by module, and the share of the peak."
     )
     csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig, description="CSV files.")
     jsonl_monitor: JsonlMonitorConfig = Field(default_factory=JsonlMonitorConfig, description="A file of JSON lines.")
@@ -269,6 +307,11 @@ class ZeroliteConfig(_Block):
         default=50,
         description="Training raises after so many steps in a row that were skipped because a gradient was not finite; "
         "0 = never. (zerolite's own key.)",
+    )
+    memory_check: Annotated[Literal["error", "warn", "off"], BeforeValidator(Choice(("error", "warn", "off")))] = Field(
+        default="error",
+        description="Before `initialize` allocates anything, it compares what the model states need with what the "
+        "device and the host have: raise where they do not fit, warn, or do not look. (zerolite's own key.)",
     )
     desync_timeout_s: Annotated[float, BeforeValidator(OffOrNumber(1.0))] = Field(
         default=300.0,

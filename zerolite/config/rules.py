@@ -126,6 +126,18 @@ class Integer:
 
 
 @dataclass(frozen=True)
+class IntegerOrAuto(Integer):
+    """An integer, or the word "auto", which is kept."""
+
+    @property
+    def expected(self) -> str:
+        return f'{super().expected} or "auto"'
+
+    def __call__(self, value: object) -> Any:
+        return value if isinstance(value, str) and value == "auto" else super().__call__(value)
+
+
+@dataclass(frozen=True)
 class Integers:
     """A list of integers, at least one, as Integer reads them; or null."""
 
@@ -163,17 +175,37 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    @property
+    def expected(self) -> str:
+        return " or ".join(f'"{word}"' for word in self.words)
+
+    def __call__(self, value: object) -> str:
+        if not isinstance(value, str) or value not in self.words:
+            _fail(self.expected, value, "write one of these in quotes or leave the key out")
+        return value
+
+
+@dataclass(frozen=True)
 class Number:
     """A finite number of at least (or, if exclusive, above) the minimum. Integers become floats."""
 
     minimum: float = 0.0
     exclusive: bool = False
+    nullable: bool = False
 
     @property
     def expected(self) -> str:
-        return f"a finite number {'above' if self.exclusive else 'of at least'} {self.minimum:g}"
+        text = f"a finite number {'above' if self.exclusive else 'of at least'} {self.minimum:g}"
+        return text + (" or null" if self.nullable else "")
 
-    def __call__(self, value: object) -> float:
+    def __call__(self, value: object) -> float | None:
+        if value is None and self.nullable:
+            return None
         number = _as_number(value)
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             _fail(self.expected, value, "write a number such as 1.0")
@@ -196,7 +228,7 @@ class OffOrNumber(Number):
     def expected(self) -> str:
         return f"{super().expected}, or 0"
 
-    def __call__(self, value: object) -> float:
+    def __call__(self, value: object) -> float | None:
         number = _as_number(value)
         if number == 0 and not isinstance(number, bool):
             return 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,13 +76,13 @@ class StepLog:
         values |= {"grad_norm": norm, "loss_scale": scale, "global_steps": steps}
         self.write(steps, values)
 
-    def write(self, steps: int, values: dict[str, float]) -> None:
-        """Write ``values`` at the place of step number ``steps`` on the x axis."""
-        if self._samples_per_step is None:
-            self._monitor.write([(f"Train/Steps/{name}", value, steps) for name, value in values.items()])
-        else:
-            samples = steps * self._samples_per_step
-            self._monitor.write([(f"Train/Samples/{name}", value, samples) for name, value in values.items()])
+    def write(self, steps: int, values: Mapping[str, float], section: str | None = None) -> None:
+        """Write ``values`` at the place of step number ``steps`` on the x axis, as ``Train/<section>/<name>``; the
+        section is that of the axis, Samples or Steps, if none is given."""
+        by_samples = self._samples_per_step is not None
+        place = steps * (self._samples_per_step or 1)
+        section = section or ("Samples" if by_samples else "Steps")
+        self._monitor.write([(f"Train/{section}/{name}", value, place) for name, value in values.items()])
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import logging
-import os
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerolite.accelerator import default_device, keep_freed_memory
 from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
@@ -21,12 +18,9 @@ from zerolite.comm import (
     Communicator,
     HostGroup,
     check_is_wanted,
-    create_communicator,
-    init_distributed,
-    local_rank,
     second_communicator,
 )
-from zerolite.config import ZeroliteConfig, load_config
+from zerolite.config import ZeroliteConfig
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.agreement import check_initialize, check_made_optimizer
 from zerolite.runtime.arguments import (
@@ -59,12 +53,12 @@ from zerolite.runtime.growth import Growth, Parameters, Ways
 from zerolite.runtime.initial_sync import broadcast_into, differing, synchronize_tensors
 from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.runtime.memory_report import MemoryParts
 from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Names
 from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.step import StepPipeline
-from zerolite.runtime.watchdog import start_watchdog
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
@@ -75,71 +69,52 @@ from zerolite.runtime.zero.stage3 import PartitionedModel, make_whole
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 from zerolite.runtime.zero.weak_hook import WeakHook
 
-logger = logging.getLogger("zerolite")
 
-
-def initialize(
-    model: torch.nn.Module,
-    config: ZeroliteConfig | dict[str, Any] | str | os.PathLike[str],
-    *,
-    optimizer: OptimizerLike | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    collate_fn: Callable[..., Any] | None = None,
-    broadcast_buffers: bool = False,
-    num_local_io_workers: int = 0,
-) -> Engine:
-    """Make an :class:`~zerolite.runtime.engine.Engine` of ``model``.
-
-    model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and
-    a place in flat buffers (same ``Parameter`` objects). config: DeepSpeed's schema as a dict, a path, or JSON or
-    hjson text. optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``.
-    model_parameters: parameters or param groups to train, by default all that require a gradient. training_data: a
-    dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the optimizer; otherwise
-    ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers
-    before each training forward.
-    collate_fn: a list of samples to a batch, for this engine's loaders. num_local_io_workers: processes that load
-    ``training_data``; 0 loads in this one.
-
-    Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError
-    for the other arguments, RuntimeError if ranks hold different models, configs or optimizers. Called on all ranks,
-    with equal arguments.
-    """
+def check_model(model: Any) -> None:
+    """Raises ValueError for what is no model that an engine can be made of."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
     check_not_wrapped(model)
-    given = load_config(config)
-    init_distributed()
-    device = default_device(local_rank())
-    if device.type == "cpu":
-        keep_freed_memory()
-    watchdog = start_watchdog(given.desync_timeout_s)
-    comm = create_communicator(device)
-    resolved = given.resolve(comm.world_size)
-    policy = STAGES[resolved.zero_optimization.stage]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What :func:`initialize` is given beside model, config and data, as it is given."""
+
+    optimizer: OptimizerLike | None = None
+    model_parameters: Iterable[Any] | None = None
+    lr_scheduler: Any = None
+    broadcast_buffers: bool = False
+
+
+def build_engine(
+    model: torch.nn.Module,
+    resolved: ZeroliteConfig,
+    arguments: Arguments,
+    comm: Communicator,
+    device: torch.device,
+    kind: str | None = None,
+) -> Engine:
+    """The engine of ``model`` on ``device``, one rank of ``comm``. resolved: the config for that many ranks. kind: the
+    type of device for which memory is managed, where it is not that of ``device``: a dry run for CUDA has its tensors
+    on the CPU. Called on all ranks, with equal arguments."""
+    optimizer, model_parameters = arguments.optimizer, arguments.model_parameters
+    policy = STAGES[resolved.zero_optimization.chosen_stage]
     precision = precision_of(resolved)
     fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
     precision = dataclasses.replace(precision, keeps_fp32=fp32.holds)
     groups = param_groups_of(model, optimizer, model_parameters)
-    arguments = {"broadcast_buffers": broadcast_buffers, "lr_scheduler": lr_scheduler}
-    check_initialize(resolved, model, optimizer, groups, comm, device, **arguments)
+    others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
+    check_initialize(resolved, model, optimizer, groups, comm, device, **others)
     if not policy.shard_parameters:
         make_whole(model)
-        model.to(device)
     make_inner = optimizer_maker(optimizer, resolved, policy, groups)
     if isinstance(make_inner, torch.optim.Optimizer) and make_inner is not optimizer:  # a function has made it just now
         check_made_optimizer(make_inner, model, comm, device)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
-    assembly = _Assembly(model, resolved, policy, precision, fp32, comm, device)
-    engine = assembly.build(make_inner, groups, broadcast_buffers, adopts)
-    engine.lr_scheduler = scheduler_of(lr_scheduler, resolved, engine.optimizer)
-    engine.loaders.collate_fn = collate_fn
-    watchdog.watch(engine)
-    if training_data is not None:
-        engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
-    if resolved.dump_state and comm.rank == 0:
-        _dump_state(engine)
+    assembly = _Assembly(model, resolved, policy, precision, fp32, comm, device, kind or device.type)
+    engine = assembly.build(make_inner, groups, arguments.broadcast_buffers, adopts)
+    engine.lr_scheduler = scheduler_of(arguments.lr_scheduler, resolved, engine.optimizer)
     return engine
 
 
@@ -159,8 +134,9 @@ class _Assembly:
         fp32: Fp32Modules,
         comm: Communicator,
         device: torch.device,
+        kind: str,
     ) -> None:
-        self.model, self.config, self.policy = model, config, policy
+        self.model, self.config, self.policy, self.kind = model, config, policy, kind
         self.precision, self.fp32 = precision, fp32
         self.comm, self.device = comm, device
         self.partitioned: PartitionedModel | None = None
@@ -177,6 +153,7 @@ class _Assembly:
         self._let_grow(engine, adopts)
         if check_is_wanted(self.config.check_collectives) and self.comm.group is not None and self.comm.world_size > 1:
             _check_collectives(engine, self.comm)
+        self.monitoring.watch_communication(engine, self.comm, self.publisher)
         return engine
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
@@ -203,7 +180,8 @@ class _Assembly:
         accumulation = config.gradient_accumulation_steps or 1
         self.window = AccumulationWindow(accumulation)
         self.by_index = [self.communication(p) for p in trained]
-        reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index)
+        keep = self.kind == "cpu"
+        reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index, keep)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         closes = self.window.next_backward_closes
         self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides)
@@ -246,6 +224,7 @@ class _Assembly:
             dataloader=None,
             broadcast_buffers=broadcast_buffers,
         )
+        engine.memory_parts = MemoryParts(self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device)
         engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.comm)
         return engine
 
@@ -257,7 +236,8 @@ class _Assembly:
         pipeline.on_applied = lambda: _step_scheduler(known())
         pipeline.on_settled = lambda norm: _print_progress(known(), norm)
         hooks = _watch_loading(model, pipeline)
-        hooks += start_monitoring(engine, model, pipeline, reducer, self.scaler, self.comm)
+        self.monitoring = start_monitoring(engine, model, pipeline, reducer, self.scaler, self.comm)
+        hooks += self.monitoring.hooks
         self.fp32.attach()
         if self.partitioned is not None:
             hooks += start_stage3(self.partitioned, engine, pipeline, self.publisher, reducer)
@@ -364,7 +344,8 @@ def _synchronize_rest(
     comm: Communicator,
     device: torch.device,
 ) -> None:
-    """Take rank 0's buffers and (where they are whole) frozen parameters, the latter in the compute dtype."""
+    """Buffers and (where they are whole) frozen parameters: on the device, with rank 0's values, the latter in the
+    compute dtype."""
     in_layout = {id(p) for p in trained}
     others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
@@ -375,7 +356,7 @@ def _synchronize_rest(
     rest += list(model.buffers())
     synchronize_tensors(rest, comm, device, "initial_sync")
     for parameter in others:
-        parameter.data = parameter.data.to(precision.compute_dtype(parameter))
+        parameter.data = parameter.data.to(device, precision.compute_dtype(parameter))
 
 
 def _check_collectives(engine: Engine, comm: Communicator) -> None:
@@ -388,10 +369,10 @@ def _check_collectives(engine: Engine, comm: Communicator) -> None:
         names = Names(engine)
         return names.of_parameter(key) if gathered else names.of_bucket(key)
 
-    comm.check = CollectiveCheck(comm, "gradients and statistics", names_of)
+    comm.watch(CollectiveCheck(comm, "gradients and statistics", names_of))
     if engine.coordinator is not None and engine.coordinator.comm is not comm:
         gathers = engine.coordinator.comm
-        gathers.check = CollectiveCheck(gathers, "gathers of parameters", names_of)
+        gathers.watch(CollectiveCheck(gathers, "gathers of parameters", names_of))
 
 
 def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
@@ -439,7 +420,3 @@ def _print_progress(engine: Engine | None, norm: float) -> None:
             f"{engine.loss_scale:g}",
             flush=True,
         )
-
-
-def _dump_state(engine: Engine) -> None:
-    print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)

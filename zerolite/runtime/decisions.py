@@ -92,6 +92,7 @@ def reduction_options(
     comm: Communicator,
     accumulation: int,
     communication: list[torch.dtype | None],
+    keep_buckets: bool,
 ) -> ReductionOptions:
     zero = config.zero_optimization
     asked = config.data_types.grad_accum_dtype
@@ -114,6 +115,7 @@ def reduction_options(
         predivide=predivide,
         copy_on_arrival=zero.contiguous_gradients,
         overlap=zero.overlap_comm is not False,
+        keep_buckets=keep_buckets,
     )
 
 

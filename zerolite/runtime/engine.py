@@ -15,6 +15,7 @@ from zerolite.accelerator import host_value
 from zerolite.comm import Communicator, ControlChannel, local_rank
 from zerolite.config import ZeroliteConfig
 from zerolite.monitor import Monitor, StepLog
+from zerolite.profiling.comms_logger import CommsLogger
 from zerolite.runtime import metrics
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.checkpoint_methods import CheckpointMethods
@@ -22,6 +23,7 @@ from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.join import ROW, Join
+from zerolite.runtime.memory_report import MemoryParts, MemoryReport, memory_report
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Parts
 from zerolite.runtime.precision import GraphBoundary, Precision
@@ -90,7 +92,10 @@ class Engine(CheckpointMethods):
         self._join: Join | None = None
         self.monitor = Monitor()  # for values of the user's own; build puts the config's here
         self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
+        self.comms_logger: CommsLogger | None = None  # if the config asks for it
+        self.call_module: Callable[..., Any] = module  # what __call__ calls: flops_profiler counts around it
         self.parts = Parts(module, comm, reducer, pipeline.counters)  # what a message about this rank's position names
+        self.memory_parts: MemoryParts  # what holds tensors
         self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
         self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
 
@@ -109,7 +114,7 @@ class Engine(CheckpointMethods):
         watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
         with watch, self._precision.autocast_context(self.device):
             try:
-                outputs = self._module(*args, **kwargs)
+                outputs = self.call_module(*args, **kwargs)
             except RuntimeError:
                 self._pipeline.refresh_written()  # says so if the module has been cast
                 raise
@@ -260,6 +265,12 @@ class Engine(CheckpointMethods):
         """
         return self._pipeline.grad_norm()
 
+    def memory_report(self) -> MemoryReport:
+        """What this rank's memory holds now: bytes by item, measured, and what the allocator says of the whole. It has
+        a table for people, ``str(report)``, and plain data, ``report.to_dict()``. Of this rank alone: nothing is sent
+        and the device is not waited for."""
+        return memory_report(self.memory_parts)
+
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's; returns the norm before.
         Called on all ranks."""
@@ -339,6 +350,17 @@ class Engine(CheckpointMethods):
     def absent_from_metric(self) -> None:
         """Take part in the others' :meth:`reduce` or :meth:`gather` with nothing. Called by :class:`Join`."""
         metrics.be_absent(self._comm, self.device)
+
+    def comms_summary(self) -> list[dict[str, Any]]:
+        """What ``comms_logger`` has measured so far on this rank: a dict for each kind of collective, with op, tag (what
+        it is for), nbytes (of one, of its full tensors), count, total_bytes, mean_ms, algbw and busbw (10^9 bytes a
+        second), and with ``debug`` the caller. Raises RuntimeError if the config has no logger."""
+        if self.comms_logger is None:
+            raise RuntimeError(
+                "engine.comms_summary: expected comms_logger.enabled = true in the configuration, which measures "
+                "collectives, got false; set it"
+            )
+        return self.comms_logger.summary()
 
     # ---------------------------------------------------------------- state
 

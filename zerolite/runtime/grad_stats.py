@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
-from zerolite.accelerator import HostRead
+from zerolite.accelerator import HostRead, is_fake
 from zerolite.comm import Communicator
 from zerolite.runtime.zero.layout import Fragment, PartitionLayout
 
@@ -43,8 +43,10 @@ class StatsVector:
     ranks [world], the sum of weights and how many ranks have and have not any, number, sum and sum of squares of the
     votes, and the sum of the gradients' squares."""
 
-    def __init__(self, values: torch.Tensor, count: int, world_size: int) -> None:
+    def __init__(self, values: torch.Tensor, count: int, world_size: int, used: set[int], weight: float | None) -> None:
+        """used, weight: what this rank has put in."""
         self._values = values
+        self._own = (used, weight)
         self._count = count
         self._world_size = world_size
         self._read: HostRead | None = None
@@ -68,13 +70,16 @@ class StatsVector:
 
     def get(self) -> GradStats:
         """Read on the host; waits for the device if :meth:`start_read`'s copy has not arrived."""
+        if is_fake(self._values):  # a dry run, in which the other ranks are copies of this one
+            used, mean = self._own
+            return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=frozenset(used), weight=mean)
         self.start_read()
         assert self._read is not None
         values = self._read.get()
         n = self._count
         squares = values[:n]
         bad = torch.nonzero(~torch.isfinite(squares)).flatten().tolist()
-        used = torch.nonzero(values[n : 2 * n]).flatten().tolist()
+        some = torch.nonzero(values[n : 2 * n]).flatten().tolist()
         ranks = torch.nonzero(values[2 * n : 2 * n + self._world_size]).flatten().tolist()
         weight, weighted, unweighted, *votes, total = values[-7:].tolist()
         number, first, second = (int(vote) for vote in votes)
@@ -82,7 +87,7 @@ class StatsVector:
             norm=math.sqrt(total) if math.isfinite(total) else total,
             bad_parameters=tuple(bad),
             bad_ranks=tuple(ranks),
-            used=frozenset(used),
+            used=frozenset(some),
             weight=weight / self._world_size if weighted else None,
             mixed=bool(weighted and unweighted),
             agreed=number * second == first**2,  # of equal terms only (Cauchy and Schwarz)
@@ -142,7 +147,8 @@ class StatsCollector:
         # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
         # two ranks.
         total = values[:count].sum().reshape(1)
-        return StatsVector(torch.cat([values, total]), count, comm.world_size)
+        summed = torch.cat([values, total])
+        return StatsVector(summed, count, comm.world_size, used, weight if weighted else None)
 
     def _plan(self, dtypes: tuple[torch.dtype, ...]) -> list[_Launch]:
         """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not

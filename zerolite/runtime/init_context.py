@@ -31,9 +31,9 @@ class Init:
         engine = zerolite.initialize(model, config)
 
     module: an existing model, partitioned at once; no context needed. config_dict_or_path: the training config,
-    checked now; below stage 3 nothing is partitioned. remote_device: where parts rest: None or this process's device
-    type. dtype: of the parts; by default the parameters' own, so that the master weights are exact. enabled: False
-    for a context that does nothing.
+    checked now; below stage 3 nothing is partitioned (with stage "auto" it is, until the engine has chosen).
+    remote_device: where parts rest: None or this process's device type. dtype: of the parts; by default the parameters'
+    own, so that the master weights are exact. enabled: False for a context that does nothing.
 
     Rank 0's values are everyone's. Initialisation code of the model itself (``apply``, loops over parameters) finds
     parameters whole: they are gathered when a torch function touches their values, on all ranks, and rank 0's result
@@ -57,7 +57,8 @@ class Init:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"zero.Init: expected dtype to be a floating torch.dtype or None, got {dtype!r}")
         if config_dict_or_path is not None:
-            enabled = enabled and load_config(config_dict_or_path).zero_optimization.stage == 3
+            stage = load_config(config_dict_or_path).zero_optimization.stage
+            enabled = enabled and stage in (3, "auto")
         self._enabled = enabled
         self._dtype = dtype
         self._built: dict[int, torch.nn.Module] = {}  # modules that got parameters and have not been partitioned

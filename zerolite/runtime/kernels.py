@@ -29,7 +29,7 @@ def kernel_chooser(
     If one rank cannot have the kernels, none uses them: at stage 0 all ranks must compute the same bits. Called on all
     ranks; one small all-reduce.
     """
-    reason = why_unavailable(device)
+    reason = None if comm.peers_agree else why_unavailable(device)  # a dry run launches none
     missing = torch.tensor([0.0 if reason is None else comm.rank + 1.0], dtype=torch.float64, device=device)
     comm.all_reduce_max(missing, tag="kernels")
     somewhere = host_value(missing)

@@ -1,20 +1,40 @@
-"""An engine's monitors and its wall clock: opened and fed here, from the hooks of the step pipeline."""
+"""An engine's monitors, and what measures it: opened and fed here, from the hooks of the step pipeline."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolite.comm import Communicator
 from zerolite.monitor import Monitor, StepLog, open_monitor
+from zerolite.profiling.comms_logger import CommsLogger
+from zerolite.profiling.flops_profiler import FlopsProfiler
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.step import StepPipeline
-from zerolite.runtime.wall_clock import DEFAULT_STEPS, PhaseClock, describe, watch_phases
+from zerolite.runtime.wall_clock import DEFAULT_STEPS, PhaseClock, around, describe, watch_gathers, watch_phases
 from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.publisher import Publisher
 
 if TYPE_CHECKING:
     from zerolite.runtime.engine import Engine
+
+
+class Monitoring(NamedTuple):
+    """What an engine is watched by; ``hooks`` are those on its module."""
+
+    hooks: list[Any]
+    clock: PhaseClock | None
+    comms_logger: CommsLogger | None
+
+    def watch_communication(self, engine: Engine, comm: Communicator, publisher: Publisher) -> None:
+        """When all parts of the engine are connected, and whoever compares collectives watches already."""
+        if self.clock is not None and engine.config.zero_optimization.stage != 0:
+            watch_gathers(self.clock, publisher, engine.coordinator)
+        if self.comms_logger is not None:
+            self.comms_logger.watch(comm)
+            if engine.coordinator is not None and engine.coordinator.comm is not comm:
+                self.comms_logger.watch(engine.coordinator.comm)
 
 
 def start_monitoring(
@@ -24,10 +44,9 @@ def start_monitoring(
     reducer: GradReducer,
     scaler: LossScaler | None,
     comm: Communicator,
-) -> list[Any]:
-    """Give ``engine`` its monitor, and begin to log and to measure what the config asks for; returns the hooks on
-    ``module``. After ``pipeline.on_applied`` and ``on_settled`` are set, before others take hold of its methods. Called
-    on all ranks."""
+) -> Monitoring:
+    """Give ``engine`` its monitor, and begin to log and to measure what the config asks for. After
+    ``pipeline.on_applied`` and ``on_settled`` are set, before others take hold of its methods. Called on all ranks."""
     config = engine.config
     engine.monitor = monitor = open_monitor(config, comm, engine.device)
     log = StepLog(monitor, config.train_batch_size, engine.optimizer, scaler)
@@ -37,15 +56,24 @@ def start_monitoring(
         settle = weakref.WeakMethod(pipeline.settle)
         monitor.on_close = lambda: _call(settle)
         weakref.finalize(engine, _finish, pipeline, monitor)  # at the end of the process at the latest
+    every = config.steps_per_print or DEFAULT_STEPS
+    if config.comms_logger.enabled:
+        engine.comms_logger = _log_collectives(engine, pipeline, comm, log, every)
+    if config.flops_profiler.enabled and comm.rank == 0:
+        _profile_flops(engine, module, pipeline, log, every)
     if not config.wall_clock_breakdown or comm.rank != 0:
-        return []
+        return Monitoring([], None, engine.comms_logger)
 
     def report(step: int, means: Mapping[str, float]) -> None:
-        print(describe(step, means), flush=True)
+        _print(describe(step, means))
         log.write(step, {f"elapsed_time_ms_{phase}": mean for phase, mean in means.items()})
 
-    clock = PhaseClock(engine.device, config.steps_per_print or DEFAULT_STEPS, report)
-    return watch_phases(clock, module, pipeline, reducer)
+    clock = PhaseClock(engine.device, every, report)
+    return Monitoring(watch_phases(clock, module, pipeline, reducer), clock, engine.comms_logger)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 def _follow(log: StepLog, pipeline: StepPipeline) -> None:
@@ -63,6 +91,44 @@ def _follow(log: StepLog, pipeline: StepPipeline) -> None:
         log.on_settled(caller.global_steps, norm)
 
     pipeline.on_applied, pipeline.on_settled = on_applied, on_settled
+
+
+def _log_collectives(
+    engine: Engine, pipeline: StepPipeline, comm: Communicator, log: StepLog, every: int
+) -> CommsLogger:
+    """A logger that reports every ``every`` steps."""
+    say = _print if comm.rank == 0 else None
+    logger = CommsLogger(engine.config.comms_logger, comm.world_size, engine.device, say)
+    settled, known = pipeline.on_settled, weakref.ref(pipeline)
+
+    def on_settled(norm: float) -> None:
+        settled(norm)
+        caller = known()
+        assert caller is not None
+        steps = caller.global_steps
+        if steps % every == 0:
+            log.write(steps, logger.report(steps), "Comms")
+
+    pipeline.on_settled = on_settled
+    return logger
+
+
+def _profile_flops(engine: Engine, module: Any, pipeline: StepPipeline, log: StepLog, every: int) -> None:
+    """Count and time the engine's steps."""
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        log.write(step, values, "Flops")
+
+    profiler = FlopsProfiler(engine.config.flops_profiler, engine, module, engine.device, every, _print, write)
+    known = weakref.ref(pipeline)
+
+    def end_step() -> None:
+        caller = known()
+        assert caller is not None
+        profiler.end_step(caller.global_steps)
+
+    around(pipeline, "update", lambda: None, end_step)
+    weakref.finalize(engine, profiler.close)
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:

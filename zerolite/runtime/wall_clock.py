@@ -7,16 +7,25 @@ the engine is built. An engine without a breakdown has none of it.
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-FORWARD, BACKWARD, REDUCE_WAIT, STEP, OTHER = PHASES = ("forward", "backward", "reduce_wait", "step", "other")
+from zerolite.profiling.moments import Moment, Moments
+
+FORWARD, BACKWARD, REDUCE_WAIT, GATHER, STEP, OTHER = PHASES = (
+    "forward",
+    "backward",
+    "reduce_wait",
+    "gather",
+    "step",
+    "other",
+)
 """The module's forward in training; from the first gradient to the last; waiting for reductions that backward did not
-hide; the rest of the update; everything between, such as the loader, the loss and evaluation."""
+hide; launching and waiting for gathers of parameters, wherever that happens; the rest of the update; everything
+between, such as the loader, the loss and evaluation."""
 
 DEFAULT_STEPS = 10  # DeepSpeed's steps_per_print
 
@@ -24,40 +33,12 @@ Report = Callable[[int, Mapping[str, float]], None]
 """(step, milliseconds a step by phase): the means over the steps since the last report."""
 
 
-class _Moment(Protocol):
-    def record(self, stream: Any) -> None: ...
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to ``end``; both have passed."""
-        ...
-
-
-class _HostMoment:
-    """A moment of the host's clock, with the methods of a CUDA event."""
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def record(self, stream: Any) -> None:
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _HostMoment) -> float:
-        return (end._at - self._at) * 1000.0
-
-
 class _Span(NamedTuple):
     """A stretch of one phase, not read yet."""
 
     phase: str
-    start: _Moment
-    end: _Moment
+    start: Moment
+    end: Moment
 
 
 class _Mark(NamedTuple):
@@ -75,13 +56,12 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, every: int, report: Report) -> None:
-        self._device = device
+        self._moments = Moments(device)
         self._every = every
         self._report = report
         self._phases = [OTHER]
-        self._last: _Moment | None = None  # when the phase in hand began or went on
+        self._last: Moment | None = None  # when the phase in hand began or went on
         self._unread: deque[_Span | _Mark] = deque()
-        self._spare: list[_Moment] = []
         self._sums = dict.fromkeys(PHASES, 0.0)
         self._steps = 0  # since the last mark
         self._ended = 0  # number of the step that ended last
@@ -115,9 +95,7 @@ class PhaseClock:
 
     def _cut(self) -> None:
         """The phase in hand ends here, or another begins inside it."""
-        cuda = self._device.type == "cuda"
-        now = self._spare.pop() if self._spare else _new_moment(cuda)
-        now.record(torch.cuda.current_stream(self._device) if cuda else None)
+        now = self._moments.now()
         if self._last is not None:
             self._unread.append(_Span(self._phases[-1], self._last, now))
         self._last = now
@@ -134,12 +112,8 @@ class PhaseClock:
             if not (first.start.query() and first.end.query()):
                 return
             self._sums[first.phase] += first.start.elapsed_time(first.end)
-            self._spare.append(first.start)
+            self._moments.take_back(first.start)
             self._unread.popleft()
-
-
-def _new_moment(cuda: bool) -> _Moment:
-    return torch.cuda.Event(enable_timing=True) if cuda else _HostMoment()
 
 
 class _Pipeline(Protocol):
@@ -150,6 +124,19 @@ class _Pipeline(Protocol):
 class _Reducer(Protocol):
     @property
     def pass_open(self) -> bool: ...
+
+
+class Fetch(Protocol):
+    """What stage 3's schedule says at the beginning of a use, as far as it takes time."""
+
+    @property
+    def launch(self) -> Any: ...
+
+    @property
+    def prefetch(self) -> Any: ...
+
+    @property
+    def wait(self) -> Any: ...
 
 
 def watch_phases(clock: PhaseClock, module: torch.nn.Module, pipeline: _Pipeline, reducer: _Reducer) -> list[Any]:
@@ -164,11 +151,11 @@ def watch_phases(clock: PhaseClock, module: torch.nn.Module, pipeline: _Pipeline
         clock.leave(STEP)
         clock.end_step(pipeline.global_steps)
 
-    _around(pipeline, "begin_backward", lambda: None, after_begin)
-    _around(reducer, "end_pass", lambda: None, lambda: clock.leave(BACKWARD))
-    _around(pipeline, "reduce", lambda: clock.enter(REDUCE_WAIT), lambda: clock.leave(REDUCE_WAIT))
-    _around(pipeline, "update", lambda: clock.enter(STEP), end_step)
-    _around(pipeline, "publish", lambda: clock.enter(STEP), lambda: clock.leave(STEP))
+    around(pipeline, "begin_backward", lambda: None, after_begin)
+    around(reducer, "end_pass", lambda: None, lambda: clock.leave(BACKWARD))
+    around(pipeline, "reduce", lambda: clock.enter(REDUCE_WAIT), lambda: clock.leave(REDUCE_WAIT))
+    around(pipeline, "update", lambda: clock.enter(STEP), end_step)
+    around(pipeline, "publish", lambda: clock.enter(STEP), lambda: clock.leave(STEP))
 
     def before_forward(watched: torch.nn.Module, args: Any) -> None:
         if watched.training:
@@ -183,7 +170,31 @@ def watch_phases(clock: PhaseClock, module: torch.nn.Module, pipeline: _Pipeline
     ]
 
 
-def _around(owner: Any, method: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+def watch_gathers(clock: PhaseClock, publisher: Any, coordinator: Any | None) -> None:
+    """Let ``clock`` see gathers of parameters: at stages 1 and 2 what ``publisher`` waits for; at stage 3 what
+    ``coordinator``, which is None below, launches and waits for. After all parts are connected to each other."""
+    begin, end = functools.partial(clock.enter, GATHER), functools.partial(clock.leave, GATHER)
+    if coordinator is None:
+        around(publisher, "wait", begin, end)
+        return
+    around(publisher, "on_published", begin, end)  # new values for what stays whole
+    around(coordinator, "hold", begin, end)
+    execute = coordinator._execute
+
+    def timed(fetch: Fetch) -> None:
+        if not (fetch.launch or fetch.prefetch or fetch.wait):
+            execute(fetch)
+            return
+        begin()
+        try:
+            execute(fetch)
+        finally:
+            end()
+
+    coordinator._execute = timed
+
+
+def around(owner: Any, method: str, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call ``before`` and ``after`` around a method of this one object, ``after`` also where it raises."""
     inner = getattr(owner, method)
 

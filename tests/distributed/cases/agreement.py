@@ -18,6 +18,7 @@ from torch import nn
 import zerolite
 from zerolite.comm import CollectiveCheck, HostGroup, create_communicator, use_communicator
 from zerolite.comm.gloo import GlooCommunicator
+from zerolite.comm.wire import ProcessGroupWire
 
 Arguments = dict[str, Any]
 
@@ -222,7 +223,7 @@ def parted_gathers(same: bool) -> dict[str, Any]:
     """Messages of a gather of as many elements on all ranks; of another parameter on the last rank, unless ``same``."""
     group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    comm = GlooCommunicator(group, rank, world)
+    comm = GlooCommunicator(ProcessGroupWire(group))
     results: dict[str, Any] = {}
     for name, numel in (("packed", 6), ("several", 40_000)):
         key = 1 if same or rank < world - 1 else 2
@@ -286,7 +287,7 @@ def checked_mismatch(config: dict[str, Any], what: str) -> str:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     odd = dist.get_rank() == dist.get_world_size() - 1
     message = ""
-    with use_communicator(lambda rank, world: GlooCommunicator(group, rank, world)):
+    with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupWire(group))):
         engine = zerolite.initialize(Branches(), {**config, "check_collectives": True})
     try:
         if what == "branch":
@@ -312,10 +313,10 @@ def crossed_orders() -> list[float]:
     """Two communicators whose collectives each rank launches in an order of its own: nobody may wait at a launch."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
-    first = GlooCommunicator(group, rank, world)
+    first = GlooCommunicator(ProcessGroupWire(group))
     second = first.second("gloo")
     for comm, label in ((first, "first"), (second, "second")):
-        comm.check = CollectiveCheck(comm, label)
+        comm.watch(CollectiveCheck(comm, label))
     tensors = [torch.full((world,), float(rank)), torch.full((world,), 10.0 * rank)]
     pairs = list(zip((first, second), tensors, strict=True))
     pending = [comm.reduce_scatter(tensor, "mine") for comm, tensor in (pairs if rank else pairs[::-1])]

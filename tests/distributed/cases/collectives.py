@@ -26,6 +26,7 @@ from zerolite.comm import (
 )
 from zerolite.comm.communicator import NativeCommunicator
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
+from zerolite.comm.wire import ProcessGroupWire
 
 CPU = torch.device("cpu")
 F32, BF16, F64, I64, U8 = torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
@@ -50,7 +51,7 @@ def transport(name: str) -> Iterator[None]:
     os.environ["ZEROLITE_SHARED_MEMORY"] = "0" if name == "messages" else "1"
     with contextlib.ExitStack() as stack:
         if name == "native":  # gloo knows the calls that NCCL gets
-            stack.enter_context(use_communicator(lambda r, w: NativeCommunicator(dist.group.WORLD, r, w)))
+            stack.enter_context(use_communicator(lambda r, w: NativeCommunicator(ProcessGroupWire(dist.group.WORLD))))
         try:
             yield
         finally:
@@ -205,7 +206,7 @@ def first_in_inference_mode(kind: str) -> None:
         result = reduction.pending.wait()
         assert not result.is_inference()
         memories = [comm._memory for comm in (first, second) if isinstance(comm, SharedMemoryCommunicator)]
-        assert not any(mapped.is_inference() for memory in memories for mapped in memory._maps)
+        assert not any(mapped.is_inference() for memory in memories for mapped in memory.maps)
         reduction.check()
         result.add_(1.0)  # an inference tensor would refuse
         for salt in range(4):  # all regions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ class ReductionOptions:
     predivide: float
     copy_on_arrival: bool
     overlap: bool  # launch during backward, and let one reduction run while the next bucket fills
+    keep_buckets: bool  # use full buckets again
 
     def sum_dtype(self, own: torch.dtype) -> torch.dtype | None:
         """Of sums over several contributions to a bucket of parameters of dtype ``own``: as asked for, but no narrower
@@ -86,7 +87,7 @@ class WindowSums:
 
 
 class BucketPool:
-    """Full buckets to use again, on the CPU only.
+    """Full buckets to use again, at most ``limit``: for the CPU.
 
     A large allocation there is new memory from the kernel every time, and touching it for the first time costs
     several times a copy. CUDA's caching allocator has no such cost.
@@ -103,10 +104,14 @@ class BucketPool:
                 return self._free.pop(index)
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The buckets that nobody uses now."""
+        return self._free
+
     def clear(self) -> None:
         self._free.clear()
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu":
+        if self._limit:
             self._free.append(tensor)
             del self._free[: -self._limit]

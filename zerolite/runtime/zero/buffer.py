@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from zerolite.accelerator import address
+from zerolite.memory_items import COMPUTE, MASTERS, own
 from zerolite.rounding import follow
 from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 
@@ -125,18 +127,18 @@ class ParameterBuffer:
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 flat.narrow(0, slot.start, slot.numel).copy_(flattened(parameter.data))
             synchronize(bucket, flat)
-            compute = flat.to(dtype)
+            compute = own(flat.to(dtype), COMPUTE)
             self.compute.append(compute)
             kept = master_dtype(dtype)
             if kept == dtype:
                 self.master.append(self._owned(bucket, compute))
             else:
-                self.master.append(self._owned(bucket, flat).to(kept, copy=True))
+                self.master.append(own(self._owned(bucket, flat).to(kept, copy=True), MASTERS))
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 strides = dense_strides(parameter.data)
                 start = compute.storage_offset() + slot.start
                 parameter.data = compute.as_strided(parameter.shape, strides, start)
-                self._homes[slot.index] = (parameter.data_ptr(), parameter.data)
+                self._homes[slot.index] = (address(parameter.data), parameter.data)
 
     def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
         if not self.shard:
@@ -167,15 +169,15 @@ class ParameterBuffer:
 
     def separate_master(self, bucket: int) -> bool:
         """True if the masters of ``bucket`` are not the compute parameters themselves."""
-        return self.master[bucket].data_ptr() != self.owned_compute(bucket).data_ptr()
+        return address(self.master[bucket]) != address(self.owned_compute(bucket))
 
     @torch.no_grad()
     def bring_home(self) -> None:
         """Parameters that somebody has pointed to other memory (``p.data = values``) get their place in the bucket
         back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
-        for index, (address, home) in self._homes.items():
+        for index, (place, home) in self._homes.items():
             parameter = self.parameters[index]
-            if parameter.data_ptr() != address:
+            if address(parameter) != place:
                 take_values(self.layout.slots[index].name, parameter, home)
 
     @torch.no_grad()
@@ -225,8 +227,8 @@ class PartitionedParameterBuffer(ParameterBuffer):
             dtype = compute_dtype(members[0])
             kept = master_dtype(dtype)
             numel = bucket.numel // self.layout.world_size
-            compute = torch.zeros(numel, dtype=dtype, device=device)
-            master = compute if kept == dtype else torch.zeros(numel, dtype=kept, device=device)
+            compute = own(torch.zeros(numel, dtype=dtype, device=device), COMPUTE)
+            master = compute if kept == dtype else own(torch.zeros(numel, dtype=kept, device=device), MASTERS)
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 if master is not compute:
                     master.narrow(0, slot.start, slot.part).copy_(parameter.ds_tensor)  # type: ignore[attr-defined]

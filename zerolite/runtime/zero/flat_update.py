@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zerolite.memory_items import STATES, own
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.pieces import Groups, Piece, State
 
@@ -170,6 +171,10 @@ class FlatUpdate:
     def state_names(self) -> tuple[str, ...]:
         return tuple(self._rule.states)
 
+    def memory(self) -> Iterable[torch.Tensor]:
+        """The states' tensors."""
+        return [flat for flats in self._states or () for flat in flats]
+
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Takes a state in torch's form; an empty one is that of a parameter which was never updated."""
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
@@ -214,7 +219,7 @@ class FlatUpdate:
         flats: Flat = []
         buckets = zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True)
         for master, dtype, members in list(buckets)[first:]:
-            flat = torch.zeros_like(master, dtype=dtype)
+            flat = own(torch.zeros_like(master, dtype=dtype), STATES)
             for piece in members:
                 value = self._rule.initial(groups[piece.group])
                 if value:

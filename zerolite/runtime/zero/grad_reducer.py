@@ -15,13 +15,14 @@ bucket holds between passes:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerolite.accelerator import host_values
+from zerolite.accelerator import address, host_values
 from zerolite.comm import Communicator
+from zerolite.memory_items import BUCKETS, GRADIENTS, own
 from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
 from zerolite.runtime.zero.bucket_state import HALF, BucketPool, BucketState, ReductionOptions, WindowSums
@@ -58,10 +59,11 @@ class GradReducer:
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
         self._fires: list[int] = []  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
-        # backward inside the backward. Known after the first complete pass, which therefore reduces at its end
-        # only.
+        # backward inside the backward. Known after the first complete pass. Where gradients rest whole, that one
+        # reduces at its end only; elsewhere it does not wait, and reduces once more what has come late.
         self._expected: list[int] = []
         self._learned = False
+        self._looks_for_late = options.shard  # in the first pass that reduces; equal on all ranks
         self._pass_open = False
         self._seen_gradient = False  # in this pass
         self._void = False  # what comes in this pass counts as nothing
@@ -92,7 +94,8 @@ class GradReducer:
             filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
             self._states.append(BucketState(bucket, filler=filler))
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
-        self._pool = BucketPool(3 if self._options.shard else len(layout.buckets))
+        buckets = 3 if self._options.shard else len(layout.buckets)
+        self._pool = BucketPool(buckets if self._options.keep_buckets else 0)
         more = len(self.parameters) - len(self._expected)
         self._expected += [1] * more
         self._fires += [0] * more
@@ -142,10 +145,10 @@ class GradReducer:
     def _meet_other_hooks(self, slot: Slot, parameter: torch.Tensor, order: list[int]) -> None:
         """Hooks like ours that the user has installed: later ones find in ``p.grad`` what raises, earlier ones have
         seen this backward's gradient."""
-        own = self.handles[slot.index].id
-        if order[-1] != own:
+        ours = self.handles[slot.index].id
+        if order[-1] != ours:
             self.shown.show(self.layout, self.parameters, [slot.index])
-        if order[0] != own and self._passes_in_window > 1:
+        if order[0] != ours and self._passes_in_window > 1:
             raise RuntimeError(
                 f"parameter '{slot.name}' has a hook of register_post_accumulate_grad_hook, installed before "
                 "zerolite.initialize, which sees the gradient of one backward where plain PyTorch shows the sum of all "
@@ -215,8 +218,9 @@ class GradReducer:
         self.shown.show(self.layout, self.parameters, sorted(self.used))
         if self._reducing:
             self._launch_until(len(self._states))
-            if self._plan is not None and not self._plan.settled:
-                self._reduce_late(self._plan)
+            if self._may_be_late():
+                self._reduce_late()
+            self._looks_for_late = False
             self._passes_in_local = 0
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -232,7 +236,7 @@ class GradReducer:
         self.used.add(slot.index)
         if not slot.numel:
             return
-        if state.launched and self._plan is not None and not self._plan.settled:
+        if state.launched and self._may_be_late():
             state.late = True
         elif state.launched:
             advice = (
@@ -252,7 +256,7 @@ class GradReducer:
             self._put_held(state)
             self._put(state, slot, gradient)
         else:
-            state.held[slot.index] = gradient
+            state.held[slot.index] = own(gradient, self._item())
         self._count(state, slot)
 
     def _count(self, state: BucketState, slot: Slot) -> None:
@@ -264,8 +268,9 @@ class GradReducer:
         if self._plan is not None:
             if self._learning:
                 self._plan.on_gradient(slot.bucket)
-        elif state.missing == 0 and self._reducing and self._options.overlap and self._learned:
-            self._launch_ready()
+        elif state.missing == 0 and self._reducing and self._options.overlap:
+            if self._learned or self._looks_for_late:
+                self._launch_ready()
 
     def _put(self, state: BucketState, slot: Slot, gradient: torch.Tensor) -> None:
         """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
@@ -277,7 +282,7 @@ class GradReducer:
                 state.local[low:high].zero_()
         first = slot.index not in state.written
         if not first and options.accumulate_dtype is not None and state.local.dtype in HALF:
-            state.local, state.staged = state.local.to(options.accumulate_dtype), False
+            state.local, state.staged = own(state.local.to(options.accumulate_dtype), self._item()), False
         factor = self._factor
         strides = self.strides[slot.index]
         for place, values in destinations(state.local, state.bucket, slot, gradient, strides):
@@ -325,13 +330,20 @@ class GradReducer:
             ahead = state.bucket.index - self._next
             if self._plan is not None:
                 if not self._launching:  # what is launched next is known only when it is
-                    return self._pool.take(state.bucket.numel, dtype, device)
+                    return self._take_bucket(state, dtype, device)
                 ahead = 0
             staged = self._comm.staging(state.bucket.numel, dtype, ahead)
             if staged is not None:
                 state.staged = True
                 return staged
-        return self._pool.take(state.bucket.numel, dtype, device)
+        return self._take_bucket(state, dtype, device)
+
+    def _take_bucket(self, state: BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return own(self._pool.take(state.bucket.numel, dtype, device), self._item())
+
+    def _item(self) -> str:
+        """What this rank's sums are: gradients where they rest whole, and on their way elsewhere."""
+        return BUCKETS if self._options.shard and self._reducing and self._passes_in_local <= 1 else GRADIENTS
 
     # ---------------------------------------------------------------- reduction
 
@@ -358,9 +370,9 @@ class GradReducer:
         self.probes.append(local.sum(dtype=torch.float32))
         wanted = options.travelling_dtype(state.bucket, self._own_dtype(state), self._passes_in_local)
         if local.dtype != wanted:
-            own, local = local, local.to(wanted)
+            unconverted, local = local, own(local.to(wanted), self._item())
             if not state.staged:
-                self._pool.give_back(own)
+                self._pool.give_back(unconverted)
             state.staged = False
         if options.predivide != 1.0:
             local.div_(options.predivide)
@@ -384,7 +396,7 @@ class GradReducer:
         self._put_held(state)
         if state.local is None:
             like = self.parameters[state.bucket.slots[0].index]
-            return torch.zeros(state.bucket.numel, dtype=like.dtype, device=like.device)
+            return own(torch.zeros(state.bucket.numel, dtype=like.dtype, device=like.device), self._item())
         if len(state.written) == len(state.bucket.slots):
             return state.local
         for slot in state.bucket.slots:
@@ -406,11 +418,11 @@ class GradReducer:
             total = self._comm.part(total).clone()
         dtype = self._reduced_dtype(state)
         if state.reduced is None:
-            state.reduced = total.to(dtype)
+            state.reduced = own(total.to(dtype), GRADIENTS)
         else:
-            state.reduced = state.reduced.to(dtype).add_(total)
+            state.reduced = own(state.reduced.to(dtype), GRADIENTS).add_(total)
         sent, state.sent = state.sent, None
-        if sent is not None and state.reduced.data_ptr() != sent.data_ptr():
+        if sent is not None and address(state.reduced) != address(sent):
             self._pool.give_back(sent)
 
     def _reduced_dtype(self, state: BucketState) -> torch.dtype:
@@ -447,22 +459,41 @@ class GradReducer:
                 if self._reducing and not self._states[bucket].launched:
                     self._launch(self._states[bucket])
 
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are kept here now, and the items of memory that they belong to; small ones are left out."""
+        local = self._item() if self._pass_open else GRADIENTS
+        travelling = BUCKETS if self._options.shard else GRADIENTS
+        for state in self._states:
+            if state.reduced is not None:
+                yield GRADIENTS, state.reduced
+            if state.local is not None:
+                yield (BUCKETS if state.staged else local), state.local
+            if state.sent is not None:
+                yield travelling, state.sent
+            yield from ((local, gradient) for gradient in state.held.values())
+            if state.pending is not None:
+                yield from ((BUCKETS, tensor) for tensor in state.pending.memory())
+        yield from ((travelling, bucket) for bucket in self._pool.memory())
+
     @property
     def follows_units(self) -> bool:
         """Whether buckets are launched when units end."""
         return self._plan is not None
 
+    def _may_be_late(self) -> bool:
+        """Whether gradients may come in this pass after their bucket has been launched; equal on all ranks."""
+        return self._looks_for_late if self._plan is None else not self._plan.settled
+
     @torch.no_grad()
-    def _reduce_late(self, plan: LaunchPlan) -> None:
+    def _reduce_late(self) -> None:
         """Agree on the buckets that got gradients after they were launched, on any rank, and reduce those again;
         learn from it. Called on all ranks."""
-        own = torch.tensor(
-            [[int(state.late) for state in self._states], plan.arrivals], dtype=torch.int64, device="cpu"
-        )
-        agreed = own.to(self.parameters[0].device).reshape(-1)
+        arrivals = self._plan.arrivals if self._plan is not None else []
+        found = [*(int(state.late) for state in self._states), *arrivals]
+        agreed = torch.tensor(found, dtype=torch.int64, device="cpu").to(self.parameters[0].device)
         self._wait_for_all()
         self._comm.all_reduce_max(agreed, "stats")
-        values = [int(value) for value in host_values(agreed)]
+        values = found if self._comm.peers_agree else [int(value) for value in host_values(agreed)]
         late_states = [state for state, late in zip(self._states, values, strict=False) if late]
         for state in late_states:
             self._launch(state)
@@ -472,7 +503,8 @@ class GradReducer:
             for state in late_states:
                 assert state.reduced is not None
                 state.reduced = state.reduced.to(self._own_dtype(state))
-        plan.learn(values[len(self._states) :])
+        if self._plan is not None:
+            self._plan.learn(values[len(self._states) :])
 
     # ---------------------------------------------------------------- what the step reads
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zerolite.accelerator import host_values
+from zerolite.accelerator import address, host_values
 from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import broadcast_into, content_hash, differing
 from zerolite.runtime.zero.buffer import dense_strides, flattened
@@ -274,7 +274,7 @@ def _bring_home(handle: PartitionedParameter) -> None:
     """``p.data = values`` has put other memory of the same shape in the parameter's place: copy them where they
     belong. Nothing if that has not happened."""
     data, view = handle.parameter.data, handle.view
-    if data.data_ptr() == view.data_ptr() and data.stride() == view.stride() and data.dtype == view.dtype:
+    if address(data) == address(view) and data.stride() == view.stride() and data.dtype == view.dtype:
         return
     if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
         data = data.clone()
@@ -428,7 +428,7 @@ class GatheredParameters:
             same = data.shape == handle.shape and data.dtype == handle.shard.dtype
             changed = content_hash(data) != self._digests[id(handle)] if same else torch.ones_like(flags[0])
             flags[position] = changed.to(torch.int64)
-            if same and data.data_ptr() != handle.view.data_ptr():
+            if same and address(data) != address(handle.view):
                 handle.parameter.data = handle.view
         self._handles[0].comm.all_reduce_max(flags, "parameters")
         guilty = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zerolite.accelerator import address
 from zerolite.comm import Communicator
 from zerolite.comm.flight import Mismatch
 from zerolite.runtime.zero.buffer import take_values
@@ -233,9 +234,9 @@ class PartitionedParameterCoordinator:
         """A parameter, or an alias of one, that a unit returns stays gathered with whoever called the unit."""
         handle = handle_of(tensor) or handle_of(tensor._base)
         if handle is None and tensor.grad_fn is None and self._stack:
-            pointer = tensor.untyped_storage().data_ptr()
+            storage = tensor.untyped_storage()._cdata
             live = (self.handles[i] for i in self.schedule.parameters_of(self._leaving))
-            handle = next((h for h in live if pointer and h.full.untyped_storage().data_ptr() == pointer), None)
+            handle = next((h for h in live if h.full.untyped_storage()._cdata == storage), None)
         if handle is None or handle.persistent:
             return
         index = self._index.get(id(handle))
@@ -345,8 +346,8 @@ class PartitionedParameterCoordinator:
         """What somebody has written into parameters that stay whole, alike on all ranks, reaches their shards."""
         if any(handle.view is not view for handle, view, _ in self._whole):
             self.look_at_whole()
-        for handle, view, address in self._whole:
-            if handle.parameter.data_ptr() != address:
+        for handle, view, place in self._whole:
+            if address(handle.parameter) != place:
                 take_values(handle.name, handle.parameter, view)
         if self._shards:
             torch._foreach_copy_(self._shards, self._parts)
@@ -354,7 +355,7 @@ class PartitionedParameterCoordinator:
     def look_at_whole(self) -> None:
         """Find the trained parameters that stay whole, and their parts."""
         kept = [handle for handle in self.handles if handle.persistent and handle.on_written is not None]
-        self._whole = [(handle, handle.view, handle.view.data_ptr()) for handle in kept]
+        self._whole = [(handle, handle.view, address(handle.view)) for handle in kept]
         self._parts, self._shards = [], []
         if kept and kept[0].comm.world_size > 1:
             self._parts = [handle.own_part() for handle in kept]

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.comm import Communicator, Pending
+from zerolite.memory_items import COMPUTE, GATHERED, PERSISTENT, listeners, own, resize
 from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.released_parameter import close, open_again
 
@@ -92,11 +93,11 @@ class PartitionedParameter:
         part = -(-self.numel // comm.world_size)
         values = flattened(parameter.data)
         shard = torch.zeros(part, dtype=parameter.dtype, device=device)
-        own = values[comm.rank * part : (comm.rank + 1) * part]
-        shard[: own.numel()].copy_(own)
+        mine = values[comm.rank * part : (comm.rank + 1) * part]
+        shard[: mine.numel()].copy_(mine)
         self.status = AVAILABLE
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
-        del values, own
+        del values, mine
         self._adopt(parameter, shard)
         self._expose(parameter)
         self._set_status(parameter, NOT_AVAILABLE)
@@ -105,7 +106,7 @@ class PartitionedParameter:
 
     def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
         """``shard`` [ceil(numel / world_size)] is this rank's part from now on; its dtype is the parameter's."""
-        self.shard = shard
+        self.shard = own(shard, COMPUTE)
         self.empty = torch.empty(0, dtype=shard.dtype, device=shard.device)
         self._allocate()
         open_again(parameter)
@@ -126,7 +127,7 @@ class PartitionedParameter:
         self.nbytes = self.full.numel() * self.full.element_size()
         self.view = self.full.as_strided(self.shape, self.strides)
         if self.storage is not None:
-            self.storage.resize_(0)
+            resize(self.storage, 0)
 
     def move(self, place: torch.Tensor) -> None:
         """Copy the shard, rounded to ``place``'s dtype, into ``place``, which is the shard from now on."""
@@ -225,8 +226,8 @@ class PartitionedParameter:
     def write(self) -> None:
         """The whole values have been changed, alike on all ranks: this rank's part follows, and so do masters."""
         if self.comm.world_size > 1:
-            own = self.own_part()
-            self.shard[: own.numel()].copy_(own)
+            part = self.own_part()
+            self.shard[: part.numel()].copy_(part)
         if self.on_written is not None:
             self.on_written()
 
@@ -252,7 +253,7 @@ class PartitionedParameter:
         if self.exposed:  # what somebody has taken from the parameter keeps the old memory
             self._allocate()
         else:
-            self.storage.resize_(0)
+            resize(self.storage, 0)
 
 
 _OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_handle")
@@ -306,7 +307,10 @@ def launch(members: Sequence[PartitionedParameter]) -> None:
     try:
         if comm.world_size > 1:
             for member in members:
-                member.storage.resize_(member.nbytes)  # type: ignore[union-attr]
+                resize(member.storage, member.nbytes)  # type: ignore[arg-type]
+            if listeners:
+                for member in members:
+                    own(member.full, PERSISTENT if member.persistent else GATHERED)
             with _undispatched():
                 fulls, shards = [member.full for member in members], [member.shard for member in members]
                 pending = comm.gather_shards(fulls, shards, "parameters", members[0].key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ class UpdateMethod(Protocol):
     one_launch: whether all buckets are best updated in one call. can_skip_on_device: whether ``found_inf`` is taken.
     state_names: of the states that have a value for each element; None if only the states there are tell. make_state:
     a piece's states with these numbers, and the tensors, of these shapes and dtypes where that is free, that the caller
-    fills; without any the piece is as if never updated.
+    fills; without any the piece is as if never updated. memory: the states' tensors.
     """
 
     @property
@@ -67,6 +67,8 @@ class UpdateMethod(Protocol):
 
     @property
     def state_names(self) -> tuple[str, ...] | None: ...
+
+    def memory(self) -> Iterable[torch.Tensor]: ...
 
     def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None: ...
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zerolite.memory_items import STATES, listeners, own
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.layout import Fragment
 from zerolite.runtime.zero.pieces import Piece, State
@@ -79,12 +80,18 @@ class PiecewiseUpdate:
         try:
             with self._only(pieces), self._skipping(found_inf):
                 self._step(self._inner)
+                self._name_states()
         finally:
             for piece in pieces:
                 piece.tensor.grad = None
             for bucket in {piece.fragment.slot.bucket for piece in pieces}:
                 self._unbind(bucket)
         return False
+
+    def _name_states(self) -> None:
+        """Say whose memory the states are, to whoever listens."""
+        for value in self.memory() if listeners else ():
+            own(value, STATES)
 
     def forget_last(self) -> None:
         """Torch's fused kernels count steps on the device, where they see the skip."""
@@ -100,6 +107,13 @@ class PiecewiseUpdate:
 
     def state_of(self, piece: Piece) -> State:
         return dict(self._inner.state.get(piece.tensor) or {})
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """The states' tensors."""
+        for pieces in self._pieces:
+            for piece in pieces:
+                state = self._inner.state.get(piece.tensor) or {}
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         self._inner.state.pop(piece.tensor, None)

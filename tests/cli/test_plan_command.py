@@ -1,0 +1,324 @@
+"""`zerolite plan`: what it prints and writes, every mistake's sentence, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command, start_command
+from tests.unit.plan_examples import GB, make_comparison, make_plan
+from zerolite.plan import command
+from zerolite.plan.errors import PlanError
+from zerolite.plan.report import render_comparison, render_plan
+from zerolite.plan.result import Comparison, Plan
+from zerolite.plan.terminal import Screen
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+}
+MODELS = """\
+import torch
+print("a module that says something")
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+def reads_values():
+    model = build()
+    if float(model[0].weight.sum()) > 0:
+        return model
+    return torch.nn.Identity()
+def make_batch(size):
+    return (torch.zeros(size, 16, dtype=torch.bfloat16),)
+def loss(output):
+    return output.square().sum()
+"""
+
+Ask = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """`ask(*options)` runs the command in a directory with zero2.json and plan_models.py, as a job of 8 ranks where
+    nothing else is said: (exit status, standard output, standard error)."""
+    (tmp_path / "zero2.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "plan_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "plan_models", None)
+    monkeypatch.delitem(sys.modules, "plan_models")
+
+    def ask(*options: str, model: str = "plan_models:build", config: str = "zero2.json") -> tuple[int, str, str]:
+        given = ["--model", model, "--config", config, *([] if "--world-size" in options else ["--world-size", "8"])]
+        try:
+            status = command.main([*given, *options])
+        except SystemExit as leaving:  # of the parser
+            assert isinstance(leaving.code, int)
+            status = leaving.code
+        return status, *capsys.readouterr()
+
+    return ask
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is planned, as its last element, instead of a run of the engine."""
+    shown: list[Any] = [make_plan()]
+    monkeypatch.setattr(command, "make", lambda options, config: shown[-1])
+    return shown
+
+
+# -------------------------------------------------------------------- what it prints and writes
+
+
+def test_a_plan_is_printed(ask: Ask, made: list[Any]) -> None:
+    status, out, err = ask()
+    assert (status, out, err) == (0, render_plan(made[0], Screen(100)) + "\n", "")
+
+
+def test_a_comparison_is_printed(ask: Ask, made: list[Any]) -> None:
+    made.append(make_comparison())
+    status, out, err = ask("--compare")
+    assert (status, out, err) == (0, render_comparison(made[-1], Screen(100)) + "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("shown", "status"),
+    [
+        pytest.param(make_plan(device_memory=None), 0, id="no memory given"),
+        pytest.param(make_plan(device_memory=20 * GB), 1, id="does not fit"),
+        pytest.param(Comparison(rows=make_comparison().rows, chosen=None), 1, id="none fits"),
+        pytest.param(Comparison(rows=make_comparison(device_memory=None).rows, chosen=None), 0, id="none was given"),
+    ],
+)
+def test_the_status_says_whether_it_fits(ask: Ask, made: list[Any], shown: Any, status: int) -> None:
+    made.append(shown)
+    assert ask()[0] == status
+
+
+def test_json_in_a_file_and_on_the_output(ask: Ask, made: list[Any]) -> None:
+    status, out, _ = ask("--json", "plan.json")
+    assert status == 0 and out.startswith("models.gpt")
+    assert Plan.model_validate_json(Path("plan.json").read_text()) == made[0]
+    status, out, _ = ask("--json", "-")
+    assert status == 0 and Plan.model_validate_json(out) == made[0]
+    made.append(make_comparison())
+    assert Comparison.model_validate_json(ask("--json", "-")[1]) == made[-1]
+
+
+def test_a_picture(ask: Ask, made: list[Any]) -> None:
+    pytest.importorskip("matplotlib")
+    assert ask("--png", "plan.png")[0] == 0
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_output_without_unicode(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made.append(make_plan(notes=["α"]))
+    with open("out.txt", "w", encoding="ascii") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        assert command.main(["--model", "m:f", "--config", "zero2.json", "--world-size", "8"]) == 0
+    assert Path("out.txt").read_bytes().endswith(b"- ?\n")
+
+
+def test_check_is_asked_for(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    check = ModuleType("zerolite.plan.check")
+    check.run_check = lambda *args, **given: asked.append((args, given)) or 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "zerolite.plan.check", check)
+    assert ask("--check", "--input-spec", "float32[2]", "--device", "cpu")[0] == 1
+    given = {"batch": "float32[2]", "loss": None, "device": "cpu", "plan": made[0]}
+    assert asked == [(("plan_models:build", "zero2.json", 8), given)]
+
+
+# -------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--modle", "x"], "there is no option or argument '--modle'; did you mean --model?"),
+        (["extra"], "there is no option or argument 'extra'; see `zerolite plan --help`"),
+        (["--world-size", "0"], "argument --world-size: expected a whole number, 1 or more, got '0'"),
+        (["--world-size", "many"], "argument --world-size: expected a whole number, 1 or more, got 'many'"),
+        (["--nodes", "3"], "--world-size 8 does not divide by --nodes 3: every node has the same number of ranks"),
+        (["--rank", "8"], "--rank expects 0 to 7 with --world-size 8, and got 8"),
+        (["--rank", "-1"], "argument --rank: expected a whole number, 0 or more, got '-1'"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--device-memory", "80XB"], "argument --device-memory: expected a size such as '5GB'"),
+        (["--batch", "m:f", "--input-spec", "int64[2]"], "argument --input-spec: not allowed with argument --batch"),
+        (["--loss", "m:f"], "--loss needs --batch or --input-spec"),
+        (["--check"], "--check needs --batch or --input-spec"),
+        (["--check", "--batch", "m:f", "--compare"], "leave out --compare, --nodes and --rank"),
+        (["--check", "--batch", "m:f", "--nodes", "2"], "leave out --compare, --nodes and --rank"),
+        (["--json", "."], "--json .: this is a directory; expected the name of a file"),
+        (["--json", "nonsuch/plan.json"], "--json nonsuch/plan.json: cannot be written (No such file or directory)"),
+    ],
+)
+def test_mistakes_of_the_command_line(ask: Ask, made: list[Any], options: list[str], sentence: str) -> None:
+    made.append("must not be planned")
+    status, out, err = ask(*options)
+    assert (status, out) == (2, "") and err.startswith("zerolite plan: ") and sentence in err
+    assert err.count("\n") == 1
+
+
+def test_missing_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--model", "m:f"])
+    assert capsys.readouterr().err == "zerolite plan: the following arguments are required: --config, --world-size\n"
+
+
+def test_a_picture_without_matplotlib(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = ask("--png", "plan.png")
+    assert (status, err) == (2, "zerolite plan: --png needs matplotlib: pip install 'zerolite[plot]'\n")
+
+
+def test_a_file_that_is_there_stays_as_it_is_until_it_is_written(ask: Ask, made: list[Any]) -> None:
+    Path("plan.json").write_text("before")
+    assert ask("--json", "plan.json", "--nodes", "3")[0] == 2
+    assert (
+        command.find_problem(command.parse_command_line(["--model", "m:f", "--config", "c", "--world-size", "1"]))
+        is None
+    )
+    assert Path("plan.json").read_text() == "before"
+    assert ask("--json", "new.json", "--png", "nonsuch/x.png")[0] == 2 and not Path("new.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ("nonsuch.json", 'there is none at "nonsuch.json"'),
+        ('{"zero_optimization": {"stagee": 1}}', "zero_optimization.stagee: expected a key of zero_optimization"),
+        ('{"train_batch_size": 7}', "train_batch_size: expected a multiple of"),
+    ],
+)
+def test_mistakes_of_the_config_are_told_verbatim(ask: Ask, made: list[Any], config: str, sentence: str) -> None:
+    status, out, err = ask(config=config)
+    assert (
+        (status, out) == (2, "")
+        and err.startswith("zerolite plan: 1 error in the configuration:\n")
+        and sentence in err
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"),
+    [
+        ("plan_models:bild", (), "module 'plan_models' has no 'bild'; did you mean 'build'?"),
+        ("plan_modles:build", (), "there is no module 'plan_modles' in the working directory"),
+        ("nonsuch/config.json", (), "there is no file 'nonsuch/config.json'"),
+        ("plan_models:build", ("--input-spec", "x:int64"), "expected name:dtype[sizes] for each tensor"),
+        ("plan_models:build", ("--batch", "plan_models:nonsuch"), "--batch plan_models:nonsuch: module"),
+        ("plan_models:build", ("--batch", "plan_models:make_batch", "--loss", "plan_models:los"), "mean 'loss'?"),
+    ],
+)
+def test_mistakes_of_names(ask: Ask, model: str, options: tuple[str, ...], sentence: str) -> None:
+    status, out, err = ask(*options, model=model)
+    assert (status, out) == (2, "") and sentence in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_device_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command.find_device_memory("cpu") == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlanError, match="no CUDA device; give a size, as in 80GB"):
+        command.find_device_memory("cuda")
+
+
+def test_an_interrupt_leaves_no_traceback(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(options: Any, config: Any) -> Plan:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "make", interrupted)
+    assert ask() == (130, "", "\n")
+
+
+# -------------------------------------------------------------------- for real
+
+
+def test_a_model_is_planned(ask: Ask) -> None:
+    """Two linear layers of 16 x 64 elements and their biases, bf16 with fp32 masters: 2 bytes whole, 14 in 8 parts."""
+    status, out, err = ask("--input-spec", "bfloat16[B,16]", "--json", "-", "--nodes", "2", "--device-memory", "1MB")
+    plan = Plan.model_validate_json(out)
+    assert status == 0 and err == "a module that says something\n"
+    parameters = 2 * 16 * 64 + 64 + 16
+    assert (plan.parameters, plan.stage, plan.world_size, plan.micro_batch, plan.fits) == (parameters, 2, 8, 2, True)
+    assert plan.states["compute_parameters"] >= 2 * parameters
+    assert plan.states["optimizer_states"] >= 8 * parameters / 8
+    assert plan.step_peak.items["activations"] > 0 and plan.flops is not None and plan.flops > 0
+    status, out, _ = ask("--batch", "plan_models:make_batch", "--loss", "plan_models:loss", "--device-memory", "1KB")
+    assert status == 1 and "It does not fit" in out
+
+
+def test_a_model_that_needs_values(ask: Ask) -> None:
+    status, out, err = ask(model="plan_models:reads_values")
+    assert (status, out) == (2, "") and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("zerolite plan: ") and "without values" in err
+
+
+@pytest.mark.slow
+def test_settings_are_compared(ask: Ask) -> None:
+    status, out, _ = ask("--compare", "--device-memory", "1MB", "--json", "-")
+    comparison = Comparison.model_validate_json(out)
+    assert status == 0 and comparison.chosen is not None
+    assert [name for name, _ in comparison.rows if "," not in name] == [f"stage {stage}" for stage in range(4)]
+
+
+def test_help_comes_at_once_and_without_torch(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run_command("plan", "--help", cwd=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and "--input-spec" in done.stdout and "exit status" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+    program = "import sys; from zerolite.plan import command; command.find_problem; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_the_model_is_made(tmp_path: Path) -> None:
+    (tmp_path / "slow_models.py").write_text(
+        "import time\nfrom pathlib import Path\ndef build():\n    Path('started').touch()\n    time.sleep(60)\n"
+    )
+    (tmp_path / "zero2.json").write_text(json.dumps(CONFIG))
+    options = ("--model", "slow_models:build", "--config", "zero2.json", "--world-size", "8")
+    process = start_command("plan", *options, cwd=tmp_path)
+    started = time.monotonic()
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None and time.monotonic() < started + TIMEOUT_S
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "\n")
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """The output is a pipe that nobody reads."""
+    program = (
+        "import sys; from tests.unit.plan_examples import make_plan; from zerolite.plan import command\n"
+        "command.make = lambda options, config: make_plan(device_memory=1)\n"
+        "sys.exit(command.main(['--model', 'm:f', '--config', '{}', '--world-size', '8']))"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=job_environment(),
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

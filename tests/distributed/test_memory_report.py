@@ -1,0 +1,194 @@
+"""engine.memory_report() against layouts computed by hand, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.configs import ADAMW, PARTITIONED, config
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.memory_report"
+
+# The trained parameters of cases.memory_report.Mixed in the order of the layout, from the last one on, in buckets of at
+# most 100 elements or one parameter; a slot begins at a multiple of 32 elements, a bucket ends at one of 32 per rank.
+BUCKETS = [32 + 39, 169, 13, 91]  # last.bias and last.weight, middle, first.bias, first.weight
+UNITS = [[91, 13], [169], [39, 3]]  # at stage 3: by module; slots and rows end at multiples of 8 elements
+FROZEN = [169, 13]
+BUFFERS = 3 * 4 + 8 + 2 * 8
+REGION = 4096  # the least that is shared between processes: a page, three times per process and communicator
+PRECISIONS = {"fp32": (4, 0), "bf16": (2, 4), "fp16": (2, 4)}  # bytes of a compute parameter, of a separate master
+
+
+def up(numel: int, unit: int) -> int:
+    return -(-numel // unit) * unit
+
+
+def part(numel: int, world: int) -> int:
+    return -(-numel // world)
+
+
+def flat(world: int) -> int:
+    """Elements of all buckets, stages 0 to 2."""
+    return sum(up(numel, 32 * world) for numel in BUCKETS)
+
+
+def rows(world: int) -> int:
+    """Elements of this rank's rows, stage 3."""
+    total = 0
+    for unit in UNITS:
+        end = 0
+        for numel in unit:
+            end = up(end, 8) + part(numel, world)
+        total += up(end, 8)
+    return total
+
+
+def whole(world: int, frozen: bool = True) -> int:
+    """Elements of all parameters when gathered."""
+    numels = [numel for unit in UNITS for numel in unit] + (FROZEN if frozen else [])
+    return sum(world * part(numel, world) for numel in numels)
+
+
+def states(stage: int, precision: str, world: int) -> dict[str, int]:
+    """Bytes of what stays the same from the first update on."""
+    compute, master = PRECISIONS[precision]
+    if stage == 3:
+        trained = owned = rows(world)
+        frozen = sum(part(numel, world) for numel in FROZEN)
+    else:
+        trained, frozen = flat(world), sum(FROZEN)
+        owned = trained if stage == 0 else trained // world
+    return {
+        "compute_parameters": compute * (trained + frozen),
+        "master_weights": master * owned,
+        "optimizer_states": 2 * 4 * owned,
+        "buffers": BUFFERS,
+        "persistent_parameters": 0,
+        "gathered_parameters": 0,
+    }
+
+
+def gradients(stage: int, precision: str, world: int, accumulation: int) -> int:
+    """Bytes of the mean gradient that an update takes: summed in fp32 where there are several contributions."""
+    width = PRECISIONS[precision][0] if accumulation == 1 else 4
+    owned = {0: flat(world), 3: rows(world)}.get(stage, flat(world) // world)
+    return width * owned
+
+
+def without(items: dict[str, int], *names: str) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in items.items() if name not in names}
+
+
+def run(stage: int, precision: str = "fp32", accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    zero = more.pop("zero", PARTITIONED["moving"] if stage == 3 else {})
+    extra = more.pop("extra", {})
+    settings = config(stage, precision, accumulation, 0.0, ADAMW, zero, **extra)
+    if "optimizer" in more:
+        del settings["optimizer"]
+    return {"config": settings, **more}
+
+
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3))])
+def test_every_stage_and_precision_to_the_byte(pools: Pools, world: int) -> None:
+    kinds = [(stage, precision, micros) for stage in range(4) for precision in PRECISIONS for micros in (1, 2)]
+    runs = {f"{kind}": run(*kind) for kind in kinds}
+    for found in pools(world).run(f"{CASES}:several_moments", {"runs": runs}):
+        for stage, precision, micros in kinds:
+            moments = found[f"{(stage, precision, micros)}"]
+            expected = states(stage, precision, world)
+            if world == 1 and stage in (1, 2):
+                expected |= states(0, precision, 1)
+            gradient = gradients(stage, precision, world, micros)
+            changing = ("gradients", "communication_buckets")
+            for moment in ("reduced", "after", "released"):
+                got = without(moments[moment], *changing)
+                assert got == expected, (stage, precision, micros, moment)
+            assert moments["reduced"]["gradients"] == gradient, (stage, precision, micros)
+            # At stage 0 the buckets stay, to be used again: those on the CPU are expensive to allocate.
+            assert moments["after"]["gradients"] == (gradient if stage == 0 else 0), (stage, precision, micros)
+            made = without(moments["made"], *changing)
+            assert made == {**expected, "optimizer_states": 0}, (stage, precision)
+            full = PRECISIONS[precision][0] * whole(world) if stage == 3 and world > 1 else 0
+            assert without(moments["gathered"], *changing) == {**expected, "gathered_parameters": full}
+
+
+def test_sums_in_the_middle_of_a_window(pools: Pools) -> None:
+    runs = {f"{stage}": run(stage, "bf16", 3) for stage in range(4)}
+    ranks = pools(2).run(f"{CASES}:several_moments", {"runs": runs})
+    for found in ranks:
+        # Nothing is reduced before the last micro-batch at stages 0 and 1: whole sums, in fp32; but the gradients that
+        # are moved in one call rest as they came, in bf16: last.bias, last.weight.
+        waiting = 4 * (flat(2) - up(BUCKETS[0], 64)) + 2 * (39 + 3)
+        kept = 4 * up(BUCKETS[0], 64)  # stage 0: of the window before, to be used again
+        assert found["0"]["backward 0"]["gradients"] == waiting + kept
+        assert found["1"]["backward 0"]["gradients"] == waiting
+        assert found["1"]["backward 1"]["gradients"] == 4 * flat(2)
+        # The others reduce each; what is still on its way is no gradient yet: the last bucket at stage 2.
+        assert found["2"]["backward 0"]["gradients"] == 4 * (flat(2) - up(BUCKETS[-1], 64)) // 2
+        assert found["2"]["backward 1"]["gradients"] == 4 * flat(2) // 2
+        assert found["3"]["backward 1"]["gradients"] == 4 * rows(2)
+
+
+def test_what_stays_whole_and_what_a_communicator_keeps(pools: Pools) -> None:
+    runs = {
+        "persistent": run(3, zero=PARTITIONED["defaults"]),
+        "in zero.Init": run(3, init=True),
+        "moving": run(3),
+        "stage 2": run(2),
+        "stage 0": run(0),
+    }
+    for found in pools(2).run(f"{CASES}:several_moments", {"runs": runs}):
+        persistent = found["persistent"]["after"]
+        assert persistent["persistent_parameters"] == 4 * whole(2)
+        assert persistent["gathered_parameters"] == found["persistent"]["gathered"]["gathered_parameters"] == 0
+        assert found["in zero.Init"] == found["moving"]
+        buckets = {name: moments["after"]["communication_buckets"] for name, moments in found.items()}
+        # Every process maps the regions of both; gathers have a communicator of their own. What is smaller than a page
+        # of 4096 elements goes as a message at stage 0.
+        one = 2 * 3 * REGION
+        assert buckets == {
+            "persistent": 2 * one,
+            "in zero.Init": 2 * one,
+            "moving": 2 * one,
+            "stage 2": one,
+            "stage 0": 0,
+        }
+
+
+def test_states_of_torchs_own_optimizers_and_masters_in_16_bits(pools: Pools) -> None:
+    low = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    runs = {
+        "NAdam": run(1, optimizer="NAdam"),
+        "Rprop at stage 0": run(0, optimizer="Rprop"),
+        "16-bit masters": run(2, "bf16", extra=low),
+    }
+    ranks = pools(2).run(f"{CASES}:several_moments", {"runs": runs})
+    # Of the pieces alone, without padding: bucket by bucket the first half is rank 0's. Two moments, and two numbers of
+    # four bytes for each piece.
+    pieces = {0: [3, 32, 96, 13, 64], 1: [7, 73, 27]}
+    for rank, found in enumerate(ranks):
+        wanted = 2 * 4 * sum(pieces[rank]) + 2 * 4 * len(pieces[rank])
+        assert found["NAdam"]["after"]["optimizer_states"] == wanted
+        numel = sum(numel for unit in UNITS for numel in unit)
+        assert found["Rprop at stage 0"]["after"]["optimizer_states"] == 2 * 4 * numel + 4 * 5
+        low_bits = found["16-bit masters"]["after"]
+        assert low_bits["master_weights"] == 0  # they are the compute parameters
+        assert low_bits["optimizer_states"] == 2 * 2 * flat(2) // 2
+
+
+def test_a_report_is_text_and_plain_data_and_counts_each_storage_once(pools: Pools) -> None:
+    for rank, found in enumerate(pools(2).run(f"{CASES}:whole_report", {"config": config(2, "bf16")})):
+        data, items = found["data"], found["data"]["items"]
+        assert found["calls"] == 0
+        assert (data["rank"], data["device"], data["other"], data["allocated"]) == (rank, "cpu", None, None)
+        assert data["resident_peak"] >= data["resident"] > 50e6
+        assert found["total"] == sum(items.values())
+        assert found["model_states"] == items["compute_parameters"] + items["master_weights"]
+        assert set(data["host"].values()) == {0}
+        assert f"memory of rank {rank} on cpu" in found["text"]
+        assert f"  compute parameters  {2 * (flat(2) + sum(FROZEN)) / 1000:>7.2f} KB" in found["text"].splitlines()
+        assert found["with_view"] == items
+        assert found["with_new"] == {**items, "buffers": BUFFERS + 4000}
+        assert found["with_sparse"] == items

@@ -1,0 +1,126 @@
+"""The communication logger and the FLOPs profiler while an engine trains, and that nothing else changes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.configs import ADAMW, PARTITIONED, config
+from tests.distributed.test_parity import assert_same_bits
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.profiling"
+STAGES = (0, 1, 2, 3)
+LOGGER = {"enabled": True, "verbose": True, "debug": True}
+PROFILER = {"enabled": True, "peak_tflops": 0.001}
+
+
+def setting(stage: int, *args: Any, **more: Any) -> dict[str, Any]:
+    return config(stage, *args, zero=PARTITIONED["tight"], **({"steps_per_print": 2} | more))
+
+
+def kinds(calls: list[tuple[str, int, str, int, str]]) -> Counter[tuple[str, str, int]]:
+    """How many recorded collectives there are by operation, purpose and bytes."""
+    return Counter((op, tag, nbytes) for op, _, _, nbytes, tag in calls)
+
+
+def logged(rows: list[dict[str, Any]]) -> Counter[tuple[str, str, int]]:
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for row in rows:
+        counts[row["op"], row["tag"], row["nbytes"]] += row["count"]
+    return counts
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_logged_training_is_the_same_and_every_collective_is_counted(pools: Pools, world: int) -> None:
+    """Bits of the parameters, losses and the collectives in their order, at every stage; counts and bytes to the
+    byte."""
+    plain = [setting(stage, "bf16", 1, 0.4, ADAMW) for stage in STAGES]
+    measured = {"comms_logger": LOGGER, "flops_profiler": PROFILER, "wall_clock_breakdown": True}
+    watched = [one | measured for one in plain]
+    loops = ["engine", "plain", "engine", "plain"]
+    settings = [(one, loop, "") for group in (plain, watched) for one, loop in zip(group, loops, strict=True)]
+    for rank, results in enumerate(pools(world).run(f"{CASES}:trained", {"settings": settings})):
+        for stage, without, with_them in zip(STAGES, results[:4], results[4:], strict=True):
+            assert_same_bits(with_them["parameters"], without["parameters"], f"stage {stage}")
+            assert with_them["losses"] == without["losses"]
+            assert with_them["calls"] == without["calls"]
+            assert logged(with_them["logged"]) == kinds(without["calls"])
+            assert all(row["total_bytes"] == row["nbytes"] * row["count"] for row in with_them["logged"])
+            assert all(
+                row["mean_ms"] > 0 and re.fullmatch(r"\w+\.py:\d+ for (training|models)\.py:\d+", row["caller"])
+                for row in with_them["logged"]
+            )
+            assert with_them["watchers"] == [1] * len(without["watchers"])
+            assert (len(without["watchers"]) == 2) == (stage == 3 and world > 1), "two communicators at stage 3"
+            assert ("collectives of" in with_them["printed"]) == (rank == 0 and world > 1)
+            assert ("FLOPs of matrix products" in with_them["printed"]) == (rank == 0)
+            assert with_them["plain"] and with_them["stack"] == 0
+            check_off(without)
+
+
+def check_off(result: dict[str, Any]) -> None:
+    """Neither wrappers nor watchers, no word, and the engine can go."""
+    assert set(result["watchers"]) == {0} and result["wrapped"] == [] and result["plain"]
+    assert result["logged"] is None and "FLOPs" not in result["printed"] and "alg GB/s" not in result["printed"]
+    assert result["gone"]
+
+
+def test_only_the_operations_that_were_asked_for(pools: Pools) -> None:
+    logger = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}
+    first, second = pools(2).run(f"{CASES}:trained", {"settings": [(setting(1, comms_logger=logger), "engine", "")]})
+    for (result,) in (first, second):
+        assert {row["op"] for row in result["logged"]} == {"all_gather"}
+        expected = {kind: count for kind, count in kinds(result["calls"]).items() if kind[0] == "all_gather"}
+        assert logged(result["logged"]) == expected
+        assert "caller" not in result["logged"][0]
+    rows = [line.split() for line in first[0]["printed"].splitlines() if line.startswith("  all_gather")]
+    assert rows and all(row[1] == "parameters" for row in rows) and "reduce" not in first[0]["printed"]
+    assert "collectives of" not in second[0]["printed"]
+
+
+def test_a_summary_without_a_logger_is_a_sentence(pools: Pools) -> None:
+    (sentence,) = pools(1).run(f"{CASES}:summary_without", {"config": setting(0)})
+    assert "expected comms_logger.enabled = true" in sentence
+
+
+# Of Mlp with batches of 4: the first layer's input needs no gradient.
+FORWARD = 2 * 4 * (7 * 13 + 13 * 3)
+BACKWARD = 2 * 4 * (7 * 13 + 2 * 13 * 3)
+
+
+@pytest.mark.parametrize("loop", ["engine", "plain"])
+def test_flops_of_a_known_model(pools: Pools, tmp_path: Path, loop: str) -> None:
+    """Two micro-batches of two linear layers, whole parameters and released ones; then the speed."""
+    settings = []
+    for stage in (0, 3):
+        place = {"enabled": True, "output_path": str(tmp_path), "job_name": f"{stage}/job"}
+        one = config(stage, "fp32", 2, zero=PARTITIONED["moving"], steps_per_print=2, jsonl_monitor=place)
+        settings.append((one | {"flops_profiler": PROFILER}, loop, str(tmp_path / str(stage))))
+    first, second = pools(2).run(f"{CASES}:trained", {"settings": settings, "model": "Mlp"})
+    for result, other in zip(first, second, strict=True):
+        counted, timed = (entry for entry in result["written"] if any("/Flops/" in name for name in entry))
+        batch = 2 * 2 * 2
+        assert counted == {
+            "step": 2 * batch,
+            "Train/Flops/forward_tflop_per_step": 2 * FORWARD / 1e12,
+            "Train/Flops/backward_tflop_per_step": 2 * BACKWARD / 1e12,
+            "Train/Flops/recomputed_tflop_per_step": 0.0,
+            "Train/Flops/model_tflop_per_step": 2 * (FORWARD + BACKWARD) / 1e12,
+        }
+        assert timed["step"] == 4 * batch
+        speed = 2 * (FORWARD + BACKWARD) / timed["Train/Flops/step_seconds"]
+        assert timed["Train/Flops/tflops"] == pytest.approx(speed / 1e12)
+        assert timed["Train/Flops/mfu"] == timed["Train/Flops/hfu"] == pytest.approx(speed / 1e9)
+        printed = result["printed"]
+        assert re.search(r"^step 2: FLOPs of matrix products, .* on rank 0", printed, re.MULTILINE)
+        assert re.search(r"^  parameters +146$", printed, re.MULTILINE), "of whole parameters"
+        assert re.search(r"^    second +Linear +42 +624 FLOP +1\.25 kFLOP +0 FLOP +39\.1%$", printed, re.MULTILINE)
+        assert re.search(r"^step 4: .*FLOP/s on rank 0 .* model FLOPs utilization", printed, re.MULTILINE)
+        assert other["written"] == result["written"] and "FLOP" not in other["printed"]
+        assert result["plain"] and other["plain"] and result["gone"] and other["gone"]
+        assert result["wrapped"] == ["update"] and other["wrapped"] == []

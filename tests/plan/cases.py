@@ -1,0 +1,21 @@
+"""Jobs of tests.plan.jobs, run and measured on every rank of the pool."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tests.plan.jobs import KINDS, settings
+from zerolite.plan.measure import Measurement, measure
+
+
+def measured(kind: str, shared_memory: bool = True, **setting: Any) -> Measurement:
+    """``setting``: see :func:`tests.plan.jobs.settings`."""
+    os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
+    job = KINDS[kind]
+    return measure(job.make, settings(**setting), job.batch, job.loss)
+
+
+def several_measured(runs: dict[str, dict[str, Any]]) -> dict[str, Measurement]:
+    """:func:`measured` by name."""
+    return {name: measured(**run) for name, run in runs.items()}

@@ -1,0 +1,142 @@
+"""Jobs that are planned and run: three models, their batches and losses, and settings of the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import models
+
+BATCH, WIDTH = 4, 48
+
+
+class OddMlp(nn.Module):
+    """``x [B, 37]`` -> ``[B, 5]``: odd sizes, a frozen layer, one weight in two layers, a 0-dim parameter, one that is
+    never used, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(37, 211)
+        self.middle = nn.Linear(211, 211)
+        self.frozen = nn.Linear(211, 211).requires_grad_(False)
+        self.again = nn.Linear(211, 211)
+        self.again.weight = self.middle.weight
+        self.gain = nn.Parameter(torch.tensor(0.75))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.norm = nn.LayerNorm(211)
+        self.last = nn.Linear(211, 5)
+        self.register_buffer("offset", torch.zeros(5))
+        self.register_buffer("wide", torch.ones(211, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        hidden = F.gelu(self.first(x))
+        hidden = hidden + self.gain * torch.tanh(self.frozen(self.middle(hidden)))
+        hidden = self.norm(self.again(hidden)) * self.wide.to(hidden.dtype)
+        output = self.last(hidden) + self.offset.to(hidden.dtype)
+        return {"output": output, "loss": F.mse_loss(output.float(), y.float())}
+
+
+class Experts(nn.Module):
+    """A block of a mixture of experts with a capacity: each of ``experts`` takes the ``capacity`` samples that score
+    highest for it, whatever they are, so that no shape depends on values."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        capacity = -(-x.shape[0] // len(self.experts))
+        best, rows = scores.topk(capacity, dim=0)
+        result = x
+        for number, expert in enumerate(self.experts):
+            chosen = rows[:, number]
+            result = result.index_add(0, chosen, expert(x[chosen]) * best[:, number, None])
+        return result
+
+
+class MixtureOfExperts(nn.Module):
+    """``x [B, WIDTH]`` -> ``[B, 3]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Experts(WIDTH, 4) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def gpt() -> nn.Module:
+    return models.example_gpt(layers=3, width=WIDTH, heads=3)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Inputs and targets ``[BATCH, 8]``."""
+    made = torch.randint(0, models.VOCABULARY, (BATCH, 9))
+    return made[:, :-1].contiguous(), made[:, 1:].contiguous()
+
+
+def rows_and_values() -> dict[str, Tensor]:
+    return {"x": torch.randn(BATCH, 37), "y": torch.randn(BATCH, 5)}
+
+
+def rows() -> Tensor:
+    return torch.randn(4 * BATCH, WIDTH)
+
+
+def sum_of_squares(output: Tensor) -> Tensor:
+    return output.float().square().sum()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, what makes a micro-batch for it, and its loss (None: what the model says)."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    loss: Callable[[Any], Tensor] | None = None
+
+
+KINDS = {
+    "gpt": Kind(gpt, tokens),
+    "odd": Kind(OddMlp, rows_and_values),
+    "moe": Kind(MixtureOfExperts, rows, sum_of_squares),
+}
+
+BUCKETS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "small": {"reduce_bucket_size": 5_000, "allgather_bucket_size": 5_000, "stage3_prefetch_bucket_size": 5_000},
+    "large": {"reduce_bucket_size": 60_000, "allgather_bucket_size": 60_000, "stage3_prefetch_bucket_size": 60_000},
+}
+"""Settings of the buckets. At stage 3 parameters of this size would all stay whole otherwise."""
+
+MOVING = {"stage3_param_persistence_threshold": 300, "stage3_module_granularity_threshold": 0}
+
+
+def settings(stage: int, buckets: str, precision: str = "fp32", accumulation: int = 1) -> dict[str, Any]:
+    """A config."""
+    zero = {"stage": stage, **BUCKETS[buckets], **(MOVING if stage == 3 else {})}
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1_000_000,
+    }
+    if precision != "fp32":
+        made[precision] = {"enabled": True}
+    return made

@@ -1,0 +1,218 @@
+"""A rank of many that sends nothing, and who watches collectives. Beside real ones: tests/distributed/test_dry.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerolite import memory_items
+from zerolite.comm import (
+    Communicator,
+    HostGroup,
+    Pending,
+    create_communicator,
+    dry_communicator,
+    record,
+    second_communicator,
+    unrecorded,
+    use_communicator,
+)
+from zerolite.comm.flight import WAIT, Raw
+from zerolite.comm.gloo import GlooCommunicator
+
+CPU, HALF, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
+KINDS = {"nccl": "NativeCommunicator", "gloo": "GlooCommunicator", "shared_memory": "SharedMemoryCommunicator"}
+
+
+class Owned:
+    """Listens to what communicators allocate."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+
+    def own(self, storage: torch.UntypedStorage, item: str) -> None:
+        self.storages.append(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        raise AssertionError("communicators resize nothing")
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Owned]:
+    owned = Owned()
+    memory_items.listeners.append(owned)
+    try:
+        yield owned
+    finally:
+        memory_items.listeners.remove(owned)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_one_of_its_kind_without_a_group(kind: Any) -> None:
+    before = WAIT.on_device
+    comm = dry_communicator(kind, 2, 4)
+    second = second_communicator(comm, CPU)
+    assert WAIT.on_device is before, "nothing of this process waits for a device"
+    for one in (comm, second):
+        assert (type(one).__name__, one.rank, one.world_size) == (KINDS[kind], 2, 4)
+        assert one.group is None and one.peers_agree
+    assert second is not comm and second.flight is not comm.flight
+    assert HostGroup(comm, "test").gather("value") == ["value"]
+    comm.close()
+    alone = dry_communicator(kind, 0, 1)
+    assert type(alone) is Communicator and second_communicator(alone, CPU) is alone
+    assert not Communicator().peers_agree
+
+
+def test_it_can_be_used_where_torch_distributed_does_not_run() -> None:
+    with use_communicator(lambda rank, world: dry_communicator("gloo", 5, 8)):
+        comm = create_communicator(CPU)
+    assert (type(comm), comm.rank, comm.world_size) == (GlooCommunicator, 5, 8)
+
+
+def test_what_is_not_received_stays_as_it_is() -> None:
+    for kind in KINDS:
+        comm = dry_communicator(kind, 1, 2)  # type: ignore[arg-type]
+        full = torch.arange(4.0)
+        comm.broadcast(full, "buffers")
+        comm.all_reduce_max(full, "check")
+        assert comm.all_reduce(full, "stats", 2.0).wait() is full
+        assert full.tolist() == [0.0, 0.5, 1.0, 1.5]
+
+
+def test_who_records_around_a_dry_run_does_not_see_it() -> None:
+    comm = dry_communicator("nccl", 0, 2)
+    with record() as outside:
+        comm.all_reduce(torch.ones(1), "before")
+        with unrecorded(), record() as inside:
+            comm.all_reduce(torch.ones(1), "inside")
+        comm.all_reduce(torch.ones(1), "after")
+    assert [call.tag for call in outside.calls] == ["before", "after"]
+    assert [call.tag for call in inside.calls] == ["inside"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_in_flight_is_named_until_it_has_been_waited_for(kind: Any) -> None:
+    comm = dry_communicator(kind, 1, 4)
+    half = torch.ones(20_000, dtype=HALF)
+    launches: list[tuple[Callable[[], Pending], list[int]]] = [
+        (lambda: comm.reduce_scatter(half, "gradients"), [10_000] * {"nccl": 1, "gloo": 3, "shared_memory": 0}[kind]),
+        (lambda: comm.all_reduce(half, "gradients"), [10_000] * {"nccl": 0, "gloo": 3, "shared_memory": 0}[kind]),
+    ]
+    for launch, received in launches:
+        pending = launch()
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in pending.memory()}
+        assert storages.pop(half.untyped_storage()._cdata) == 40_000
+        assert list(storages.values()) == received
+        pending.wait()
+        assert not list(pending.memory()) and pending.arrived()
+
+
+def launch_all(comm: Communicator, numel: int, dtype: torch.dtype, without_modes: bool) -> list[torch.Tensor]:
+    """Every collective over tensors of ``numel`` elements a rank; what they gave."""
+    world = comm.world_size
+    full, half = torch.empty(numel * world, dtype=dtype), torch.empty(numel * world, dtype=HALF)
+    fulls = [torch.empty(numel * world, dtype=dtype), torch.empty(3 * world, dtype=HALF)]
+    shards = [torch.empty(numel, dtype=dtype), torch.empty(3, dtype=HALF)]
+    few = [torch.empty(7 * world)], [torch.empty(7)]
+    with _disable_current_modes() if without_modes else contextlib.nullcontext():
+        staged = comm.staging(numel * world, dtype, 0)
+        results = [
+            comm.all_reduce(full, "gradients", 3.0).wait(),
+            comm.reduce_scatter(full if staged is None else staged, "gradients", 3.0).wait(),
+            comm.reduce_scatter(half, "gradients", 3.0, F32).wait(),
+            comm.all_gather(full, "parameters").wait(),
+        ]
+        for pair in ((fulls, shards), few):
+            comm.gather_shards(*pair, "parameters", 1).wait()
+        comm.all_reduce_max(full, "check")
+        comm.broadcast(full, "buffers", source=world - 1)
+    return results
+
+
+@pytest.mark.parametrize("without_modes", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "world", "numel"), [("nccl", 1024, 10**12), ("gloo", 3, 10**6), ("shared_memory", 3, 10**6)]
+)
+def test_nothing_has_memory_where_tensors_have_none(kind: Any, world: int, numel: int, without_modes: bool) -> None:
+    with FakeTensorMode(), listening() as owned, record() as recorder:
+        comm = dry_communicator(kind, 1, world)
+        results = launch_all(comm, numel, F32, without_modes)
+        kept = [*results, *comm.memory()]
+    assert [(r.numel(), r.dtype) for r in results] == [(n, F32) for n in (numel * world, numel, numel, numel * world)]
+    assert all(type(tensor) is FakeTensor for tensor in kept)
+    assert owned.storages and {storage.device.type for storage in owned.storages} == {"meta"}
+    named = {storage._cdata for storage in owned.storages}
+    assert all(tensor.untyped_storage()._cdata in named for tensor in (*results[1:3], *comm.memory()))
+    assert [call.nbytes for call in recorder.calls] == [
+        4 * numel * world,
+        4 * numel * world,
+        2 * numel * world,
+        4 * numel * world,
+        (4 * numel + 6) * world,
+        28 * world,
+        4 * numel * world,
+        4 * numel * world,
+    ]
+    regions = [tensor.untyped_storage().nbytes() for tensor in comm.memory()]
+    assert regions == ([3 * -(-4 * numel * world // 4096) * 4096] * world if kind == "shared_memory" else [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_may_be_trained_after_inference_mode(kind: Any) -> None:
+    comm = dry_communicator(kind, 0, 2)
+    with torch.inference_mode():
+        pending = comm.reduce_scatter(torch.ones(20_000), "gradients")
+    assert not pending.wait().is_inference()
+    assert not any(region.is_inference() for region in comm.memory())
+
+
+# ---------------------------------------------------------------- watchers
+
+
+class Watcher:
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log = name, log
+
+    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
+        self.log.append((self.name, entry[0], at_once))
+        pending = start()
+        assert pending.entry is entry, "known to whoever waits inside"
+        self.log.append((self.name, "launched"))
+        return pending
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_watchers_are_given_every_collective_the_first_outermost(kind: Any) -> None:
+    comm, log = dry_communicator(kind, 0, 2), []  # type: ignore[var-annotated]
+    unwatched = launch_all(comm, 5000, F32, without_modes=False)
+    for name in ("outer", "inner"):
+        comm.watch(Watcher(name, log))
+    with record() as recorder:
+        watched = launch_all(comm, 5000, F32, without_modes=False)
+    assert [result.shape for result in watched] == [result.shape for result in unwatched]
+    ops = [call.op for call in recorder.calls]
+    assert ops == ["all_reduce", "reduce_scatter", "reduce_scatter", *["all_gather"] * 3, "all_reduce", "broadcast"]
+    assert log == [
+        event
+        for index, op in enumerate(ops)
+        for event in (
+            ("outer", op, index >= 6),
+            ("inner", op, index >= 6),
+            ("inner", "launched"),
+            ("outer", "launched"),
+        )
+    ]
+
+
+def test_one_process_has_nothing_to_watch() -> None:
+    comm, log = Communicator(), []  # type: ignore[var-annotated]
+    comm.watch(Watcher("only", log))
+    launch_all(comm, 8, F32, without_modes=False)
+    assert log == []

@@ -1,0 +1,350 @@
+"""A plan as text and as a picture: its numbers are those of the plan, and it fits where it is shown."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.unit.plan_examples import GB, REST, STATES, make_comparison, make_items, make_peak, make_plan
+from zerolite.memory_items import ITEMS
+from zerolite.plan.advice import advise
+from zerolite.plan.errors import PlanError
+from zerolite.plan.palette import LOOKS
+from zerolite.plan.picture import draw
+from zerolite.plan.report import format_flops, render_comparison, render_plan
+from zerolite.plan.result import Comparison, Moment, Plan
+from zerolite.plan.terminal import Screen, cut, shares, table
+from zerolite.sizes import format_size
+
+WIDE = Screen(120)
+ESCAPE = re.compile(r"\033\[[\d;]*m")
+
+
+def rows_of(text: str, head: str) -> dict[str, list[str]]:
+    """The table that begins with ``head``: cells by the first one of their line."""
+    lines = text[text.index(head) :].partition("\n\n")[0].splitlines()
+    cells = [re.split(r" {2,}", line.strip()) for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+# -------------------------------------------------------------------- numbers
+
+
+def test_every_item_has_a_look_of_its_own() -> None:
+    assert list(LOOKS) == list(ITEMS)
+    assert len({look.letter for look in LOOKS.values()}) == len({look.rgb for look in LOOKS.values()}) == len(LOOKS)
+
+
+def test_the_table_holds_the_numbers_of_the_plan() -> None:
+    plan = make_plan(host=make_items(optimizer_states=7 * GB))
+    rows = rows_of(render_plan(plan, WIDE), "memory ")
+    assert rows["memory"] == ["at rest", "in a step", "at the peak", "on the host", "share"]
+    shown = [item for item in LOOKS if any(held[item] for held in (plan.at_rest, plan.states, plan.peak.items))]
+    assert [name for name in rows if name != "memory"] == [
+        *(f"{LOOKS[item].letter} {item.replace('_', ' ')}" for item in shown),
+        "model states",
+        "all",
+    ]
+    assert rows["O optimizer states"][:4] == ["937.50 MB", "937.50 MB", "937.50 MB", "7.00 GB"]
+    assert rows["A activations"][:5] == ["-", "-", "10.00 GB", "-", "36.2 %"]
+    assert rows["model states"][:2] == ["16.41 GB", format_size(plan.model_states)]
+    assert rows["all"] == [format_size(sum(REST.values())), format_size(plan.peak.bytes), "7.00 GB", "100.0 %"]
+
+
+def test_what_is_told_about_the_job() -> None:
+    text = render_plan(make_plan(trained_parameters=100, rank=3), WIDE)
+    assert text.startswith("models.gpt:build_model: 7,500,000,000 parameters, 100 of them trained\n")
+    assert "\nstage 2, 64 ranks on 8 nodes, bf16, cuda\n" in text and "\nrank 3:\n" in text
+    assert "\n2 micro-batches of 4 in a step: input_ids int64[4,1024]\n" in text
+    assert "\nThe peak is 27.64 GB, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
+    assert "\nMaking the engine takes 16.41 GB at most.\n" in text
+    assert "\nThis rank writes 1.41 GB of a checkpoint.\n" in text
+    assert "\nForward and backward of a step take 368.64 TFLOP on each rank.\n" in text
+    assert text.endswith(
+        "- The memory of a CUDA context, of NCCL and fragmentation of the allocator are not in these numbers."
+    )
+
+
+def test_a_peak_before_the_first_step_and_one_in_the_model_itself() -> None:
+    peak = make_peak(make_items(other=3 * GB), "initialize", module="", module_class="GPT", op="")
+    text = render_plan(make_plan(peak=peak), WIDE)
+    assert "\nThe peak is 3.00 GB, in initialize, in the model itself (GPT).\n" in text
+    assert "\nA step takes 27.64 GB at most, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
+
+
+def test_traffic_with_and_without_nodes() -> None:
+    plan = make_plan()
+    rows = rows_of(render_plan(plan, WIDE), "traffic of a step")
+    assert rows["all_gather"] == ["parameters", "15", "15.00 GB", "14.77 GB", "13.00 GB"]
+    assert rows["all"] == ["46", "30.00 GB", format_size(plan.sent), "26.00 GB"]
+    alone = [entry.model_copy(update={"inter_node": None}) for entry in plan.traffic]
+    rows = rows_of(render_plan(make_plan(nodes=None, traffic=alone), WIDE), "traffic of a step")
+    assert rows["all_gather"] == ["parameters", "15", "15.00 GB", "14.77 GB"] and "between nodes" not in str(rows)
+    assert "\ntraffic of a step: none\n" in render_plan(make_plan(traffic=[]), WIDE)
+
+
+def test_flops() -> None:
+    assert [format_flops(n) for n in (999, 2 * 10**6, 1_500_000_000, 3 * 10**18)] == [
+        "999 FLOP",
+        "2.00 MFLOP",
+        "1.50 GFLOP",
+        "3.00 EFLOP",
+    ]
+
+
+# -------------------------------------------------------------------- fits or not
+
+
+def test_it_fits() -> None:
+    text = render_plan(make_plan(), WIDE)
+    assert "\nIt fits: 52.36 GB of 80.00 GB are free at the peak.\n" in text
+    (bar,) = re.findall(r"^[A-Z]+\.+\|$", text, re.MULTILINE)
+    assert len(bar) == 120 and bar.index(".") == pytest.approx(120 * 27.64 / 80, abs=1)
+
+
+def test_it_does_not_fit() -> None:
+    plan = make_plan(device_memory=20 * GB)
+    text = render_plan(plan, WIDE)
+    assert "the peak is 7.64 GB more than the 20.00 GB of the device" in text
+    assert "What takes the most is compute parameters, 15.00 GB." in " ".join(text.split())
+    (bar,) = re.findall(r"^[A-Z]+\|[A-Z]+$", text, re.MULTILINE)
+    assert bar.index("|") == pytest.approx(119 * 20 / 27.64, abs=1) and set(bar) == set("PGMOBA|")
+
+
+def test_without_device_memory_nothing_is_said() -> None:
+    text = render_plan(make_plan(device_memory=None), WIDE)
+    assert "--device-memory 80GB" in text and "fits:" not in text
+
+
+def test_advice_is_none_where_it_fits() -> None:
+    assert advise(make_plan()) == advise(make_plan(device_memory=None)) == []
+
+
+def test_advice_follows_from_the_numbers() -> None:
+    assert advise(make_plan(device_memory=20 * GB)) == [
+        "Stage 3 (zero_optimization.stage) spreads compute parameters over 64 ranks, and gathers what is at work: at "
+        "most 14.77 GB less.",
+        "Activation checkpointing (torch.utils.checkpoint) keeps the inputs of layers and no more of them: at most "
+        "10.00 GB less.",
+        "A micro-batch of 1 instead of 4 (train_micro_batch_size_per_gpu), 8 of them in a step, needs smaller "
+        "activations: about 7.50 GB less, not enough by itself.",
+        "Smaller buckets (zero_optimization.reduce_bucket_size): at most 1.00 GB less, not enough by itself.",
+    ]
+
+
+def test_advice_takes_the_lowest_stage_that_is_enough_and_the_largest_micro_batch() -> None:
+    """Stage 0: 30 + 60 GB of masters and states, of which 63/64 go at stage 1."""
+    items = make_items(compute_parameters=15 * GB, master_weights=30 * GB, optimizer_states=60 * GB, activations=8 * GB)
+    plan = make_plan(stage=0, micro_batch=6, accumulation=1, peak=make_peak(items), device_memory=110 * GB)
+    stage, _, micro_batch = advise(plan)
+    assert stage.startswith("Stage 1 ") and "master weights and optimizer states over 64 ranks" in stage
+    assert stage.endswith("about 88.59 GB less, enough.")
+    assert micro_batch.startswith("A micro-batch of 3 instead of 6") and "2 of them in a step" in micro_batch
+    assert micro_batch.endswith("about 4.00 GB less, enough.")
+
+
+def test_advice_of_more_ranks_where_the_shards_are_what_is_large() -> None:
+    items = make_items(compute_parameters=10 * GB, gradients=10 * GB, master_weights=20 * GB, optimizer_states=40 * GB)
+    plan = make_plan(stage=3, world_size=8, peak=make_peak(items), device_memory=24 * GB)
+    assert advise(plan) == [
+        "32 ranks instead of 8 spread master weights, optimizer states, gradients and compute parameters further: "
+        "about 60.00 GB less, enough."
+    ]
+    assert advise(make_plan(stage=3, peak=make_peak(items), device_memory=GB)) == []  # 80 times as many are no advice
+
+
+def test_advice_where_only_the_start_is_too_large() -> None:
+    peak = make_peak(make_items(compute_parameters=30 * GB), "initialize")
+    (sentence,) = advise(make_plan(peak=peak, device_memory=28 * GB))
+    assert sentence.startswith("Only making the engine needs that much: a step needs 27.64 GB, which fits.")
+
+
+def test_one_rank_has_nobody_to_share_with() -> None:
+    assert not any("ranks" in sentence for sentence in advise(make_plan(world_size=1, device_memory=20 * GB)))
+
+
+# -------------------------------------------------------------------- side by side
+
+
+def test_settings_side_by_side() -> None:
+    comparison = make_comparison()
+    text = render_comparison(comparison, WIDE)
+    rows = rows_of(text, "setting")
+    for setting, plan in comparison.rows:
+        peak, sent = format_size(plan.peak.bytes), format_size(plan.sent)
+        assert rows[setting][:5] == [format_size(plan.model_states), rows[setting][1], peak, sent, "46"]
+    assert rows["stage 0"][5:] == ["no"] and rows["stage 2"][5:] == ["yes", "<- cheapest"]
+    bars = re.findall(r"^stage \d ([A-Z]+[A-Z.|]*)$", text, re.MULTILINE)
+    assert [bar.index("|") for bar in bars] == [bars[0].index("|")] * 2
+    assert len(bars[0]) == 112 and set(bars[1]) <= set("PGMOBA.|")
+    assert "The cheapest that fits in 80.00 GB is stage 2: of those that fit" in text
+
+
+def test_none_of_the_settings_fits() -> None:
+    rows = make_comparison(device_memory=20 * GB).rows
+    text = render_comparison(Comparison(rows=rows, chosen=None), WIDE)
+    assert "None of them fits in 20.00 GB. The smallest is stage 2.\n- Activation checkpointing" in text
+    assert "<- cheapest" not in text and "Stage 3" not in text
+
+
+def test_settings_without_device_memory() -> None:
+    rows = make_comparison(device_memory=None).rows
+    text = render_comparison(Comparison(rows=rows, chosen=None), WIDE)
+    assert "--device-memory 80GB" in text and "|" not in text
+    assert rows_of(text, "setting")["stage 0"][5:] == ["?"]
+
+
+# -------------------------------------------------------------------- where it is shown
+
+
+LONG = {"model": "x" * 150, "batch": "y" * 200, "notes": ["z" * 130], "parameters": 10**18}
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("width", [40, 57, 80, 120])
+@pytest.mark.parametrize("memory", [None, 20 * GB, 80 * GB])
+def test_no_line_is_wider_than_the_screen(width: int, blocks: bool, memory: int | None) -> None:
+    peak = make_peak(STATES, module="m" * 300)
+    plan = make_plan(device_memory=memory, host=STATES, peak=peak, **LONG)
+    rows = [("a setting with a rather long name, prefetch 500M, live 1000M", plan), *make_comparison().rows]
+    screen = Screen(width, blocks)
+    for text in (render_plan(plan, screen), render_comparison(Comparison(rows=rows, chosen=0), screen)):
+        assert max(map(len, text.splitlines())) <= width
+        assert blocks or text.isascii()
+
+
+def test_colour_changes_no_letter() -> None:
+    for plain, coloured in (
+        (render_plan(make_plan(), Screen(100)), render_plan(make_plan(), Screen(100, colour=True))),
+        (
+            render_comparison(make_comparison(), Screen(100)),
+            render_comparison(make_comparison(), Screen(100, colour=True)),
+        ),
+    ):
+        assert "\033" not in plain and "\033[" in coloured
+        assert ESCAPE.sub("", coloured) == plain
+
+
+def test_the_time_line_shows_the_peak_and_the_phases() -> None:
+    text = render_plan(make_plan(), Screen(100))
+    lines = text[text.index("memory in the course") :].partition("\n\n")[0].splitlines()[1:]
+    assert lines[0].startswith("27.64 GB |") and lines[-2].startswith("     0 B |") and len(lines) == 11
+    peak = lines[0].index("▒")
+    phases = lines[-1]
+    assert phases.index("|backward") <= peak <= phases.index("|backward") + 5  # backward begins with the peak
+    assert phases.split() == ["|forward", "|backward", "|step"]
+    assert set(lines[-2][10:]) == {"█"}  # model states are there all along
+
+
+def test_short_phases_have_short_names() -> None:
+    timeline = [Moment(items=REST, phase=phase, module="") for phase in ("forward", "backward") * 10]
+    text = render_plan(make_plan(timeline=timeline), Screen(100))
+    assert text.count("|fwd") == text.count("|bwd") == 10
+    assert "memory in the course" not in render_plan(make_plan(timeline=[]), Screen(100))
+
+
+def test_a_plan_of_nothing_is_shown() -> None:
+    none = make_items()
+    peak = make_peak(none)
+    timeline = [Moment(items=none, phase="step", module="")]
+    changes = {"states": none, "at_rest": none, "peak": peak, "step_peak": peak, "initialize_peak": peak, "traffic": []}
+    plan = make_plan(**changes, timeline=timeline, checkpoint=0, flops=None, parameters=0)
+    assert "The peak is 0 B" in render_plan(plan, WIDE)
+    assert "stage 2" in render_comparison(Comparison(rows=[("stage 2", plan)], chosen=0), WIDE)
+
+
+class Stream(io.StringIO):
+    """A stream that is a terminal or is not."""
+
+    def __init__(self, encoding: str, terminal: bool) -> None:
+        super().__init__()
+        self._encoding, self._terminal = encoding, terminal
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize(
+    ("encoding", "terminal", "environ", "expected"),
+    [
+        ("utf-8", False, {}, Screen(100, True, False)),
+        ("utf-8", True, {"COLUMNS": "90"}, Screen(90, True, True)),
+        ("utf-8", True, {"COLUMNS": "90", "NO_COLOR": "1"}, Screen(90, True, False)),
+        ("utf-8", True, {"COLUMNS": "90", "TERM": "dumb"}, Screen(90, True, False)),
+        ("ascii", True, {"COLUMNS": "9"}, Screen(40, False, True)),
+        ("latin-1", False, {"COLUMNS": "500"}, Screen(120, False, False)),
+        ("utf-8", False, {"COLUMNS": "many"}, Screen(100, True, False)),
+    ],
+)
+def test_screens(encoding: str, terminal: bool, environ: dict[str, str], expected: Screen) -> None:
+    assert Screen.of(Stream(encoding, terminal), environ) == expected
+
+
+def test_the_width_of_a_terminal() -> None:
+    import fcntl
+    import termios
+
+    main, other = pty.openpty()
+    try:
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
+        with os.fdopen(other, "w", encoding="utf-8") as stream:
+            assert Screen.of(stream, {}) == Screen(77, True, True)
+    finally:
+        os.close(main)
+
+
+def test_cells_are_shared_out_exactly() -> None:
+    for amounts in ([1, 1, 1], [10**12, 1, 5], [0, 7], [3]):
+        for cells in (0, 1, 10, 97):
+            assert sum(shares(amounts, cells)) == cells
+    assert shares([0, 0], 10) == [0, 0] and shares([1, 3], 8) == [2, 6]
+
+
+def test_tables_leave_out_columns_before_they_cut() -> None:
+    rows = [["name", "a", "b"], ["something", "1", "22"]]
+    assert table(rows, 20) == ["name       a   b", "something  1  22"]
+    assert table(rows, 14, optional=(1,)) == ["name        b", "something  22"]
+    assert table(rows, 9, optional=(1,)) == ["name    b", "som..  22"]
+    assert cut("abcdef", 4) == "ab.." and cut("abcd", 4) == "abcd"
+
+
+# -------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        pytest.param(make_plan(), id="plan"),
+        pytest.param(make_plan(device_memory=None, timeline=[]), id="neither memory nor step"),
+        pytest.param(make_comparison(), id="comparison"),
+        pytest.param(Comparison(rows=make_comparison().rows, chosen=None), id="none chosen"),
+    ],
+)
+def test_pictures(shown: Plan | Comparison, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(shown, tmp_path / "plan.png")
+    head = (tmp_path / "plan.png").read_bytes()[:24]
+    width, height = struct.unpack(">II", head[16:])
+    assert head[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height == 600
+
+
+def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(PlanError, match=r"pip install 'zerolite\[plot\]'"):
+        draw(make_plan(), tmp_path / "plan.png")
+
+
+def test_plans_survive_json() -> None:
+    plan, comparison = make_plan(), make_comparison()
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert Comparison.model_validate_json(comparison.model_dump_json()) == comparison

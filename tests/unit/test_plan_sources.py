@@ -1,0 +1,184 @@
+"""Models, batches and losses by name: what is found, and the sentence for what is not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerolite.plan.errors import PlanError
+from zerolite.plan.imports import import_object
+from zerolite.plan.sources import load_batch, load_function, load_model_fn, parse_input_spec
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a package with modules of all kinds; forgotten after the test."""
+    name = f"pkg_{tmp_path.name.replace('-', '_')}"
+    home = tmp_path / name
+    home.mkdir()
+    for module, text in {
+        "__init__": "",
+        "good": "import torch\nclass Maker:\n    def make(): return 1\n"
+        "def build_model(): return torch.nn.Linear(2, 2)\ndef sized(width, *rest, depth=2, **more): ...\n"
+        "model = torch.nn.Linear(2, 2)\nnumber = 7\n",
+        "missing": "import nonsuch_package\n",
+        "inner": f"import {name}.nonsuch_module\n",
+        "broken": "x = 1\ny = x / 0\n",
+        "syntax": "def f(:\n",
+        "leaving": "import sys\nsys.exit('no options given')\n",
+    }.items():
+        (home / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for known in [known for known in sys.modules if known.startswith(name)]:
+        monkeypatch.delitem(sys.modules, known)
+    return name
+
+
+def test_objects_are_found(package: str) -> None:
+    assert import_object(f"{package}.good:number", "--model") == 7
+    assert import_object(f"{package}.good:Maker.make", "--model")() == 1
+    assert load_function("math:sqrt", "--loss")(4) == 2
+    assert isinstance(load_model_fn(f"{package}.good:build_model")(), torch.nn.Linear)
+    assert load_model_fn("torch.nn:Identity") is torch.nn.Identity
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("", "--model expects a function as in 'package.module:name', and got ''"),
+        ("PKG.good", "--model expects a function as in 'package.module:name', and got 'PKG.good'"),
+        ("PKG.good:", "--model expects a function as in 'package.module:name', and got 'PKG.good:'"),
+        ("models/gpt:build", "--model expects a function as in 'package.module:name', and got 'models/gpt:build'"),
+        ("nonsuch_top.gpt:f", "no module 'nonsuch_top' in the working directory nor among the installed packages"),
+        ("PKG.goood:f", "--model: package 'PKG' has no module 'goood'; did you mean 'good'?"),
+        ("PKG.good.deep:f", "--model: 'PKG.good' is a module and no package, so there is no PKG.good.deep"),
+        ("PKG.good:bild_model", "module 'PKG.good' has no 'bild_model'; did you mean 'build_model'?"),
+        ("PKG.good:Maker.male", "--model PKG.good:Maker.male: 'Maker' has no 'male'; did you mean 'make'?"),
+        ("PKG.good:zzzzzz", "--model PKG.good:zzzzzz: module 'PKG.good' has no 'zzzzzz'"),
+    ],
+)
+def test_what_is_missing_is_named(package: str, spec: str, sentence: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        import_object(spec.replace("PKG", package), "--model")
+    assert str(raised.value).endswith(sentence.replace("PKG", package))
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "line"),
+    [
+        ("missing", "ModuleNotFoundError: No module named 'nonsuch_package'", 1),
+        ("inner", "ModuleNotFoundError: No module named 'PKG.nonsuch_module'", 1),
+        ("broken", "ZeroDivisionError: division by zero", 2),
+        ("syntax", "SyntaxError: invalid syntax", 1),
+        ("leaving", "SystemExit: no options given", 2),
+    ],
+)
+def test_what_fails_while_it_is_imported(package: str, tmp_path: Path, module: str, error: str, line: int) -> None:
+    home = f"{package}.{module}"
+    sentence = f"--model: importing '{home}' failed with {error.replace('PKG', package)}"
+    for spec in (f"{home}:f", f"{home}.deep:f"):
+        with pytest.raises(PlanError) as raised:
+            import_object(spec, "--model")
+        assert str(raised.value) == f"{sentence} ({tmp_path / package / module}.py, line {line})"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("number", "expected a function that makes the model, and it is of type int"),
+        ("model", "this is a model, with all of its memory; name a function that makes it"),
+        ("sized", "expected a function without arguments, and it needs width; write one that calls it with them"),
+    ],
+)
+def test_what_makes_no_model(package: str, name: str, sentence: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        load_model_fn(f"{package}.good:{name}")
+    assert str(raised.value) == f"--model {package}.good:{name}: {sentence}"
+    with pytest.raises(PlanError, match="--loss .*: expected a function, and it is of type int"):
+        load_function(f"{package}.good:number", "--loss")
+
+
+# -------------------------------------------------------------------- batches
+
+
+def test_inputs_by_name_and_in_order() -> None:
+    named = parse_input_spec("input_ids:int64[4,8]  mask:bool[4, 8],pixels:bfloat16[2,3]")()
+    assert isinstance(named, dict)
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in named.items()} == {
+        "input_ids": (torch.int64, (4, 8)),
+        "mask": (torch.bool, (4, 8)),
+        "pixels": (torch.bfloat16, (2, 3)),
+    }
+    assert int(named["input_ids"].sum()) == 0 and bool(named["mask"].all()) and float(named["pixels"].sum()) == 6
+    ordered = load_batch("float32[3] int32[]")()
+    assert [(value.dtype, tuple(value.shape)) for value in ordered] == [(torch.float32, (3,)), (torch.int32, ())]
+
+
+def test_the_micro_batch_size_stands_in_a_shape() -> None:
+    made = parse_input_spec("x:float32[B,5] y:int64[B] z:float32[2]")(7)
+    assert [tuple(value.shape) for value in made.values()] == [(7, 5), (7,), (2,)]
+    with pytest.raises(TypeError):
+        parse_input_spec("x:float32[B,5]")()
+    assert load_batch("math:sqrt")(4) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (" ", "--input-spec: expected at least one tensor, as in 'input_ids:int64[4,1024]', got none"),
+        ("x:int64", "expected name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]', got 'x:int64'"),
+        ("x:int64[3", "expected name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]', got 'x:int64[3'"),
+        ("x:int64[3] y", "expected name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]', got 'y'"),
+        ("x:long[3]", "int8, uint8, bool, got 'long'"),
+        ("x:int46[3]", "got 'int46'; did you mean 'int64'?"),
+        ("x:int64[3,n]", "expected sizes that are whole numbers, or B for the micro-batch size, got 'n'"),
+        ("x:int64[3,-1]", "got '-1'"),
+        ("x:int64[3,]", "got ''"),
+        ("x:int64[3] int64[3]", "expected a name for every tensor or for none, got some with and some without"),
+        ("x:int64[3] x:bool[3]", "expected every name once, got 'x' twice"),
+    ],
+)
+def test_inputs_that_cannot_be_read(text: str, sentence: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        parse_input_spec(text)
+    assert str(raised.value).startswith("--input-spec") and str(raised.value).endswith(sentence)
+
+
+# -------------------------------------------------------------------- Hugging Face
+
+TINY_LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+TINY_LLAMA |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 50}
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], None])
+def test_hugging_face_configs(tmp_path: Path, architectures: list[str] | None) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": architectures}))
+    for spec in (tmp_path, tmp_path / "config.json"):
+        assert type(load_model_fn(str(spec))()).__name__ == "LlamaForCausalLM"
+
+
+def test_hugging_face_configs_that_are_none(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "nonsuch"}')
+    with pytest.raises(PlanError, match="transformers cannot read .*nonsuch"):
+        load_model_fn(str(tmp_path))
+
+
+def test_a_path_without_a_config(tmp_path: Path) -> None:
+    for spec in (tmp_path, tmp_path / "config.json", Path("nonsuch.json")):
+        with pytest.raises(
+            PlanError, match="there is no file .*; expected a Hugging Face config.json or its directory"
+        ):
+            load_model_fn(str(spec))
+
+
+def test_hugging_face_needs_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(PlanError, match=r"pip install 'zerolite\[transformers\]'"):
+        load_model_fn(str(tmp_path))

@@ -1,0 +1,188 @@
+"""The communication logger: what it counts, when it reads its clock, what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_monitor import Device
+from zerolite.comm.communicator import Pending, done
+from zerolite.config import load_config
+from zerolite.profiling.comms_logger import CommsLogger, bus_factor
+from zerolite.profiling.units import table, with_unit
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def logger(lines: list[str] | None = None, ranks: int = 4, **block: Any) -> CommsLogger:
+    config = load_config({"comms_logger": {"enabled": True, **block}}).comms_logger
+    return CommsLogger(config, ranks, CPU, lines.append if lines is not None else None)
+
+
+def run(
+    log: CommsLogger, device: Device, ms: float, op: str, what: int | Sequence[torch.Tensor], tag: str = "gradients"
+) -> list[str]:
+    """A collective of ``ms`` milliseconds; what happened to it, in order."""
+    happened: list[str] = []
+
+    def finish() -> torch.Tensor:
+        happened.append("waited")
+        device.now += ms
+        return torch.zeros(1)
+
+    def start() -> Pending:
+        happened.append("launched")
+        return Pending((), (), finish)
+
+    dtype = torch.float32 if isinstance(what, int) else None
+    log.launch((op, tag, what, dtype, 0), start, False)
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "factor"),
+    [("all_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("reduce_scatter", 8, 0.875), ("broadcast", 8, 1.0)],
+)
+def test_bus_bandwidth_is_nccl_tests(op: str, ranks: int, factor: float) -> None:
+    assert bus_factor(op, ranks) == factor
+
+
+def test_a_collective_is_waited_for_where_it_is_launched(device: Device) -> None:
+    """4 million bytes in 2 ms are 2 GB/s."""
+    log = logger()
+    assert run(log, device, 2.0, "all_reduce", 10**6) == ["launched", "waited"]
+    assert log.summary() == [
+        {
+            "op": "all_reduce",
+            "tag": "gradients",
+            "nbytes": 4 * 10**6,
+            "count": 1,
+            "total_bytes": 4 * 10**6,
+            "mean_ms": 2.0,
+            "algbw": pytest.approx(2.0),
+            "busbw": pytest.approx(3.0),
+        }
+    ]
+
+
+def test_collectives_of_one_kind_are_counted_together(device: Device) -> None:
+    log = logger()
+    shards = [torch.zeros(3), torch.zeros(5, dtype=torch.bfloat16)]
+    for ms in (1.0, 3.0):
+        run(log, device, ms, "all_gather", shards, "parameters")
+    run(log, device, 1.0, "all_gather", shards[:1], "parameters")
+    run(log, device, 1.0, "all_gather", 12, "parameters")
+    run(log, device, 1.0, "all_gather", 12, "buffers")
+    run(log, device, 1.0, "all_gather", [torch.zeros(0)], "parameters")  # nothing travels
+    assert [(row["tag"], row["nbytes"], row["count"], row["mean_ms"]) for row in log.summary()] == [
+        ("parameters", 4 * (3 * 4 + 5 * 2), 2, 2.0),
+        ("parameters", 48, 2, 1.0),
+        ("buffers", 48, 1, 1.0),
+    ]
+
+
+def test_other_operations_go_by(device: Device) -> None:
+    log = logger(prof_all=False, prof_ops=["reduce_scatter_tensor"])
+    assert run(log, device, 1.0, "all_reduce", 8) == ["launched"], "not waited for"
+    run(log, device, 1.0, "reduce_scatter", 8)
+    assert [row["op"] for row in log.summary()] == ["reduce_scatter"]
+
+
+def test_times_are_read_when_the_device_has_come_to_them(device: Device) -> None:
+    lines: list[str] = []
+    log = logger(lines, verbose=True)
+    device.done = 0.5
+    for _ in range(3):
+        run(log, device, 1.0, "broadcast", 8)
+    assert lines == [] and log.report(1) == {}
+    device.done = 2.0
+    run(log, device, 1.0, "broadcast", 8)
+    assert len(lines) == 2
+    made = device.moments
+    device.done = 100.0
+    for _ in range(20):
+        run(log, device, 1.0, "broadcast", 8)
+    assert device.moments <= made + 2 and len(lines) == 24, "moments that were read are used again"
+
+
+def test_a_report_is_of_what_came_since_the_last_one(device: Device) -> None:
+    lines: list[str] = []
+    log = logger(lines)
+    run(log, device, 2.0, "all_reduce", 10**6, "stats")
+    run(log, device, 1.0, "reduce_scatter", 10**6)
+    run(log, device, 3.0, "reduce_scatter", 10**5)
+    values = log.report(10)
+    assert values["reduce_scatter_count"] == 2 and values["reduce_scatter_bytes"] == 4_400_000
+    assert values["reduce_scatter_mean_ms"] == 2.0
+    assert values["reduce_scatter_algbw"] == pytest.approx(1.1)
+    assert values["reduce_scatter_busbw"] == pytest.approx(1.1 * 0.75)
+    assert values["all_reduce_busbw"] == pytest.approx(3.0)
+    assert [re.split(r"\s{2,}", line.strip()) for line in lines[0].splitlines()] == [
+        ["step 10: collectives of 4 ranks since the last table, each waited for at its launch"],
+        ["operation", "of", "size", "count", "bytes", "mean ms", "alg GB/s", "bus GB/s"],
+        ["all_reduce", "stats", "4 MB", "1", "4 MB", "2.000", "2.000", "3.000"],
+        ["reduce_scatter", "gradients", "400 kB", "1", "400 kB", "3.000", "0.133", "0.100"],
+        ["reduce_scatter", "gradients", "4 MB", "1", "4 MB", "1.000", "4.000", "3.000"],
+    ]
+    assert log.report(20) == {} and len(lines) == 1
+    assert sum(row["count"] for row in log.summary()) == 3, "the summary is of everything"
+
+
+def test_a_line_for_each_collective_and_its_caller(device: Device) -> None:
+    lines: list[str] = []
+    log = logger(lines, verbose=True, debug=True)
+    run(log, device, 2.0, "all_reduce", 10**6)
+    log.launch(("all_reduce", "gradients", 10**6, torch.float32, 0), lambda: done(torch.zeros(1)), False)
+    first, second = log.summary()  # two lines of this file
+    assert first["caller"] != second["caller"] and first["caller"].startswith("test_profiling.py:")
+    assert lines[0].startswith("all_reduce of gradients: 4 MB in 2.000 ms, algorithmic 2.000 GB/s, bus 3.000 GB/s, ")
+    assert lines[0].endswith(f"launched at {first['caller']}")
+
+
+def test_a_rank_that_says_nothing_counts_all_the_same(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    log = logger(None, verbose=True)
+    run(log, device, 1.0, "all_reduce", 8)
+    assert log.report(1)["all_reduce_count"] == 1 and capsys.readouterr() == ("", "")
+
+
+def test_an_error_is_not_measured(device: Device) -> None:
+    log = logger()
+
+    def fails() -> Pending:
+        raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        log.launch(("all_reduce", "stats", 4, torch.float32, 0), fails, True)
+    assert log.summary() == []
+    log.launch(("all_reduce", "stats", 4, torch.float32, 0), lambda: done(torch.zeros(1)), True)
+    assert log.summary()[0]["algbw"] == 0.0, "the device's clock stood still"
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0, "B", "0 B"),
+        (999, "B", "999 B"),
+        (999.7, "B", "1 kB"),
+        (25_200_000, "B", "25.2 MB"),
+        (1e12, "FLOP", "1 TFLOP"),
+        (3310, "", "3.31 k"),
+        (7, "", "7"),
+        (1e30, "FLOP", "1e+09 ZFLOP"),
+    ],
+)
+def test_numbers_for_people(value: float, unit: str, text: str) -> None:
+    assert with_unit(value, unit) == text
+
+
+def test_columns_are_aligned() -> None:
+    assert table([("a", "n"), ("long", "1"), ("b", "22")], left=1) == ["a      n", "long   1", "b     22"]

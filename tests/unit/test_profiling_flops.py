@@ -1,0 +1,431 @@
+"""FLOPs by module, against sums by hand, and what is left behind: nothing."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.unit.test_monitor import Device
+from zerolite.config import load_config
+from zerolite.profiling.flop_count import FlopCount, ModuleFlops, count_flops
+from zerolite.profiling.flops_profiler import FlopsProfiler
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors of a few hundred elements: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Engine:
+    """What counting needs of an engine."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.call_module: Callable[..., Any] = module
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call_module(*args)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    """Two blocks, each checkpointed as ``how`` says, and a product of its own. ``x [B, width]``."""
+
+    def __init__(self, how: str = "", width: int = 8) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.how == "reentrant") if self.how else block(x)
+        return (x @ self.weight).square().mean()
+
+
+BATCH = 5
+LINEAR = 2 * BATCH * 8 * 32  # one of a block's two
+FORWARD = 4 * LINEAR + 2 * BATCH * 8 * 8
+
+
+def flops_of(module: nn.Module, *inputs: Any) -> dict[str, tuple[int, int, int]]:
+    """(forward, backward, recomputed) by module that has some."""
+    engine, stack = Engine(module), torch._C._len_torch_dispatch_stack()
+    with count_flops(engine, module) as count:
+        engine(*inputs).sum().backward()
+    assert engine.call_module is module and torch._C._len_torch_dispatch_stack() == stack
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return {m.name: (m.forward, m.backward, m.recomputed) for m in count.modules() if m.model}
+
+
+def batch(width: int = 8, rows: int = BATCH) -> Tensor:
+    return torch.randn(rows, width, requires_grad=True)
+
+
+# Without early stopping a reentrant checkpoint runs the whole block again; the other kind stops at the last tensor it
+# needs, which is the input of the last layer.
+@pytest.mark.parametrize(("how", "again"), [("", 0), ("plain", 1), ("reentrant", 2)])
+def test_recomputation_is_told_from_what_the_model_needs(how: str, again: int) -> None:
+    flops = flops_of(Net(how), batch())
+    assert flops[""] == (FORWARD, 2 * FORWARD, 2 * again * LINEAR)
+    assert flops["blocks.0"] == flops["blocks.1"] == (2 * LINEAR, 4 * LINEAR, again * LINEAR)
+    assert flops["blocks.0.up"] == (LINEAR, 2 * LINEAR, LINEAR if again else 0)
+    assert flops["blocks.1.down"] == (LINEAR, 2 * LINEAR, LINEAR if again == 2 else 0)
+    assert "blocks.0.norm" not in flops
+
+
+def test_recomputation_without_modules() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: (x @ self.weights[0]).sin() @ self.weights[1], x, use_reentrant=False)
+
+    product = 2 * BATCH * 8 * 8
+    assert flops_of(Functional(), batch()) == {"": (2 * product, 4 * product, product)}
+
+
+class Between(nn.Module):
+    """Products before and after a layer belong to the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor] | Tensor:
+        self.kept = (x @ self.before).sum()  # an auxiliary loss that the caller takes from here
+        return self.layer((x @ self.before).sin()) @ self.after
+
+
+def test_products_between_layers() -> None:
+    product = 2 * BATCH * 8 * 8
+    flops = flops_of(Between(), batch())
+    assert flops == {"": (4 * product, 6 * product, 0), "layer": (product, 2 * product, 0)}
+
+
+def test_outputs_that_a_module_keeps() -> None:
+    product, module, x = 2 * BATCH * 8 * 8, Between(), batch()
+    engine = Engine(module)
+    with count_flops(engine, module) as count:
+        (engine(x).sum() + module.kept).backward()
+    assert count.total.backward == 8 * product
+
+
+def test_attention_on_the_cpu() -> None:
+    """torch's own formulas: two products of [16, 8] and [8, 16] in forward, five in backward."""
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = torch.randn(2, 3, 16, 8, requires_grad=True)
+    product = 2 * 2 * 3 * 16 * 16 * 8
+    assert flops_of(Attention(), q) == {"": (2 * product, 5 * product, 0)}
+
+
+def test_second_derivatives_are_no_recomputation() -> None:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x).sin().sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+            return gradient.square().sum() + y
+
+    forward, backward, recomputed = flops_of(Penalty(), batch())[""]
+    assert forward == 2 * BATCH * 8 * 8 and backward > 2 * forward and recomputed == 0
+
+
+def test_a_module_used_twice_and_several_micro_batches() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x).sin())
+
+    module = Twice()
+    engine, product = Engine(module), 2 * BATCH * 8 * 8
+    with count_flops(engine, module) as count:
+        losses = [engine(batch()).sum() for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+    assert (count.total.forward, count.total.backward) == (6 * product, 12 * product)
+
+
+def test_evaluation_is_not_counted() -> None:
+    module = Net()
+    engine = Engine(module)
+    with count_flops(engine, module) as count:
+        module.eval()
+        engine(batch())
+    assert count.total.forward == 0
+
+
+def test_fake_tensors_have_flops_too() -> None:
+    with FakeTensorMode():
+        flops = flops_of(Net("plain", width=512), batch(512, rows=64))
+    linear = 2 * 64 * 512 * 2048
+    assert flops["blocks"] == (4 * linear, 8 * linear, 2 * linear)
+
+
+def test_counting_changes_no_bit() -> None:
+    def gradients(counted: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(56, 3))
+        engine, x = Engine(module), torch.randn(6, 1, 16)
+        count = FlopCount(engine, module)
+        if counted:
+            count.start()
+        F.cross_entropy(engine(x), torch.arange(6) % 3).backward()
+        assert (count.total.forward > 0) == counted
+        count.stop()
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    assert all(torch.equal(one, other) for one, other in zip(gradients(True), gradients(False), strict=True))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
+        if where == "forward":
+            raise KeyboardInterrupt
+        ctx.where = where
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.where == "backward":
+            raise ValueError("backward")
+        return gradient, None
+
+
+class Interrupted(nn.Module):
+    """``where``: in which of the two an exception is raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = ""
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Fails.apply(self.first(x), self.where))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_no_mode_behind(where: str) -> None:
+    module = Interrupted()
+    engine, product = Engine(module), 2 * BATCH * 8 * 8
+    with count_flops(engine, module) as count:
+        module.where = where
+        with pytest.raises((KeyboardInterrupt, ValueError)):
+            engine(batch()).sum().backward()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        before = count.total
+        module.where = ""
+        engine(batch()).sum().backward()
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert count.total.forward - before.forward == 2 * product
+    assert count.total.backward - before.backward == 4 * product
+    module.where = "backward"
+    with pytest.raises(ValueError, match="backward"):
+        engine(batch()).sum().backward()
+    assert count.total == count.total._replace(forward=before.forward + 2 * product), "it counts no more"
+
+
+def test_a_graph_that_outlives_the_count_is_left_alone() -> None:
+    module = Net()
+    engine = Engine(module)
+    with count_flops(engine, module) as count:
+        loss = engine(batch())
+    loss.backward()
+    assert (count.total.forward, count.total.backward) == (FORWARD, 0)
+
+
+def test_a_count_keeps_no_engine_alive() -> None:
+    module = Net()
+    engine = Engine(module)
+    count = FlopCount(engine, module)
+    count.start()
+    engine(batch()).backward()
+    known = weakref.ref(engine)
+    del engine
+    assert known() is None
+    count.stop()
+    count.stop()
+    assert not module.blocks[0]._forward_hooks
+
+
+def test_modules_that_are_compiled_get_no_hooks() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    module[1]._compiled_call_impl = module[1]._call_impl  # as torch.compile's would be
+    engine, product = Engine(module), 2 * BATCH * 8 * 8
+    with count_flops(engine, module) as count:
+        assert not any(part._forward_hooks for part in module[1].modules()) and module[0]._forward_hooks
+        engine(batch()).sum().backward()
+    assert (count.total.forward, count.total.backward) == (2 * product, 4 * product)
+
+
+# ------------------------------------------------------------------ the profiler
+
+
+class Told:
+    """A profiler over a Net, and what it has said."""
+
+    def __init__(self, module: nn.Module | None = None, every: int = 5, **block: Any) -> None:
+        self.module = module if module is not None else Net("plain")
+        self.engine = Engine(self.module)
+        self.said: list[str] = []
+        self.written: list[tuple[int, dict[str, float]]] = []
+        config = load_config({"flops_profiler": {"enabled": True, **block}}).flops_profiler
+        self.profiler = FlopsProfiler(
+            config,
+            self.engine,
+            self.module,
+            CPU,
+            every,
+            self.said.append,
+            lambda step, values: self.written.append((step, dict(values))),
+        )
+
+    def steps(self, first: int, last: int, device: Device | None = None, ms: float = 0.0) -> None:
+        for step in range(first, last + 1):
+            self.engine(batch()).backward()
+            if device is not None:
+                device.now += ms
+            self.profiler.end_step(step)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+@pytest.mark.parametrize("profile_step", [0, 1, 3])
+def test_one_step_is_counted(profile_step: int) -> None:
+    told = Told(profile_step=profile_step)
+    told.steps(1, profile_step)
+    assert (told.engine.call_module is told.module) == (told.said != []) is False
+    told.steps(profile_step + 1, profile_step + 4)
+    assert told.engine.call_module is told.module and len(told.said) >= 1
+    assert told.said[0].startswith(f"step {profile_step + 1}: FLOPs of matrix products")
+    expected = {"forward": FORWARD, "backward": 2 * FORWARD, "recomputed": 2 * LINEAR, "model": 3 * FORWARD}
+    assert told.written[0] == (
+        profile_step + 1,
+        {f"{name}_tflop_per_step": flops / 1e12 for name, flops in expected.items()},
+    )
+
+
+def test_speed_is_of_the_steps_that_follow(device: Device) -> None:
+    told = Told(every=5, peak_tflops=1e-9)
+    told.steps(1, 2, device, 1000.0)
+    told.steps(3, 14, device, 10.0)
+    speeds = [(step, values) for step, values in told.written if "tflops" in values]
+    assert [step for step, _ in speeds] == [5, 10]
+    for _, values in speeds:
+        assert values["step_seconds"] == pytest.approx(0.01)
+        assert values["tflops"] == pytest.approx(3 * FORWARD / 0.01 / 1e12)
+        assert values["mfu"] == pytest.approx(3 * FORWARD / 0.01 / 1e3)
+        assert values["hfu"] == pytest.approx((3 * FORWARD + 2 * LINEAR) / 0.01 / 1e3)
+    assert re.fullmatch(
+        r"step 5: 3\.26 MFLOP/s on rank 0 \(10\.00 ms a step\), model FLOPs utilization \d+\.\d\d%, hardware FLOPs "
+        r"utilization \d+\.\d\d% of 1 kFLOP/s",
+        told.said[1],
+    )
+
+
+def test_speed_is_read_when_the_device_has_come_to_it(device: Device) -> None:
+    told = Told(every=1)
+    told.steps(1, 2, device, 10.0)
+    device.done = device.now
+    told.steps(3, 4, device, 10.0)
+    assert len(told.said) == 1
+    device.done = device.now
+    told.steps(5, 5, device, 10.0)
+    assert [line.partition(":")[0] for line in told.said[1:]] == ["step 3", "step 4"]
+    assert "utilization" not in told.said[1], "no peak was given"
+
+
+def test_a_step_that_did_not_happen_is_not_counted() -> None:
+    told = Told(profile_step=0)
+    for _ in range(3):
+        told.profiler.end_step(0)  # updates that raised
+    assert told.said == [] and told.engine.call_module is not told.module
+    told.profiler.close()
+    assert told.engine.call_module is told.module
+
+
+def test_recomputation_that_nobody_sees_can_be_told() -> None:
+    told = Told(recompute_fwd_factor=2, profile_step=0)
+    told.steps(1, 1)
+    assert told.written[0][1]["recomputed_tflop_per_step"] == 2 * FORWARD / 1e12
+    told = Told(recompute_fwd_factor=0.001, profile_step=0)
+    told.steps(1, 1)
+    assert told.written[0][1]["recomputed_tflop_per_step"] == 2 * LINEAR / 1e12
+
+
+def test_the_profile_is_as_deep_and_as_long_as_asked() -> None:
+    told = Told(profile_step=0, module_depth=2, top_modules=2)
+    told.steps(1, 1)
+    text = told.said[0]
+    assert "  1: blocks (ModuleList) 30.7 kFLOP (94.1%)\n" in text
+    assert "  2: blocks.0 (Block) 15.4 kFLOP (47.1%), blocks.1 (Block) 15.4 kFLOP (47.1%)\n" in text
+    assert re.search(r"^  the model +Net +1\.2 k +10\.9 kFLOP +21\.8 kFLOP +5\.12 kFLOP +100\.0%$", text, re.MULTILINE)
+    assert "Linear" not in text and "\n  3:" not in text
+    told = Told(profile_step=0, detailed=False)
+    told.steps(1, 1)
+    assert "by module" not in told.said[0] and "\n  3: blocks.0.up (Linear) 7.68 kFLOP (23.5%)" in told.said[0]
+
+
+def test_a_model_without_any_product() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(8))
+    told = Told(profile_step=0, every=1)
+    told.engine = Engine(module)
+    told.profiler.end_step(1)
+    assert "0 FLOP a step" in told.said[0] and "0: none" in told.said[0] and "-" in told.said[0]
+
+
+def test_a_file_for_the_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "new" / "profile.txt"
+    told = Told(profile_step=0, output_file=str(path))
+    told.steps(1, 1)
+    assert told.said == [] and path.read_text().startswith("step 1: FLOPs of")
+    told = Told(profile_step=0, output_file=str(path / "below"))
+    with caplog.at_level("WARNING", "zerolite"):
+        told.steps(1, 1)
+    assert told.said and "could not be written, and is printed" in caplog.text
+
+
+def test_depths() -> None:
+    assert [ModuleFlops(name, "", 0, 0, 0, 0).depth for name in ("", "a", "a.b.c")] == [0, 1, 3]

@@ -1,0 +1,213 @@
+"""What communicators are made of: the few calls that carry bytes between the ranks of one group.
+
+A communicator over a :class:`DryWire` does all that it does over a real one (its copies, sums, buffers and notes)
+except that nothing is sent: see :func:`~zerolite.comm.create.dry_communicator`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zerolite.comm.host_memory import share
+from zerolite.comm.process_group import second_group
+
+
+class Work(Protocol):
+    """What has been launched."""
+
+    def wait(self) -> object:
+        """On CUDA the current stream waits, not the host. Raises RuntimeError if it failed."""
+        ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Wire(Protocol):
+    """Between the ranks of one group, which are numbered from 0. Calls return at once; their tensors are contiguous,
+    and kept alive by the caller until the work has been waited for.
+
+    All methods but ``send`` and ``receive`` are called on all ranks, in the same order.
+
+    group: None where nothing is sent, and once closed. serial: the number of this wire among those of its group, from
+    1, the same on all ranks. peers_agree: the other ranks are copies of this one, and need not be asked.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    serial: int
+    peers_agree: bool
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """The sum over ranks, in place."""
+        ...
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
+        """The maximum over ranks, in place."""
+        ...
+
+    def highest(self, numbers: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
+        """The maximum over ranks of each of a few numbers of 64 bits, on the host: what gives them once the work has
+        been waited for."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work: ...
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        """out [numel of ``full`` / world_size]: the sum over ranks of this rank's part."""
+        ...
+
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
+        """full [world_size * numel of ``own``]: every rank's ``own``, which may be this rank's part of it."""
+        ...
+
+    def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
+        """The same for several tensors, in one launch."""
+        ...
+
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
+        """To ``receive`` with the same ``number``, of at most 31 bits, on rank ``target``."""
+        ...
+
+    def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work: ...
+
+    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """Memory of every rank, mapped here, as uint8 [nbytes] by rank; nothing, on all ranks, if there is none. Waits
+        for the others. ``like``: a tensor of those that it is for."""
+        ...
+
+    def second(self, backend: str) -> Wire:
+        """Of the same ranks, with an order of calls of its own. backend: a name such as "gloo"."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the group."""
+        ...
+
+
+# torch 2.13 renamed these two and warns at the old names.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # wires over each group so far
+
+
+class ProcessGroupWire:
+    """Over a group of torch.distributed."""
+
+    peers_agree = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group: dist.ProcessGroup | None = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.serial = _made[group] = _made.get(group, 0) + 1
+        self._global_ranks = dist.get_process_group_ranks(group)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Any:
+        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def highest(self, numbers: Sequence[int]) -> tuple[Any, Callable[[], list[int]]]:
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return self.all_reduce_max(tensor), tensor.tolist
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+        return dist.broadcast(tensor, src=self._global_ranks[source], group=self.group, async_op=True)
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Any:
+        return _reduce_scatter_single(out, full, group=self.group, async_op=True)
+
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+        return _all_gather_single(full, own, group=self.group, async_op=True)
+
+    def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Any:
+        # The group's method is what torch's own coalescing ends in, without that one's bookkeeping in Python.
+        assert self.group is not None
+        return self.group.allgather_into_tensor_coalesced(fulls, owns)
+
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> Any:
+        return dist.isend(tensor, dst=self._global_ranks[target], group=self.group, tag=number)
+
+    def receive(self, tensor: torch.Tensor, source: int, number: int) -> Any:
+        return dist.irecv(tensor, src=self._global_ranks[source], group=self.group, tag=number)
+
+    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
+        return share(nbytes, self.group) if self.group is not None else []
+
+    def second(self, backend: str) -> ProcessGroupWire:
+        assert self.group is not None
+        return ProcessGroupWire(second_group(self.group, backend))
+
+    def close(self) -> None:
+        self.group = None
+
+
+class _Done:
+    """Of what has nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class DryWire:
+    """Rank ``rank`` of ``world_size``, alone: sends nothing, and everything is there at once. What would be received
+    stays as it is in memory, so no value means anything; tensors may be without any (torch.FakeTensorMode), as none
+    is read. The other ranks are taken for copies of this one."""
+
+    group: dist.ProcessGroup | None = None
+    serial = 1
+    peers_agree = True
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def all_reduce(self, tensor: torch.Tensor) -> _Done:
+        return _DONE
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> _Done:
+        return _DONE
+
+    def highest(self, numbers: Sequence[int]) -> tuple[_Done, Callable[[], list[int]]]:
+        return _DONE, lambda: list(numbers)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> _Done:
+        return _DONE
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> _Done:
+        return _DONE
+
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> _Done:
+        return _DONE
+
+    def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> _Done:
+        return _DONE
+
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> _Done:
+        return _DONE
+
+    def receive(self, tensor: torch.Tensor, source: int, number: int) -> _Done:
+        return _DONE
+
+    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
+        # Every process of the host maps all of these, so the account of each shows them all; they exist once.
+        with torch.inference_mode(False):
+            return [like.new_empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
+
+    def second(self, backend: str) -> DryWire:
+        return DryWire(self.rank, self.world_size)
+
+    def close(self) -> None:
+        pass

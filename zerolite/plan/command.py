@@ -1,0 +1,313 @@
+"""`zerolite plan`: memory and traffic of a job, before a device is rented for it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from zerolite.config import ConfigError, load_config
+from zerolite.plan.errors import PlanError
+from zerolite.sizes import parse_size
+
+if TYPE_CHECKING:
+    from zerolite.config import ZeroliteConfig
+    from zerolite.plan.result import Comparison, Plan
+
+PROG = "zerolite plan"
+
+DESCRIPTION = """\
+Run the engine as one rank of a job of any size, on tensors that have no memory, and
+print what it needs: memory by item, where and when it is fullest, the traffic of a
+step, and whether it fits."""
+
+EPILOG = """\
+examples:
+  zerolite plan --model models.gpt:build_model --config zero3.json --world-size 64
+  zerolite plan --model models.gpt:build_model --config zero3.json --world-size 64 --nodes 8 \\
+      --input-spec "input_ids:int64[B,1024] labels:int64[B,1024]" --device-memory 80GB --png plan.png
+  zerolite plan --model Llama/config.json --config zero3.json --world-size 64 --compare --device-memory 80GB
+
+--model and --batch name functions in modules that can be imported from the working directory.
+--input-spec lists the tensors of a batch as name:dtype[sizes], or as dtype[sizes] if forward
+takes them in order; B is the micro-batch size of the config.
+
+The exit status is 0 if it fits, or if no --device-memory was given; 1 if it does not fit (with
+--compare: if nothing does), or if --check found a difference; 2, after a sentence, if it cannot
+be planned; and 130 after Ctrl-C."""
+
+AUTO = "auto"
+
+_CLEAR = "\r\033[K"  # the line on a terminal
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence, without the usage."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def check_known(self, arguments: Sequence[str]) -> None:
+        """Exit with a sentence if one of them is no option and no value of one."""
+        known = {name: action.nargs is None for action in self._actions for name in action.option_strings}
+        value = False  # whether the next one is that of an option
+        for argument in arguments:
+            name, equals, _ = argument.partition("=")
+            if not value and name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                meant = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
+                self.error(f"there is no option or argument {name!r}; {meant}")
+            value = not value and known[name] and not equals
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
+    return int(text)
+
+
+def _size(text: str) -> int | str:
+    try:
+        return AUTO if text == AUTO else parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or 'auto' for that of this machine's device") from None
+
+
+def build_parser(prog: str) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_job(parser)
+    _add_step(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_job(parser: _Parser) -> None:
+    add = parser.add_argument_group("the job").add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="package.module:function that makes the model, or a Hugging Face config.json or its directory",
+    )
+    add("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
+    add("--world-size", required=True, type=_count, metavar="N", help="how many ranks the job has")
+    add("--nodes", type=_count, metavar="N", help="on how many nodes they are: tells the traffic between nodes")
+    add("--rank", type=_rank, default=0, metavar="N", help="whose needs to tell (default: 0)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks run on (default: cuda)")
+    add(
+        "--device-memory",
+        type=_size,
+        metavar="SIZE",
+        help="of each rank's device, as in 80GB or 80GiB, or auto for this machine's: tells whether the job fits",
+    )
+
+
+def _add_step(parser: _Parser) -> None:
+    group = parser.add_argument_group("a step", "Without a batch no forward is run, and activations are not counted.")
+    batch = group.add_mutually_exclusive_group()
+    batch.add_argument(
+        "--batch",
+        metavar="FUNCTION",
+        help="package.module:function that makes the arguments of forward, a tuple or a dict; it may take the "
+        "micro-batch size",
+    )
+    batch.add_argument("--input-spec", metavar="SPEC", help='the tensors of a batch, as in "input_ids:int64[B,1024]"')
+    group.add_argument(
+        "--loss",
+        metavar="FUNCTION",
+        help="package.module:function from what forward returns to the loss (default: that itself, its .loss, or the "
+        "mean of its first floating tensor)",
+    )
+
+
+def _add_output(parser: _Parser) -> None:
+    add = parser.add_argument_group("what to do").add_argument
+    add("--compare", action="store_true", help="plan stages 0 to 3 and a few sizes, and mark the cheapest that fits")
+    add("--check", action="store_true", help="also run a real job of that many ranks here, and print both side by side")
+    add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
+    add("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
+
+
+def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
+    """The options; a mistake that can be seen without the model prints a sentence and exits with status 2."""
+    parser = build_parser(prog)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser.check_known(arguments)
+    options = parser.parse_args(arguments)
+    problem = find_problem(options)
+    if problem is not None:
+        parser.error(problem)
+    return options
+
+
+def find_problem(options: argparse.Namespace) -> str | None:
+    """Say what cannot be done, or return None."""
+    size, nodes = options.world_size, options.nodes
+    if nodes is not None and size % nodes:
+        return f"--world-size {size} does not divide by --nodes {nodes}: every node has the same number of ranks"
+    if options.rank >= size:
+        return f"--rank expects 0 to {size - 1} with --world-size {size}, and got {options.rank}"
+    if options.loss and not (options.batch or options.input_spec):
+        return "--loss needs --batch or --input-spec: without a batch no forward is run"
+    if options.check:
+        if not (options.batch or options.input_spec):
+            return "--check needs --batch or --input-spec: the real job trains on it"
+        if options.compare or options.rank or nodes not in (None, 1):
+            return "--check measures one setting on one machine, as rank 0: leave out --compare, --nodes and --rank"
+    if options.png and importlib.util.find_spec("matplotlib") is None:
+        return "--png needs matplotlib: pip install 'zerolite[plot]'"
+    for option, name in (("--json", options.json), ("--png", options.png)):
+        problem = None if name in (None, "-") else _find_file_problem(name)
+        if problem is not None:
+            return f"{option} {name}: {problem}"
+    return None
+
+
+def _find_file_problem(name: str) -> str | None:
+    """Say why this file cannot be written, before the plan is made, or return None."""
+    path = Path(name)
+    if path.is_dir():
+        return "this is a directory; expected the name of a file"
+    try:
+        known = path.exists()
+        path.open("ab").close()
+        if not known:
+            path.unlink()
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    return None
+
+
+def find_device_memory(device: str) -> int:
+    """Bytes of this machine's first CUDA device, or of its memory for "cpu". Raises PlanError where there is none."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise PlanError("--device-memory auto: this machine has no CUDA device; give a size, as in 80GB")
+    nbytes: int = torch.cuda.get_device_properties(0).total_memory
+    return nbytes
+
+
+# -------------------------------------------------------------------- what it does
+
+
+def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
+    """The plan, or all of them with --compare. Raises PlanError and ConfigError."""
+    from zerolite.plan.make import compare, plan
+    from zerolite.plan.sources import load_batch, load_function, load_model_fn, parse_input_spec
+
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told by PlanError
+    given: dict[str, Any] = {"nodes": options.nodes, "rank": options.rank, "device": options.device}
+    if options.device_memory is not None:
+        auto = options.device_memory == AUTO
+        given["device_memory"] = find_device_memory(options.device) if auto else options.device_memory
+    if options.batch or options.input_spec:
+        given["batch"] = load_batch(options.batch) if options.batch else parse_input_spec(options.input_spec)
+    if options.loss:
+        given["loss"] = load_function(options.loss, "--loss")
+    return (compare if options.compare else plan)(load_model_fn(options.model), config, options.world_size, **given)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, write and print. Returns the exit status; raises PlanError and ConfigError."""
+    from zerolite.plan.result import Plan
+
+    config = load_config(options.config)
+    config.resolve(options.world_size)
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    with contextlib.redirect_stdout(sys.stderr), _told("planning ..."):  # what the model's module prints is no result
+        made = make(options, config)
+    _write_files(made, options)
+    _print(made.model_dump_json(indent=1) if options.json == "-" else render(made))
+    if not isinstance(made, Plan):
+        return 1 if made.chosen is None and any(plan.fits is False for _, plan in made.rows) else 0
+    status = check(options, made) if options.check else 0
+    return status or (1 if made.fits is False else 0)
+
+
+def check(options: argparse.Namespace, plan: Plan) -> int:
+    """Run a real job and print it beside its plan. Returns the exit status; raises PlanError."""
+    from zerolite.plan.check import run_check
+
+    given = {"batch": options.batch or options.input_spec, "loss": options.loss, "device": options.device}
+    status: int = run_check(options.model, options.config, options.world_size, **given, plan=plan)
+    return status
+
+
+def render(made: Plan | Comparison) -> str:
+    """The text for standard output."""
+    from zerolite.plan.report import render_comparison, render_plan
+    from zerolite.plan.result import Plan
+    from zerolite.plan.terminal import Screen
+
+    screen = Screen.of(sys.stdout)
+    return render_plan(made, screen) if isinstance(made, Plan) else render_comparison(made, screen)
+
+
+def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
+    try:
+        if options.json not in (None, "-"):
+            Path(options.json).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        if options.png is not None:
+            from zerolite.plan.picture import draw
+
+            draw(made, Path(options.png))
+    except OSError as error:
+        raise PlanError(f"{error.filename} cannot be written ({error.strerror})") from error
+
+
+def _print(text: str) -> None:
+    """On standard output, with "?" for what its encoding lacks."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """``what`` on a terminal's standard error for as long as it takes."""
+    terminal = sys.stderr.isatty()
+    print(what if terminal else "", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(_CLEAR if terminal else "", end="", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Run the command and return its exit status."""
+    options = parse_command_line(argv, prog)
+    try:
+        return run(options)
+    except (PlanError, ConfigError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

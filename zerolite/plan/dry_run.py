@@ -1,0 +1,202 @@
+"""One rank of a job, run on tensors without memory: the engine as it is, and what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from zerolite.accelerator import dry_run
+from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
+from zerolite.config import ZeroliteConfig
+from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, OTHER
+from zerolite.plan.failures import explained
+from zerolite.plan.fakes import as_fakes, without_memory
+from zerolite.plan.steps import STEP, Batch, Loss, train_one_step
+from zerolite.plan.tracker import HOST, Fullest, MemoryTracker
+from zerolite.plan.walk import walk_through_parameters
+from zerolite.runtime.build import Arguments, build_engine, check_model
+from zerolite.runtime.engine import Engine
+
+WARM_UP = 3
+"""Steps before the one that is reported: stage 3 records in the first what it follows from the third on."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run. config: resolved for ``world_size`` ranks. device: "cuda" or "cpu", whose communicator and habits
+    are imitated. shared_memory: on the CPU, whether the ranks are on one host. batch: None runs no forward of the
+    model: every parameter is used once, in the order of registration. make_arguments: called when the model has been
+    made."""
+
+    make_model: Callable[[], torch.nn.Module]
+    config: ZeroliteConfig
+    world_size: int
+    rank: int = 0
+    device: str = "cuda"
+    shared_memory: bool = True
+    batch: Batch | None = None
+    loss: Loss | None = None
+    make_arguments: Callable[[], Arguments] = Arguments
+
+    @property
+    def communicator(self) -> str:
+        if self.device == "cuda":
+            return "nccl"
+        return "shared_memory" if self.shared_memory else "gloo"
+
+
+@dataclass
+class Outcome:
+    """What was seen. Bytes of the device, and of the host where ``host`` says so; see
+    :class:`~zerolite.plan.result.Plan`."""
+
+    model_name: str
+    classes: dict[str, str]  # by qualified name of the module
+    parameters: int
+    trained_parameters: int
+    initialize: Fullest
+    warm_up: Fullest
+    step: Fullest
+    largest: dict[str, int]
+    at_rest: dict[str, int]
+    course: list[tuple[dict[str, int], str, str]]
+    recorder: Recorder
+    checkpoint: int
+    host: int  # what the model took where it was made, before the engine had it
+    flops: int | None
+    warnings: list[str] = field(default_factory=list)
+
+
+def run(job: Job, points: int = 1000) -> Outcome:
+    """Make the model and the engine, train :data:`WARM_UP` + 1 steps. points: of the course of the last one.
+
+    Raises PlanError where the model needs values, ConfigError, and whatever the engine raises for the user's mistakes.
+    """
+    tracker = MemoryTracker()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dry_run())
+        stack.enter_context(unrecorded())
+        stack.enter_context(
+            use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size))
+        )
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(tracker)
+        stack.enter_context(tracker.modules.followed())
+        stack.enter_context(_without_collector())
+        return _Run(job, tracker).outcome(points)
+
+
+class _Run:
+    """Needs the modes that :func:`run` sets."""
+
+    def __init__(self, job: Job, tracker: MemoryTracker) -> None:
+        self._job, self._tracker = job, tracker
+
+    def outcome(self, points: int) -> Outcome:
+        tracker = self._tracker
+        model = self._make_model()
+        host = tracker.items[HOST]
+        parameters = _numel(model.parameters())
+        engine = self._make_engine(model)
+        initialize = tracker.fullest
+        tracker.measure_from_here()
+        flops = None
+        for step in range(WARM_UP):
+            counting = step == WARM_UP - 1 and self._job.batch is not None
+            with FlopCounterMode(display=False) if counting else contextlib.nullcontext() as counter:
+                self._step(engine)
+            if counter is not None:
+                flops = counter.get_total_flops()
+        warm_up = tracker.fullest
+        tracker.measure_from_here()
+        tracker.record()
+        with record() as recorder:
+            self._step(engine)
+        return Outcome(
+            model_name=type(model).__name__,
+            classes={name: type(module).__name__ for name, module in model.named_modules()},
+            parameters=parameters,
+            trained_parameters=sum(slot.numel for slot in engine.parts.reducer.layout.slots),
+            initialize=initialize,
+            warm_up=warm_up,
+            step=tracker.fullest,
+            largest=dict(tracker.largest),
+            at_rest=dict(tracker.items),
+            course=tracker.course(points),
+            recorder=recorder,
+            checkpoint=engine.checkpointer.nbytes(),
+            host=host,
+            flops=flops,
+        )
+
+    def _make_model(self) -> torch.nn.Module:
+        tracker = self._tracker
+        tracker.item = HOST if self._job.device == "cuda" else COMPUTE
+        with explained("the model's constructor"):
+            model = self._job.make_model()
+        check_model(model)
+        as_fakes(model)
+        if self._job.batch is None:
+            walk_through_parameters(model)
+        return model
+
+    def _make_engine(self, model: torch.nn.Module) -> Engine:
+        tracker, job = self._tracker, self._job
+        tracker.item = OTHER
+        engine = build_engine(
+            model,
+            job.config,
+            job.make_arguments(),
+            dry_communicator(job.communicator, job.rank, job.world_size),
+            torch.device("cpu"),
+            job.device,
+        )
+        tracker.modules.name(model)
+        trained = {id(parameter) for parameter in engine.parts.reducer.parameters}
+        tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)
+        tracker.claim(model.buffers(), BUFFERS)
+        return engine
+
+    def _step(self, engine: Engine) -> None:
+        """One window of micro-batches."""
+        train_one_step(engine, self._batch, self._job.loss, self._phase)
+        self._tracker.modules.forget()
+
+    def _batch(self) -> Any:
+        if self._job.batch is None:
+            return torch.zeros(())
+        return without_memory(self._job.batch())
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        tracker = self._tracker
+        tracker.phase, tracker.item = phase, OTHER if phase == STEP else ACTIVATIONS
+        if phase == STEP:
+            yield
+            return
+        with explained(f"the model's {phase}", tracker.modules.now):
+            yield
+
+
+def _numel(parameters: Any) -> int:
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Cycles are collected before and not inside, so that the same run gives the same numbers."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,61 @@
+"""What a model does that a plan cannot follow, in sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from zerolite.config import ConfigError
+from zerolite.plan.errors import PlanError
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
+
+
+@contextlib.contextmanager
+def explained(where: str, module: Callable[[], str] | None = None) -> Iterator[None]:
+    """Turn what goes wrong inside, in ``where``, into PlanError. module: the name of the module at work, asked when it
+    has happened."""
+    try:
+        yield
+    except (PlanError, ConfigError, KeyboardInterrupt, SystemExit):
+        raise
+    except DataDependentOutputException as error:
+        raise PlanError(
+            f"{_place(where, module, error)} reads the values of a tensor ({error.func}), and a plan runs without "
+            "values. Take the decision from shapes or from Python numbers instead (a condition such as `if "
+            "mask.any()`, `tensor.item()`, `int(tensor)`), or plan with a model whose branch is chosen by an argument"
+        ) from error
+    except DynamicOutputShapeException as error:
+        raise PlanError(
+            f"{_place(where, module, error)} makes a tensor whose shape depends on values ({error.func}), and a plan "
+            "runs without values. Use shapes that are known beforehand (a capacity per expert instead of "
+            "`x[mask]` or `nonzero()`), or leave the batch out: model states and traffic need none"
+        ) from error
+    except Exception as error:
+        if "CUDA" in str(error) or "cuda" in str(error):
+            raise PlanError(
+                f"{_place(where, module, error)} asks for a CUDA device: {_first_line(error)}. A plan makes the model "
+                "on the CPU, without memory: leave devices to zerolite.initialize"
+            ) from error
+        raise PlanError(
+            f"{_place(where, module, error)} failed on tensors without memory, with {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _place(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
+    """The part that failed, with the user's innermost line."""
+    name = module() if module is not None else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
+    line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f"{where}{f', in module {name!r}' if name else ''}{line},"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300]

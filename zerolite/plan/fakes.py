@@ -1,0 +1,44 @@
+"""Real and meta tensors to tensors without memory on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from zerolite.accelerator import is_fake
+from zerolite.runtime.zero.partitioned_parameter import handle_of
+
+
+def without_memory(values: Any) -> Any:
+    """``values`` (nested) with fake tensors on the CPU in place of all others. Inside a FakeTensorMode."""
+    return tree_map_only(torch.Tensor, _fake, values)
+
+
+def as_fakes(model: torch.nn.Module) -> None:
+    """Replace parameters and buffers of ``model`` that are real, or on the meta device. Tied ones stay tied.
+    Inside a FakeTensorMode."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and handle_of(parameter) is None and _has_to_change(parameter):
+                if id(parameter) not in made:
+                    made[id(parameter)] = torch.nn.Parameter(_fake(parameter.data), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _has_to_change(buffer):
+                module._buffers[name] = made.setdefault(id(buffer), _fake(buffer))
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:  # what was made of numbers (torch.tensor(0.5)) remembers them, with the dtype that it had
+        tensor.constant = None
+
+
+def _has_to_change(tensor: torch.Tensor) -> bool:
+    return not is_fake(tensor) or tensor.device.type != "cpu"
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    if not _has_to_change(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -1,0 +1,162 @@
+"""At ``zerolite.initialize``: whether the job fits this device, and the stage where the config leaves it open."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from zerolite.accelerator import host_value
+from zerolite.comm import Communicator, HostGroup
+from zerolite.comm.ranks import name_ranks
+from zerolite.config import ZeroliteConfig
+from zerolite.memory_items import ACTIVATIONS, ITEMS
+from zerolite.plan.available import available_memory
+from zerolite.plan.dry_run import Job, run
+from zerolite.plan.errors import PlanError
+from zerolite.plan.make import cheapest, plan_of, silent, with_zero
+from zerolite.plan.result import Plan
+from zerolite.plan.skeleton import Skeleton
+from zerolite.runtime.build import Arguments
+from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.sizes import format_size
+
+logger = logging.getLogger("zerolite")
+
+FOR_STATES = 0.8
+"""The part of the free memory that stage "auto" fills without activations, which nobody knows before a batch."""
+
+_BYTES = 32
+"""No stage and precision needs more bytes a parameter, with states of Adam's size: fp32 parameter, its original,
+gradient and its bucket, master, two moments, and one copy more."""
+
+
+def choose_stage(
+    model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, comm: Communicator, device: torch.device
+) -> ZeroliteConfig:
+    """``config`` with a number in place of the stage "auto": of the stages whose plans need at most :data:`FOR_STATES`
+    of the memory that every rank has free, the one that sends the least, and of those the lowest; stage 3 if there is
+    none. Rank 0 logs why. Called on all ranks."""
+    if config.zero_optimization.stage != "auto":
+        return config
+    free = agreed_minimum(_available(model, device), comm, device)
+    limit = int(free * FOR_STATES)
+    if _upper_bound(model) <= limit:
+        _log(comm, f"stage 0: model states need {format_size(_upper_bound(model))} at most, of {format_size(free)}")
+        return with_zero(config, stage=0)
+    stages = [0, 1, 2] + ([3] if config.zero_optimization.reduce_scatter else [])
+    plans = [_dry_run(model, with_zero(config, stage=stage), arguments, comm, device, limit) for stage in stages]
+    chosen = cheapest(plans)
+    needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
+    if chosen is None:
+        _log(
+            comm,
+            f"stage {stages[-1]}: none stays below {format_size(limit)}, 80 % of what is free, without "
+            f"activations ({needs})",
+            logging.WARNING,
+        )
+        return with_zero(config, stage=stages[-1])
+    why = f"the least traffic of those that stay below {format_size(limit)}, 80 % of what is free, without activations"
+    _log(comm, f"stage {stages[chosen]}: {why} ({needs})")
+    return with_zero(config, stage=stages[chosen])
+
+
+def check_memory(
+    model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, comm: Communicator, device: torch.device
+) -> None:
+    """Raises MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
+    engine will need without activations. Called on all ranks; one small all-reduce while all is well."""
+    if config.memory_check == "off":
+        return
+    free = _available(model, device)
+    reason = ""
+    if _upper_bound(model) > free:
+        try:
+            made = _dry_run(model, config, arguments, comm, device, free)
+        except PlanError as error:  # a model that cannot be copied: it is tried
+            logger.warning("memory_check: %s", error)
+        else:
+            reason = "" if made.fits else _reason(made, device)
+    if agreed_minimum(0 if reason else 1, comm, device):
+        return
+    message = _told(reason, comm)
+    if config.memory_check == "error":
+        raise MemoryError(message)
+    logger.warning("%s", message)
+
+
+def agreed_minimum(value: int, comm: Communicator, device: torch.device) -> int:
+    """The least ``value`` of all ranks."""
+    least = torch.tensor([-value], dtype=torch.int64, device=device)
+    comm.all_reduce_max(least, "memory")
+    return -int(host_value(least))
+
+
+def _available(model: torch.nn.Module, device: torch.device) -> int:
+    """With the memory of the model's own parameters there, which its buckets take over."""
+    own = {}
+    for parameter in model.parameters():
+        handle = handle_of(parameter)
+        tensor = parameter.data if handle is None else handle.shard
+        if tensor.device.type == device.type and not tensor.is_meta:
+            own[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return available_memory(device) + sum(own.values())
+
+
+def _upper_bound(model: torch.nn.Module) -> int:
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    return _BYTES * numel + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+
+
+def _dry_run(
+    model: torch.nn.Module,
+    config: ZeroliteConfig,
+    arguments: Arguments,
+    comm: Communicator,
+    device: torch.device,
+    limit: int,
+) -> Plan:
+    """The plan of this rank, without a batch."""
+    copies: list[Skeleton] = []
+
+    def make_model() -> torch.nn.Module:
+        copies.append(Skeleton(model))
+        return copies[0].model
+
+    job = Job(
+        make_model=make_model,
+        config=silent(config),
+        world_size=comm.world_size,
+        rank=comm.rank,
+        device="cuda" if device.type == "cuda" else "cpu",
+        make_arguments=lambda: copies[0].arguments(model, arguments),
+    )
+    return plan_of(job, run(job), None, limit)
+
+
+def _reason(made: Plan, device: torch.device) -> str:
+    free = made.device_memory or 0
+    items = sorted(made.peak.items.items(), key=lambda entry: -entry[1])
+    named = {item: item.replace("_", " ") for item in ITEMS} | {ACTIVATIONS: "gradients not yet in their buckets"}
+    itemised = ", ".join(f"{named[item]} {format_size(nbytes)}" for item, nbytes in items if nbytes)
+    ranks = f"{made.world_size} rank{'s' if made.world_size > 1 else ''}"
+    return (
+        f"training {made.model} ({made.parameters:,} parameters) at ZeRO stage {made.stage} on {ranks} needs "
+        f"{format_size(made.peak.bytes)} on {device} without activations, and {format_size(free)} are free: {itemised}"
+    )
+
+
+def _told(reason: str, comm: Communicator) -> str:
+    """The same on all ranks: the first one's reason that has one, and which ranks have."""
+    reasons = [reason] if comm.world_size == 1 else HostGroup(comm, "memory").gather(reason)
+    short = [rank for rank, of_rank in enumerate(reasons) if of_rank]
+    return (
+        f"zerolite.initialize: {reasons[short[0]]} (memory_check; on {name_ranks(short)} of {comm.world_size}). Use "
+        'more ranks, a higher zero_optimization.stage ("auto" chooses), or a device with more memory; `zerolite plan` '
+        'shows what each stage needs. "memory_check": "warn" tries it all the same'
+    )
+
+
+def _log(comm: Communicator, message: str, level: int = logging.INFO) -> None:
+    if comm.rank == 0:
+        logger.log(level, 'zero_optimization.stage "auto": %s', message)

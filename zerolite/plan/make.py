@@ -1,0 +1,264 @@
+"""From a model, a config and a number of ranks to a :class:`~zerolite.plan.result.Plan`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.memory_items import BUFFERS, ITEMS, MODEL_STATES
+from zerolite.plan.dry_run import Job, Loss, Outcome, run
+from zerolite.plan.errors import PlanError
+from zerolite.plan.result import Comparison, Items, Moment, Peak, Plan
+from zerolite.plan.tracker import Fullest
+from zerolite.plan.traffic import summarize
+from zerolite.sizes import format_size
+
+ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
+
+_SILENT = (
+    "csv_monitor",
+    "jsonl_monitor",
+    "tensorboard",
+    "wandb",
+    "comms_logger",
+    "flops_profiler",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "check_collectives",
+)
+"""Keys that print, write or measure, and change nothing that is planned."""
+
+_LARGE, _SMALL = 500_000_000, 50_000_000
+"""Bucket sizes in elements that :func:`compare` tries: DeepSpeed's default, and a tenth of it."""
+
+
+def plan(
+    model_fn: Callable[[], torch.nn.Module],
+    config: ConfigLike,
+    world_size: int,
+    *,
+    nodes: int | None = None,
+    rank: int = 0,
+    device: str = "cuda",
+    device_memory: int | None = None,
+    batch: Callable[..., Any] | None = None,
+    loss: Loss | None = None,
+) -> Plan:
+    """What rank ``rank`` of ``world_size`` ranks needs to train the model that ``model_fn()`` makes, with ``config``.
+
+    The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated.
+    model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the meta
+    device. nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them. device:
+    "cuda" or "cpu", for which communicators and habits are those of the plan. device_memory: bytes.
+    batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by name;
+    the tensors may be real. None: no forward is run, and activations are not in the numbers. loss: from the model's
+    output to a scalar; by default the output itself, its ``loss``, or the mean of its first floating tensor.
+
+    Raises PlanError where the model does what needs values, ConfigError for the config, ValueError for the other
+    arguments. Needs no process group and starts none; may be called anywhere.
+    """
+    _check_places(world_size, nodes, rank, device)
+    resolved = silent(load_config(config)).resolve(world_size)
+    if resolved.zero_optimization.stage == "auto":
+        raise PlanError(
+            'zero_optimization.stage is "auto": a plan is made for one stage, 0 to 3; compare them with --compare'
+        )
+    job = Job(
+        make_model=model_fn,
+        config=resolved,
+        world_size=world_size,
+        rank=rank,
+        device=device,
+        shared_memory=nodes in (None, 1),
+        batch=of_micro_batch(batch, resolved.train_micro_batch_size_per_gpu),
+        loss=loss,
+    )
+    return plan_of(job, run(job), nodes, device_memory)
+
+
+def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_size: int, **options: Any) -> Comparison:
+    """Plans of stages 0 to 3 and of a few bucket sizes, and which of them is the cheapest that fits. options: those of
+    :func:`plan`."""
+    given = load_config(config)
+    rows = []
+    for name, changed in _variants(given):
+        try:
+            rows.append((name, plan(model_fn, changed, world_size, **options)))
+        except ConfigError as error:
+            if changed.zero_optimization.stage == given.zero_optimization.stage:
+                raise
+            raise PlanError(f"{name}: {error}") from error
+    return Comparison(rows=rows, chosen=cheapest([row for _, row in rows]))
+
+
+def cheapest(plans: list[Plan]) -> int | None:
+    """The index of the plan that fits and sends the least, at the lowest stage, with the lowest peak."""
+    fitting = [index for index, entry in enumerate(plans) if entry.fits]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda index: (plans[index].sent, plans[index].stage, plans[index].peak.bytes))
+
+
+# -------------------------------------------------------------------- settings
+
+
+def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
+    """``config`` with other values in its ``zero_optimization`` block."""
+    return config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=keys)})
+
+
+def _variants(config: ZeroliteConfig) -> Iterator[tuple[str, ZeroliteConfig]]:
+    for stage in range(4):
+        chosen = with_zero(config, stage=stage)
+        yield f"stage {stage}", chosen
+        if stage in (1, 2):
+            for numel in (_SMALL, _LARGE):
+                sizes = {"reduce_bucket_size": numel, "allgather_bucket_size": numel}
+                yield f"stage {stage}, buckets of {numel / 1e6:.0f}M", with_zero(chosen, **sizes)
+        if stage == 3:
+            for numel in (_SMALL, _LARGE):
+                sizes = {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 2 * numel}
+                yield f"stage 3, prefetch {numel / 1e6:.0f}M, live {2 * numel / 1e6:.0f}M", with_zero(chosen, **sizes)
+
+
+def silent(config: ZeroliteConfig) -> ZeroliteConfig:
+    """``config`` without what prints, writes and measures."""
+    fields = type(config).model_fields
+    return config.model_copy(
+        update={name: fields[name].get_default(call_default_factory=True) for name in _SILENT if name in fields}
+    )
+
+
+def _check_places(world_size: int, nodes: int | None, rank: int, device: str) -> None:
+    if world_size < 1:
+        raise ValueError(f"plan: expected world_size of at least 1, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"plan: expected rank from 0 to {world_size - 1} (world_size - 1), got {rank}")
+    if nodes is not None and (nodes < 1 or world_size % nodes):
+        raise ValueError(
+            f"plan: expected nodes that divide world_size {world_size} evenly, got {nodes}; a job has the same number "
+            "of processes on every node"
+        )
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
+
+
+def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callable[[], Any] | None:
+    """``batch`` as a function without arguments; it may ask for the micro-batch size."""
+    if batch is None:
+        return None
+    asks = [
+        parameter
+        for parameter in inspect.signature(batch).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if not asks:
+        return batch
+    if size is None:
+        raise PlanError(
+            "the batch is made for a micro-batch size, and the config has none: set train_micro_batch_size_per_gpu"
+        )
+    return lambda: batch(size)
+
+
+# -------------------------------------------------------------------- what is told
+
+
+def plan_of(job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None) -> Plan:
+    """What ``outcome`` of ``job`` says; nodes and device_memory as in :func:`plan`."""
+    config = job.config
+    peaks = [_peak(fullest, outcome) for fullest in (outcome.initialize, outcome.warm_up, outcome.step)]
+    states = dict.fromkeys(ITEMS, 0) | {item: outcome.largest[item] for item in (*MODEL_STATES, BUFFERS)}
+    return Plan(
+        model=outcome.model_name,
+        stage=config.zero_optimization.chosen_stage,
+        world_size=job.world_size,
+        nodes=nodes,
+        rank=job.rank,
+        device=job.device,
+        precision=_precision(config),
+        micro_batch=config.train_micro_batch_size_per_gpu,
+        accumulation=config.gradient_accumulation_steps or 1,
+        batch=_describe_batch(job),
+        parameters=outcome.parameters,
+        trained_parameters=outcome.trained_parameters,
+        states=states,
+        at_rest=_items(outcome.at_rest),
+        peak=max(peaks, key=lambda peak: peak.bytes),
+        initialize_peak=peaks[0],
+        step_peak=peaks[2],
+        timeline=[Moment(items=items, phase=phase, module=module) for items, phase, module in outcome.course],
+        traffic=summarize(outcome.recorder.calls, job.world_size, nodes),
+        host=None,
+        checkpoint=outcome.checkpoint,
+        flops=outcome.flops,
+        device_memory=device_memory,
+        notes=_notes(job, outcome),
+    )
+
+
+def _items(items: dict[str, int]) -> Items:
+    return {item: items[item] for item in ITEMS}
+
+
+def _peak(fullest: Fullest, outcome: Outcome) -> Peak:
+    place = fullest.place
+    return Peak(
+        bytes=fullest.nbytes,
+        items=fullest.items,
+        phase=place.phase,
+        module=place.module,
+        module_class=outcome.classes.get(place.module, ""),
+        op=place.op.removesuffix(".default"),
+    )
+
+
+def _precision(config: ZeroliteConfig) -> str:
+    if config.fp16.enabled:
+        return "fp16"
+    if config.bf16.enabled:
+        return "bf16"
+    if config.torch_autocast.enabled:
+        return f"autocast to {config.torch_autocast.dtype}"
+    return "fp32"
+
+
+def _describe_batch(job: Job) -> str | None:
+    if job.batch is None:
+        return None
+    batch = job.batch()
+    named = batch.items() if isinstance(batch, dict) else enumerate(batch if isinstance(batch, tuple) else (batch,))
+    return ", ".join(f"{name}: {_describe(value)}" for name, value in named)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _notes(job: Job, outcome: Outcome) -> list[str]:
+    notes = []
+    if job.batch is None:
+        notes.append("No batch was given: activations are not in the numbers.")
+    if job.device == "cuda":
+        notes.append(
+            "What the driver's context, NCCL's own buffers, cuBLAS' workspaces and fragmentation take is not in the "
+            "numbers: 1 to 2 GB on most devices."
+        )
+        notes.append(
+            "Tensors of the plan are on the CPU, so attention and the like allocate what their CPU kernels do."
+        )
+        if outcome.host:
+            notes.append(
+                f"Before the engine has it, the model takes {format_size(outcome.host)} of host memory in every "
+                "process; zerolite.zero.Init partitions it while it is made."
+            )
+    return notes

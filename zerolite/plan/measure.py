@@ -1,0 +1,231 @@
+"""What real steps of a real engine need, measured: the other side of a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_map_only
+
+from zerolite.comm import record
+from zerolite.config import load_config
+from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER, listeners
+from zerolite.plan.dry_run import WARM_UP
+from zerolite.plan.make import ConfigLike, of_micro_batch, silent
+from zerolite.plan.result import Items, Traffic
+from zerolite.plan.steps import Batch, Loss, train_one_step
+from zerolite.plan.tracker import MemoryTracker
+from zerolite.plan.traffic import summarize
+from zerolite.plan.walk import walk_through_parameters
+from zerolite.runtime.initialize import initialize
+
+
+class Measurement(BaseModel):
+    """One rank of a real job: the fields of :class:`~zerolite.plan.result.Plan` that can be measured. Sizes in bytes,
+    of the step after as many as a plan takes to warm up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    world_size: int
+    device: str = Field(description="cuda or cpu")
+    states: Items = Field(description="model states and buffers, each item at its largest within the step")
+    at_rest: Items = Field(description='held after the step; "other" is what the allocator counts beyond the items')
+    step_peak: int = Field(description="the most that the allocator had given out at once")
+    inside_operators: int = Field(
+        description="by how much that is more than the peak without what single operators take and give back inside "
+        "themselves, which no plan sees; 0 on CUDA, where it is not known"
+    )
+    traffic: list[Traffic]
+
+
+def measure(
+    make_model: Callable[[], torch.nn.Module],
+    config: ConfigLike,
+    batch: Callable[..., Any] | None = None,
+    loss: Loss | None = None,
+) -> Measurement:
+    """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
+
+    config: as for ``zerolite.initialize``; its monitors and the like stay off. batch, loss: as for ``zerolite.plan``;
+    batch None: every parameter is used once, by itself. Counts from before the model is made; what the process holds
+    already does not count. Called on all ranks, with equal arguments.
+    """
+    account = _DeviceAccount() if torch.cuda.is_available() else _HostAccount()
+    items = MemoryTracker()  # not a mode here: it listens to what the engine says of its memory
+    with _listening(items), account.counting():
+        model = make_model()
+        if batch is None:
+            walk_through_parameters(model)
+        engine = initialize(model, silent(load_config(config)))
+        made = _made_on(engine.device, of_micro_batch(batch, engine.train_micro_batch_size_per_gpu))
+        for _ in range(WARM_UP):
+            train_one_step(engine, made, loss)
+        gc.collect()
+        items.measure_from_here()
+        account.begin_step()
+        with _without_collector(), record() as recorder:
+            train_one_step(engine, made, loss)
+        account.end_step()
+        held = engine.memory_report().items
+        rise = {item: items.largest[item] - items.items[item] for item in (*MODEL_STATES, BUFFERS)}
+    at_rest = {**held, ACTIVATIONS: 0, OTHER: account.at_rest - sum(held.values())}
+    return Measurement(
+        rank=engine.rank,
+        world_size=engine.world_size,
+        device=engine.device.type,
+        states={**dict.fromkeys(ITEMS, 0), **{item: held[item] + more for item, more in rise.items()}},
+        at_rest=at_rest,
+        step_peak=account.peak,
+        inside_operators=account.inside_operators,
+        traffic=summarize(recorder.calls, engine.world_size, None),
+    )
+
+
+def _made_on(device: torch.device, batch: Batch | None) -> Batch:
+    """``batch``, its tensors on ``device``; without one, what :func:`walk_through_parameters` takes."""
+    if batch is None:
+        return lambda: torch.zeros((), device=device)
+    return lambda: tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch())
+
+
+@contextlib.contextmanager
+def _listening(tracker: MemoryTracker) -> Iterator[None]:
+    listeners.append(tracker)
+    try:
+        yield
+    finally:
+        listeners.remove(tracker)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _DeviceAccount:
+    """CUDA's caching allocator keeps its own. at_rest, peak: bytes after the step, and at most within it, beyond those
+    before."""
+
+    at_rest = peak = inside_operators = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        self._before = torch.cuda.memory_allocated()
+        yield
+
+    def begin_step(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def end_step(self) -> None:
+        torch.cuda.synchronize()
+        self.at_rest = torch.cuda.memory_allocated() - self._before
+        self.peak = torch.cuda.max_memory_allocated() - self._before
+
+
+class _HostAccount:
+    """The CPU's allocator tells torch's profiler of every allocation and release, with addresses. It does not tell of
+    what threads of gloo's release; that is noticed when the address is given out again."""
+
+    at_rest = peak = inside_operators = 0
+    _BEGIN, _END = "zerolite.plan.measure begins", "zerolite.plan.measure ends"
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            yield
+        events = sorted(_all_events(profiler), key=lambda event: event.start_time_ns)
+        times = {event.name: event.start_time_ns for event in events if event.name in (self._BEGIN, self._END)}
+        blocks = _blocks([event for event in events if event.name == "[memory]"])
+        begin, end = times[self._BEGIN], times[self._END]
+        self.at_rest = sum(block.nbytes for block in blocks if block.start < end <= block.end)
+        self.peak = _most(blocks, begin, end)
+        self.inside_operators = self.peak - _most([block for block in blocks if not block.inside], begin, end)
+
+    def begin_step(self) -> None:
+        with record_function(self._BEGIN):
+            pass
+
+    def end_step(self) -> None:
+        with record_function(self._END):
+            pass
+
+
+class _Block(NamedTuple):
+    """Memory that was given out from ``start`` to ``end``, in nanoseconds. inside: one operator took it and gave it
+    back."""
+
+    start: int
+    end: float
+    nbytes: int
+    inside: bool
+
+
+def _all_events(profiler: Any) -> Iterator[Any]:
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(event.children)
+
+
+def _blocks(events: list[Any]) -> list[_Block]:
+    """The blocks behind the events of the allocator, which are in order of time."""
+    taken: dict[int, Any] = {}  # by address
+    blocks = []
+    for event in events:
+        address = event.extra_fields.ptr
+        if address in taken:
+            blocks.append(_block(taken.pop(address), event.start_time_ns))
+        if event.extra_fields.alloc_size > 0:
+            taken[address] = event
+    return blocks + [_block(event, math.inf) for event in taken.values()]
+
+
+def _block(event: Any, end: float) -> _Block:
+    chain: list[Any] = []  # the innermost first
+    above = event.parent
+    while above is not None:
+        chain.append(above)
+        above = above.parent
+    operator = next((entry for entry in reversed(chain) if _is_one_step(entry.name)), None)
+    inside = operator is not None and end <= operator.end_time_ns
+    return _Block(event.start_time_ns, end, event.extra_fields.alloc_size, inside)
+
+
+@functools.cache
+def _is_one_step(name: str) -> bool:
+    """Whether the profiler's event ``name`` is an operator that a plan sees as one: not a part of Python or autograd,
+    and not an operator that is made of others for everybody to see."""
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator, None) if operator.isidentifier() else None
+    if packet is None:
+        return False
+    overloads = [f"{name}.{overload}".removesuffix(".default") for overload in packet.overloads()]
+    known = [n for n in overloads if torch._C._dispatch_has_kernel(n)]  # the others are TorchScript's
+    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(n, "CompositeImplicitAutograd") for n in known)
+
+
+def _most(blocks: list[_Block], begin: int, end: int) -> int:
+    """The most bytes that were given out at once between ``begin`` and ``end``."""
+    changes = [(block.start, block.nbytes) for block in blocks] + [(block.end, -block.nbytes) for block in blocks]
+    held = most = sum(nbytes for time, nbytes in changes if time <= begin)
+    for time, nbytes in sorted(changes):
+        if begin < time < end:
+            held += nbytes
+            most = max(most, held)
+    return most

@@ -1,0 +1,295 @@
+"""A plan, or several side by side, as text for a terminal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from zerolite.plan.advice import advise
+from zerolite.plan.palette import LOOKS, spoken
+from zerolite.plan.result import MODEL_STATES, Comparison, Items, Moment, Peak, Plan, total
+from zerolite.plan.terminal import Screen, cut, table
+from zerolite.sizes import format_size
+
+_AT_REST = (*MODEL_STATES, "buffers")
+"""What the lower part of the time line is: it is there in every moment."""
+
+_SHORT = {"forward": "fwd", "backward": "bwd"}
+"""Names of phases where there is little room."""
+
+_CHART_ROWS = 10
+_LEAST_BAR = 8
+
+
+def render_plan(plan: Plan, screen: Screen) -> str:
+    """Everything that a plan says, in lines of at most ``screen.width`` columns."""
+    sections = (
+        _head(plan, screen),
+        _memory(plan, screen),
+        _verdict(plan, screen),
+        _timeline(plan, screen),
+        _traffic(plan, screen),
+        _amounts(plan, screen),
+        [line for note in plan.notes for line in screen.paragraph(note, "  ", "- ")],
+    )
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def render_comparison(comparison: Comparison, screen: Screen) -> str:
+    """One line and one bar for each setting, and which of them is the cheapest that fits."""
+    plans = [plan for _, plan in comparison.rows]
+    notes = dict.fromkeys(note for plan in plans for note in plan.notes)
+    sections = (
+        _head(plans[0], screen, one=False),
+        _settings(comparison, screen),
+        _side_by_side(comparison, screen),
+        _choice(comparison, screen),
+        [line for note in notes for line in screen.paragraph(note, "  ", "- ")],
+    )
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+# -------------------------------------------------------------------- one plan
+
+
+def _head(plan: Plan, screen: Screen, one: bool = True) -> list[str]:
+    """What was planned. one: with its stage, and which rank is shown."""
+    trained = "" if plan.trained_parameters == plan.parameters else f", {plan.trained_parameters:,} of them trained"
+    nodes = "" if plan.nodes is None else f" on {counted(plan.nodes, 'node')}"
+    setting = [f"{counted(plan.world_size, 'rank')}{nodes}", plan.precision, plan.device]
+    size = "" if plan.micro_batch is None else f" of {plan.micro_batch}"
+    batch = f": {plan.batch}" if plan.batch else "; no batch was given, so there are no activations"
+    return [
+        *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters{trained}"),
+        *screen.paragraph(", ".join([*([f"stage {plan.stage}"] if one else []), *setting])),
+        *screen.paragraph(f"{counted(plan.accumulation, 'micro-batch', 'es')}{size} in a step{batch}"),
+        *([f"rank {plan.rank}:"] if one and plan.rank else []),
+    ]
+
+
+def _memory(plan: Plan, screen: Screen) -> list[str]:
+    """The items, and where the peak is."""
+    columns = [plan.at_rest, plan.states, plan.peak.items]
+    heads = ["at rest", "in a step", "at the peak"]
+    if plan.host is not None:
+        columns.append(plan.host)
+        heads.append("on the host")
+    items = [item for item in LOOKS if any(column[item] for column in columns)]
+    rows = [["memory", *heads, "share"]]
+    for item in items:
+        sizes = [_size(column[item]) for column in columns]
+        rows.append(
+            [f"{LOOKS[item].letter} {spoken(item)}", *sizes, f"{_share(plan.peak.items[item], plan.peak.bytes)}"]
+        )
+    sums = [total(column, MODEL_STATES) for column in columns]
+    rows.append(["  model states", *(_size(value) for value in sums), _share(sums[2], plan.peak.bytes)])
+    whole = [_size(sum(column.values())) for column in columns]
+    rows.append(["  all", whole[0], "", *whole[2:], _share(plan.peak.bytes, plan.peak.bytes)])
+    lines = table(rows, screen.width, optional=(len(rows[0]) - 1, 2, 1))
+    return [*_with_bars(lines, {item: plan.peak.items[item] for item in items}, screen), "", *_peaks(plan, screen)]
+
+
+def _with_bars(lines: list[str], items: Items, screen: Screen) -> list[str]:
+    """Bars of ``items`` at the ends of the lines after the first one, where there is room for them."""
+    column = max(map(len, lines)) + 2
+    room = min(screen.width - column, 40)
+    if room < _LEAST_BAR:
+        return lines
+    longest = max([*items.values(), 1])
+    bars = ["", *(screen.bar(item, size / longest, room) for item, size in items.items())]
+    bars += [""] * (len(lines) - len(bars))
+    return [f"{line:<{column}}{bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
+
+
+def _peaks(plan: Plan, screen: Screen) -> list[str]:
+    lines = screen.paragraph(f"The peak is {format_size(plan.peak.bytes)}, {_where(plan.peak)}.")
+    if plan.peak.phase == "initialize":
+        step = plan.step_peak
+        return lines + screen.paragraph(f"A step takes {format_size(step.bytes)} at most, {_where(step)}.")
+    return lines + screen.paragraph(f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most.")
+
+
+def _where(peak: Peak) -> str:
+    at = "" if not peak.module_class else f", in {peak.module or 'the model itself'} ({peak.module_class})"
+    return f"in {peak.phase}{at}{f', by {peak.op}' if peak.op else ''}"
+
+
+def _verdict(plan: Plan, screen: Screen) -> list[str]:
+    """Whether it fits, a bar of the items against the device's memory, and what to try."""
+    if plan.device_memory is None or plan.spare is None:
+        return screen.paragraph("Whether it fits depends on the memory of the device: --device-memory 80GB.")
+    memory, spare = format_size(plan.device_memory), format_size(abs(plan.spare))
+    if plan.fits:
+        lines = screen.paragraph(f"It fits: {spare} of {memory} are free at the peak.")
+    else:
+        largest = max(plan.peak.items, key=lambda item: plan.peak.items[item])
+        size = format_size(plan.peak.items[largest])
+        lines = screen.paragraph(
+            f"It does not fit: the peak is {spare} more than the {memory} of the device. What takes the most is "
+            f"{spoken(largest)}, {size}."
+        )
+    lines += [_against_memory(plan.peak.items, plan.device_memory, plan.device_memory, screen, screen.width)]
+    advice = advise(plan)
+    return lines + [line for sentence in advice for line in screen.paragraph(sentence, "  ", "- ")]
+
+
+def _against_memory(items: Items, memory: int | None, largest: int, screen: Screen, width: int) -> str:
+    """A stacked bar in which the device's memory ends at a "|"; ``largest`` bytes are the whole width."""
+    used = sum(items.values())
+    scale = max(used, largest, 1)
+    bar = screen.stacked(items, scale, width - 1)
+    if memory is None:
+        return bar
+    taken, end = round((width - 1) * used / scale), round((width - 1) * memory / scale)
+    if end >= taken:
+        return bar + "." * (end - taken) + "|"
+    fitting = dict(zip(items, _first(items, memory), strict=True))
+    rest = {item: items[item] - fitting[item] for item in items}
+    return screen.stacked(fitting, scale, width - 1) + "|" + screen.stacked(rest, scale, width - 1)
+
+
+def _first(items: Items, limit: int) -> Iterable[int]:
+    """What of each item lies within the first ``limit`` bytes of all of them in a row."""
+    for size in items.values():
+        part = min(size, limit)
+        limit -= part
+        yield part
+
+
+# -------------------------------------------------------------------- the course of a step
+
+
+def _timeline(plan: Plan, screen: Screen) -> list[str]:
+    if not plan.timeline:
+        return []
+    highest = max(moment.bytes for moment in plan.timeline)
+    labels = [format_size(highest), *[""] * (_CHART_ROWS - 2), "0 B"]
+    margin = max(map(len, labels)) + 1
+    columns = _columns(plan.timeline, screen.width - margin - 1)
+    bars = [(total(moment.items, _AT_REST), moment.bytes) for moment in columns]
+    rows = screen.chart(bars, highest, _CHART_ROWS)
+    lower, upper = ("█", "▒") if screen.blocks else ("#", ":")
+    return [
+        *screen.paragraph(f"memory in the course of a step: {lower} model states and buffers, {upper} everything else"),
+        *(f"{label:>{margin - 1}} |{row}" for label, row in zip(labels, rows, strict=True)),
+        " " * margin + _phases(columns),
+    ]
+
+
+def _columns(timeline: list[Moment], width: int) -> list[Moment]:
+    """As many moments as columns: the fullest of those that fall into each."""
+    count = len(timeline)
+    columns = []
+    for column in range(width):
+        first = column * count // width
+        among = timeline[first : max((column + 1) * count // width, first + 1)]
+        columns.append(max(among, key=lambda moment: moment.bytes))
+    return columns
+
+
+def _phases(columns: list[Moment]) -> str:
+    """The names of the phases, each under the column with which it begins."""
+    line = ""
+    for phase, moments in itertools.groupby(columns, key=lambda moment: moment.phase):
+        room = len(list(moments)) - 1
+        name = phase if len(phase) <= room else _SHORT.get(phase, phase)
+        line += "|" + name[:room].ljust(room)
+    return line.rstrip()
+
+
+# -------------------------------------------------------------------- traffic and amounts
+
+
+def _traffic(plan: Plan, screen: Screen) -> list[str]:
+    if not plan.traffic:
+        return screen.paragraph("traffic of a step: none")
+    rows = [["traffic of a step", "for", "count", "bytes", "sent per rank", "between nodes"]]
+    for entry in plan.traffic:
+        across = "" if entry.inter_node is None else format_size(entry.inter_node)
+        sizes = [format_size(entry.nbytes), format_size(entry.sent), across]
+        rows.append([entry.op, entry.tag, f"{entry.count:,}", *sizes])
+    across = "" if plan.nodes is None else format_size(sum(entry.inter_node or 0 for entry in plan.traffic))
+    count, nbytes = (sum(values) for values in zip(*((e.count, e.nbytes) for e in plan.traffic), strict=True))
+    rows.append(["all", "", f"{count:,}", format_size(nbytes), format_size(plan.sent), across])
+    if plan.nodes is None:
+        rows = [row[:-1] for row in rows]
+    return table(rows, screen.width, left=(0, 1), optional=(3, 1, 2))
+
+
+def _amounts(plan: Plan, screen: Screen) -> list[str]:
+    lines = screen.paragraph(f"This rank writes {format_size(plan.checkpoint)} of a checkpoint.")
+    if plan.flops is not None:
+        lines += screen.paragraph(f"Forward and backward of a step take {format_flops(plan.flops)} on each rank.")
+    return lines
+
+
+# -------------------------------------------------------------------- several plans
+
+
+def _settings(comparison: Comparison, screen: Screen) -> list[str]:
+    rows = [["setting", "states", "at rest", "peak", "sent", "collectives", "fits", ""]]
+    for index, (setting, plan) in enumerate(comparison.rows):
+        at_rest = format_size(sum(plan.at_rest.values()))
+        count = sum(entry.count for entry in plan.traffic)
+        fits = {None: "?", True: "yes", False: "no"}[plan.fits]
+        sizes = [format_size(plan.model_states), at_rest, format_size(plan.peak.bytes), format_size(plan.sent)]
+        mark = "<- cheapest" if index == comparison.chosen else ""
+        rows.append([setting, *sizes, f"{count:,}", fits, mark])
+    return table(rows, screen.width, left=(0, 7), optional=(5, 2, 1, 4))
+
+
+def _side_by_side(comparison: Comparison, screen: Screen) -> list[str]:
+    """Bars of the items at the peak, all on one scale."""
+    names = [setting for setting, _ in comparison.rows]
+    margin = min(max(map(len, names)), 2 * screen.width // 5) + 1
+    memory = comparison.rows[0][1].device_memory
+    largest = max(memory or 0, *(plan.peak.bytes for _, plan in comparison.rows))
+    held = [item for item in LOOKS if any(plan.peak.items[item] for _, plan in comparison.rows)]
+    legend = ", ".join(f"{LOOKS[item].letter} {spoken(item)}" for item in held)
+    until = "" if memory is None else f"; the device's {format_size(memory)} end at |"
+    bars = [
+        f"{cut(setting, margin - 1):<{margin}}"
+        + _against_memory(plan.peak.items, memory, largest, screen, screen.width - margin)
+        for setting, plan in comparison.rows
+    ]
+    return [*screen.paragraph(f"memory at the peak: {legend}{until}"), *bars]
+
+
+def _choice(comparison: Comparison, screen: Screen) -> list[str]:
+    memory = comparison.rows[0][1].device_memory
+    if memory is None:
+        return screen.paragraph("Which of them fit depends on the memory of the device: --device-memory 80GB.")
+    if comparison.chosen is not None:
+        setting, plan = comparison.rows[comparison.chosen]
+        return screen.paragraph(
+            f"The cheapest that fits in {format_size(memory)} is {setting}: of those that fit, it sends the least in a "
+            f"step, {format_size(plan.sent)} per rank."
+        )
+    setting, plan = min(comparison.rows, key=lambda row: row[1].peak.bytes)
+    lines = screen.paragraph(f"None of them fits in {format_size(memory)}. The smallest is {setting}.")
+    advice = advise(plan, stages=False)  # the other stages are above
+    return lines + [line for sentence in advice for line in screen.paragraph(sentence, "  ", "- ")]
+
+
+# -------------------------------------------------------------------- words
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """As in "1 rank", "64 ranks"."""
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
+def format_flops(flops: int) -> str:
+    """As people read it: "12.30 TFLOP"."""
+    for power, letter in ((6, "E"), (5, "P"), (4, "T"), (3, "G"), (2, "M")):
+        if flops >= 1000**power:
+            return f"{flops / 1000**power:.2f} {letter}FLOP"
+    return f"{flops:,} FLOP"
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes) if nbytes else "-"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %" if part else ""

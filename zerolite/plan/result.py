@@ -1,0 +1,125 @@
+"""What a plan says: memory of one rank by item, its course through a step, traffic, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MODEL_STATES = ("compute_parameters", "persistent_parameters", "gradients", "master_weights", "optimizer_states")
+
+Items = dict[str, int]
+"""Bytes by item, every one of zerolite.memory_items.ITEMS."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Peak(_Frozen):
+    """The moment at which a rank's memory is fullest."""
+
+    bytes: int
+    items: Items
+    phase: str = Field(description="initialize, forward, backward or step")
+    module: str = Field(description='qualified name of the innermost module at work; "" is the model itself')
+    module_class: str
+    op: str = Field(description="the operator that allocated, as in aten.mm; empty if none did")
+
+
+class Moment(_Frozen):
+    """One point of the time line of a step."""
+
+    items: Items
+    phase: str
+    module: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.items.values())
+
+
+class Traffic(_Frozen):
+    """All collectives of one kind in one step of one rank.
+
+    nbytes: the full tensors that they concern (a gather of P parameters on N ranks counts P, not P / N). sent: what
+    this rank sends if they run as rings, the bandwidth-optimal algorithm: (N - 1) / N of it for a gather or a
+    reduce-scatter, twice that for an all-reduce, all of it for a broadcast. inter_node: the part of ``sent``, on
+    average over the ranks of a node, that leaves the node.
+    """
+
+    op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast")
+    tag: str = Field(description="what it is for: gradients, parameters, stats, ...")
+    count: int
+    nbytes: int
+    sent: int
+    inter_node: int | None = Field(description="None where the number of nodes was not given")
+
+
+class Plan(_Frozen):
+    """What one rank of a job needs, found by running the engine on tensors without memory. Sizes in bytes.
+
+    states: model states and buffers, each item at its largest within a step: what figure 1 of the ZeRO paper counts.
+    at_rest: what is held between two steps. peak: of all phases; initialize_peak: while the engine is made;
+    step_peak: of a step that follows the plan of the steps before it. timeline: that step, at most 1000 points.
+    host: what rests on the host (offload), None if that is nothing. checkpoint: what this rank writes. flops: of one
+    rank's forward and backward in one step, None without a batch.
+    """
+
+    model: str
+    stage: int
+    world_size: int
+    nodes: int | None
+    rank: int
+    device: str = Field(description="cuda or cpu: whose communicator was imitated")
+    precision: str = Field(description="fp32, bf16, fp16, or autocast with its dtype")
+    micro_batch: int | None
+    accumulation: int
+    batch: str | None = Field(description="what one micro-batch is, None if none was given")
+    parameters: int
+    trained_parameters: int
+    states: Items
+    at_rest: Items
+    peak: Peak
+    initialize_peak: Peak
+    step_peak: Peak
+    timeline: list[Moment]
+    traffic: list[Traffic]
+    host: Items | None
+    checkpoint: int
+    flops: int | None
+    device_memory: int | None
+    notes: list[str] = Field(description="sentences: what was assumed, and what is not in the numbers")
+
+    @property
+    def model_states(self) -> int:
+        """Bytes of model states (without buffers), each at its largest within a step."""
+        return total(self.states, MODEL_STATES)
+
+    @property
+    def spare(self) -> int | None:
+        """Bytes of device memory left at the peak, negative if it does not fit; None if it was not given."""
+        return None if self.device_memory is None else self.device_memory - self.peak.bytes
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.spare is None else self.spare >= 0
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sends in one step."""
+        return sum(entry.sent for entry in self.traffic)
+
+
+def total(items: Items, names: Iterable[str]) -> int:
+    """The sum of some of the items."""
+    return sum(items[name] for name in names)
+
+
+class Comparison(_Frozen):
+    """Plans of one job with different settings. rows: (what is different, the plan), in the order in which they were
+    made. chosen: index of the cheapest that fits: the least bytes sent in a step, then the lowest stage, then the
+    lowest peak; None if none fits or no memory was given."""
+
+    rows: list[tuple[str, Plan]]
+    chosen: int | None
