@@ -60,8 +60,14 @@ class WorkerDied(CaseFailed):
 def _server_context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["tests.pool", "torch", "torch.distributed", "torch.nn.functional", "torch.optim",
-        "zerolite.runtime.initialize"]
+        [
+            "tests.pool",
+            "torch",
+            "torch.distributed",
+            "torch.nn.functional",
+            "torch.optim",
+            "zerolite.runtime.initialize",
+        ]
     )
     return context
 

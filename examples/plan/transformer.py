@@ -6,6 +6,9 @@ zerolite plan --model transformer:build_7b5 --config zero3.json --world-size 64
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CONTEXT, VOCABULARY = 1024, 51200
 
 
 class Block(nn.Module):
@@ -30,32 +33,25 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """From tokens and labels, both int64 of [batch, length], to the loss."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int = 1024, vocabulary: int = 51200) -> None:
+    def __init__(self, layers: int, width: int, heads: int, checkpointing: bool = False) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.checkpointing = checkpointing
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-class CheckpointedTransformer(Transformer):
-    """Its layers keep their inputs alone, and compute the rest again in backward."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        for layer in self.layers:
-            layer.forward = _checkpointed(layer.forward)
-
-
-def _checkpointed(forward):
-    return lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
+def build_small() -> Transformer:
+    """15 million parameters, for `--check` on any machine."""
+    return Transformer(2, 256, 4)
 
 
 def build_7b5() -> Transformer:
@@ -64,7 +60,8 @@ def build_7b5() -> Transformer:
 
 
 def build_7b5_checkpointed() -> Transformer:
-    return CheckpointedTransformer(36, 4096, 32)
+    """The same, whose layers keep their inputs alone and compute the rest again in backward."""
+    return Transformer(36, 4096, 32, checkpointing=True)
 
 
 def build_1t() -> Transformer:

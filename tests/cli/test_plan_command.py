@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,10 +21,13 @@ import torch
 
 from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command, start_command
 from tests.unit.plan_examples import GB, make_comparison, make_plan
+from zerolite.config import ZeroliteConfig, load_config
 from zerolite.plan import command
 from zerolite.plan.errors import PlanError
+from zerolite.plan.imports import import_object
 from zerolite.plan.report import render_comparison, render_plan
 from zerolite.plan.result import Comparison, Plan
+from zerolite.plan.sources import parse_input_spec
 from zerolite.plan.terminal import Screen
 
 CONFIG = {
@@ -38,7 +43,7 @@ def build():
     return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
 def reads_values():
     model = build()
-    if float(model[0].weight.sum()) > 0:
+    if float(model[0].weight.detach().sum()) > 0:
         return model
     return torch.nn.Identity()
 def make_batch(size):
@@ -243,6 +248,38 @@ def test_an_interrupt_leaves_no_traceback(ask: Ask, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(command, "make", interrupted)
     assert ask() == (130, "", "\n")
+
+
+# -------------------------------------------------------------------- what the documentation shows
+
+
+def commands_in(page: Path) -> list[list[str]]:
+    """The arguments of every `zerolite plan` in the page's consoles."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    return [
+        shlex.split(line, comments=True)
+        for line in re.findall(r"^\$ zerolite plan (.*?)(?: && .*)?$", text, re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
+def test_commands_of_the_documentation(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = ROOT / "examples" / "plan"
+    monkeypatch.syspath_prepend(str(home))
+    monkeypatch.chdir(tmp_path)  # for what they would write
+    commands = commands_in(ROOT / page)
+    assert commands
+    for arguments in commands:
+        options = command.parse_command_line(arguments)
+        assert isinstance(load_config(home / options.config).resolve(options.world_size), ZeroliteConfig)
+        assert callable(import_object(options.model, "--model"))
+        assert options.input_spec is None or callable(parse_input_spec(options.input_spec))
+
+
+def test_every_option_is_documented() -> None:
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    options = {name for action in command.build_parser("zerolite plan")._actions for name in action.option_strings}
+    assert [name for name in options - {"-h", "--help"} if f"| `{name}" not in text] == []
 
 
 # -------------------------------------------------------------------- for real

@@ -70,16 +70,24 @@ def check_off(result: dict[str, Any]) -> None:
     assert result["gone"]
 
 
-def test_only_the_operations_that_were_asked_for(pools: Pools) -> None:
+def test_only_the_operations_that_were_asked_for(pools: Pools, tmp_path: Path) -> None:
     logger = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}
-    first, second = pools(2).run(f"{CASES}:trained", {"settings": [(setting(1, comms_logger=logger), "engine", "")]})
+    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    one = setting(1, comms_logger=logger, jsonl_monitor=place, check_collectives=True)  # which watches too
+    first, second = pools(2).run(f"{CASES}:trained", {"settings": [(one, "engine", str(tmp_path))]})
     for (result,) in (first, second):
         assert {row["op"] for row in result["logged"]} == {"all_gather"}
-        expected = {kind: count for kind, count in kinds(result["calls"]).items() if kind[0] == "all_gather"}
+        expected = {
+            kind: count for kind, count in kinds(result["calls"]).items() if kind[:2] == ("all_gather", "parameters")
+        }
         assert logged(result["logged"]) == expected
         assert "caller" not in result["logged"][0]
     rows = [line.split() for line in first[0]["printed"].splitlines() if line.startswith("  all_gather")]
     assert rows and all(row[1] == "parameters" for row in rows) and "reduce" not in first[0]["printed"]
+    written = [entry for entry in first[0]["written"] if "Train/Comms/all_gather_busbw" in entry]
+    assert [entry["step"] for entry in written] == [8, 16]
+    assert sum(entry["Train/Comms/all_gather_busbw"] > 0 for entry in written) == 2
+    assert not any("reduce" in name for entry in written for name in entry)
     assert "collectives of" not in second[0]["printed"]
 
 
@@ -124,3 +132,27 @@ def test_flops_of_a_known_model(pools: Pools, tmp_path: Path, loop: str) -> None
         assert other["written"] == result["written"] and "FLOP" not in other["printed"]
         assert result["plain"] and other["plain"] and result["gone"] and other["gone"]
         assert result["wrapped"] == ["update"] and other["wrapped"] == []
+
+
+def test_an_exception_in_the_counted_step(pools: Pools) -> None:
+    """No mode is left, and training goes on as without the profiler."""
+    plain = [config(stage, zero=PARTITIONED["moving"]) for stage in (1, 3)]
+    for results in pools(2).run(
+        f"{CASES}:interrupted", {"configs": plain + [one | {"flops_profiler": PROFILER} for one in plain]}
+    ):
+        for without, with_it in zip(results[:2], results[2:], strict=True):
+            assert with_it["stacks"] == [0, 0]
+            assert_same_bits(with_it["parameters"], without["parameters"], "with the profiler")
+
+
+def test_a_breakdown_of_memory(pools: Pools, tmp_path: Path) -> None:
+    """On rank 0, every two steps: the engine's own report."""
+    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    one = setting(2, optimizer=ADAMW, memory_breakdown=True, jsonl_monitor=place)
+    (first,), (second,) = pools(2).run(f"{CASES}:trained", {"settings": [(one, "engine", str(tmp_path))]})
+    assert re.findall(r"^step (\d+): memory of rank 0 on cpu$", first["printed"], re.MULTILINE) == ["2", "4"]
+    assert "memory of" not in second["printed"] and first["gone"]
+    entries = [entry for entry in first["written"] if "Train/Memory/resident" in entry]
+    assert [entry["step"] for entry in entries] == [8, 16]
+    assert entries[0]["Train/Memory/optimizer_states"] > entries[0]["Train/Memory/master_weights"] >= 0
+    assert "Train/Memory/allocated" not in entries[0], "nobody counts on the CPU"

@@ -9,11 +9,12 @@ from tests.plan.jobs import KINDS, settings
 from zerolite.plan.measure import Measurement, measure
 
 
-def measured(kind: str, shared_memory: bool = True, **setting: Any) -> Measurement:
+def measured(kind: str, shared_memory: bool = True, with_batch: bool = True, **setting: Any) -> Measurement:
     """``setting``: see :func:`tests.plan.jobs.settings`."""
     os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
     job = KINDS[kind]
-    return measure(job.make, settings(**setting), job.batch, job.loss)
+    given = {"batch": job.batch, "loss": job.loss} if with_batch else {}
+    return measure(job.make, settings(**setting), **given)
 
 
 def several_measured(runs: dict[str, dict[str, Any]]) -> dict[str, Measurement]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zerolite
 from tests import models
 
 BATCH, WIDTH = 4, 48
@@ -17,9 +18,9 @@ BATCH, WIDTH = 4, 48
 
 class OddMlp(nn.Module):
     """``x [B, 37]`` -> ``[B, 5]``: odd sizes, a frozen layer, one weight in two layers, a 0-dim parameter, one that is
-    never used, buffers."""
+    never used, buffers. ``more``: layers in the middle."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: int = 0) -> None:
         super().__init__()
         self.first = nn.Linear(37, 211)
         self.middle = nn.Linear(211, 211)
@@ -28,6 +29,7 @@ class OddMlp(nn.Module):
         self.again.weight = self.middle.weight
         self.gain = nn.Parameter(torch.tensor(0.75))
         self.unused = nn.Parameter(torch.ones(3))
+        self.more = nn.Sequential(*(nn.Linear(211, 211) for _ in range(more)))
         self.norm = nn.LayerNorm(211)
         self.last = nn.Linear(211, 5)
         self.register_buffer("offset", torch.zeros(5))
@@ -35,7 +37,7 @@ class OddMlp(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         hidden = F.gelu(self.first(x))
-        hidden = hidden + self.gain * torch.tanh(self.frozen(self.middle(hidden)))
+        hidden = hidden + self.gain * torch.tanh(self.more(self.frozen(self.middle(hidden))))
         hidden = self.norm(self.again(hidden)) * self.wide.to(hidden.dtype)
         output = self.last(hidden) + self.offset.to(hidden.dtype)
         return {"output": output, "loss": F.mse_loss(output.float(), y.float())}
@@ -83,6 +85,19 @@ def gpt() -> nn.Module:
     return models.example_gpt(layers=3, width=WIDTH, heads=3)
 
 
+def deep_gpt() -> nn.Module:
+    return models.example_gpt(layers=10, width=WIDTH, heads=3)
+
+
+def deep_odd_mlp() -> nn.Module:
+    return OddMlp(more=22)
+
+
+def partitioned_gpt() -> nn.Module:
+    with zerolite.zero.Init():
+        return deep_gpt()
+
+
 def tokens() -> tuple[Tensor, Tensor]:
     """Inputs and targets ``[BATCH, 8]``."""
     made = torch.randint(0, models.VOCABULARY, (BATCH, 9))
@@ -114,16 +129,32 @@ KINDS = {
     "gpt": Kind(gpt, tokens),
     "odd": Kind(OddMlp, rows_and_values),
     "moe": Kind(MixtureOfExperts, rows, sum_of_squares),
+    # What 16-bit matrix products on the CPU take inside themselves is little beside all of these.
+    "deep gpt": Kind(deep_gpt, tokens),
+    "deep gpt in zero.Init": Kind(partitioned_gpt, tokens),
+    "deep odd": Kind(deep_odd_mlp, rows_and_values),
 }
 
 BUCKETS: dict[str, dict[str, Any]] = {
     "auto": {},
-    "small": {"reduce_bucket_size": 5_000, "allgather_bucket_size": 5_000, "stage3_prefetch_bucket_size": 5_000},
-    "large": {"reduce_bucket_size": 60_000, "allgather_bucket_size": 60_000, "stage3_prefetch_bucket_size": 60_000},
+    "small": {
+        "reduce_bucket_size": 5_000,
+        "allgather_bucket_size": 5_000,
+        "stage3_prefetch_bucket_size": 5_000,
+        "stage3_max_live_parameters": 30_000,
+        "stage3_max_reuse_distance": 0,
+    },
+    "large": {
+        "reduce_bucket_size": 60_000,
+        "allgather_bucket_size": 60_000,
+        "stage3_prefetch_bucket_size": 60_000,
+        "stage3_max_live_parameters": 120_000,
+    },
 }
-"""Settings of the buckets. At stage 3 parameters of this size would all stay whole otherwise."""
+"""Settings of the buckets, and of what stage 3 keeps gathered."""
 
 MOVING = {"stage3_param_persistence_threshold": 300, "stage3_module_granularity_threshold": 0}
+"""Stage 3 would keep models of this size whole otherwise."""
 
 
 def settings(stage: int, buckets: str, precision: str = "fp32", accumulation: int = 1) -> dict[str, Any]:

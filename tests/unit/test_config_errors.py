@@ -371,7 +371,7 @@ def test_blocks_that_are_on_by_being_there(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("memory_breakdown", True), ("memory_breakdown", 0), ("zero_optimization.allgather_partitions", False),
+    [("disable_python_gc", True), ("disable_python_gc", 0), ("zero_optimization.allgather_partitions", False),
      ("zero_optimization.offload_optimizer", {"device": "cpu"}), ("zero_optimization.zero_hpz_partition_size", True),
      ("zero_optimization.stage3_allgather_sequential", True), ("activation_checkpointing.profile", True),
      ("gradient_allreduce_op", "sum"), ("comet", False), ("comet", {"enabled": True}),

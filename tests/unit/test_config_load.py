@@ -75,6 +75,7 @@ FULL: dict[str, Any] = {
         "debug": True,
         "prof_ops": ["all_reduce", "all_gather"],
     },
+    "memory_breakdown": True,
     "flops_profiler": {
         "enabled": True,
         "recompute_fwd_factor": 1,
@@ -231,6 +232,7 @@ def test_defaults() -> None:
         "comms_logger.prof_all": True,
         "comms_logger.debug": False,
         "comms_logger.prof_ops": (),
+        "memory_breakdown": False,
         "flops_profiler.enabled": False,
         "flops_profiler.recompute_fwd_factor": 0.0,
         "flops_profiler.profile_step": 1,
@@ -432,7 +434,7 @@ BOOLEANS = [
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 26 and len(BOOLEANS) == 33
+    assert len(INTEGERS) == 26 and len(BOOLEANS) == 34
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 

@@ -33,6 +33,7 @@ from zerolite.profiling import moments
 from zerolite.runtime import wall_clock
 from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock, watch_gathers
+from zerolite.runtime.zero.fetch_schedule import Fetch
 
 CPU = torch.device("cpu")
 LR = ("Train/Samples/lr", 0.5, 8)
@@ -588,6 +589,78 @@ def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> 
     clock.end_step(1)
     clock.end_step(1)  # an update that raised: no step has ended
     assert reports == [{FORWARD: 0.0, BACKWARD: 0.0, REDUCE_WAIT: 3.0, GATHER: 0.0, STEP: 0.0, OTHER: 1.0}]
+
+
+class Gathering:
+    """A publisher and a coordinator in one: each call takes 3 ms, and brings something if it says so."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.on_published = self.take_time
+
+    def take_time(self, *args: Any) -> None:
+        self.device.now += 3
+
+    wait = hold = take_time
+
+    def _execute(self, fetch: Fetch) -> None:
+        self.device.now += 3
+        if fetch.wait == (99,):
+            raise RuntimeError("a rank is gone")
+
+
+def gathers_of(device: Device, work: Callable[[Gathering, PhaseClock], None], stage: int) -> dict[str, float]:
+    reports: list[dict[str, float]] = []
+    clock = PhaseClock(CPU, 1, lambda step, means: reports.append(dict(means)))
+    parts = Gathering(device)
+    watch_gathers(clock, parts, parts if stage == 3 else None)
+    clock.enter(STEP)
+    clock.leave(STEP)
+    work(parts, clock)
+    clock.end_step(1)
+    return {phase: ms for phase, ms in reports[0].items() if ms}
+
+
+def test_waits_for_published_parameters_are_gathers(device: Device) -> None:
+    def work(publisher: Gathering, clock: PhaseClock) -> None:
+        clock.enter(FORWARD)
+        device.now += 1
+        publisher.wait([0])
+        clock.leave(FORWARD)
+        publisher.on_published()
+
+    assert gathers_of(device, work, 1) == {FORWARD: 1.0, GATHER: 3.0, OTHER: 3.0}
+
+
+def test_fetches_of_stage_3_are_gathers(device: Device) -> None:
+    nothing, bring = Fetch((1,), (), (), ()), Fetch((), (2,), (), (2,))
+
+    def work(coordinator: Gathering, clock: PhaseClock) -> None:
+        clock.enter(FORWARD)
+        coordinator._execute(bring)
+        made = device.moments
+        coordinator._execute(nothing)
+        assert device.moments == made, "a use that needs nothing takes no moment"
+        clock.leave(FORWARD)
+        clock.enter(BACKWARD)
+        coordinator._execute(Fetch((), (), ((4, 5),), ()))
+        coordinator.hold([4])
+        clock.leave(BACKWARD)
+        clock.enter(STEP)
+        coordinator.on_published()
+        clock.leave(STEP)
+
+    assert gathers_of(device, work, 3) == {FORWARD: 3.0, GATHER: 12.0}
+
+
+def test_a_gather_that_fails_is_over(device: Device) -> None:
+    def work(coordinator: Gathering, clock: PhaseClock) -> None:
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            coordinator._execute(Fetch((), (), (), (99,)))
+        assert not clock.is_open(GATHER)
+        device.now += 2
+
+    assert gathers_of(device, work, 3) == {GATHER: 3.0, OTHER: 2.0}
 
 
 def test_the_hosts_clock_is_in_milliseconds() -> None:

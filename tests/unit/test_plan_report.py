@@ -60,7 +60,7 @@ def test_the_table_holds_the_numbers_of_the_plan() -> None:
 def test_what_is_told_about_the_job() -> None:
     text = render_plan(make_plan(trained_parameters=100, rank=3), WIDE)
     assert text.startswith("models.gpt:build_model: 7,500,000,000 parameters, 100 of them trained\n")
-    assert "\nstage 2, 64 ranks on 8 nodes, bf16, cuda\n" in text and "\nrank 3:\n" in text
+    assert "\nstage 2, rank 3 of 64 on 8 nodes, bf16, cuda\n" in text
     assert "\n2 micro-batches of 4 in a step: input_ids int64[4,1024]\n" in text
     assert "\nThe peak is 27.64 GB, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
     assert "\nMaking the engine takes 16.41 GB at most.\n" in text
@@ -69,6 +69,13 @@ def test_what_is_told_about_the_job() -> None:
     assert text.endswith(
         "- The memory of a CUDA context, of NCCL and fragmentation of the allocator are not in these numbers."
     )
+
+
+def test_a_peak_in_one_of_the_first_steps() -> None:
+    text = render_plan(make_plan(peak=make_peak(make_items(activations=30 * GB), module="layers.0")), WIDE)
+    assert "\nThe peak is 30.00 GB, in one of the first steps, in backward, in layers.0 (FeedForward)" in text
+    assert "\nA later step takes 27.64 GB at most, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
+    assert "\nMaking the engine takes 16.41 GB at most.\n" in text
 
 
 def test_a_peak_before_the_first_step_and_one_in_the_model_itself() -> None:
@@ -240,6 +247,12 @@ def test_the_time_line_shows_the_peak_and_the_phases() -> None:
     assert phases.index("|backward") <= peak <= phases.index("|backward") + 5  # backward begins with the peak
     assert phases.split() == ["|forward", "|backward", "|step"]
     assert set(lines[-2][10:]) == {"█"}  # model states are there all along
+
+
+def test_charts_have_two_parts() -> None:
+    columns = [(1, 4), (2, 2), (0, 0), (4, 4)]
+    assert Screen().chart(columns, 4, 4) == ["▒  █", "▒  █", "▒█ █", "██ █"]
+    assert Screen(blocks=False).chart(columns, 4, 4) == [":  #", ":  #", ":# #", "## #"]
 
 
 def test_short_phases_have_short_names() -> None:

@@ -129,9 +129,9 @@ def test_a_report_is_of_what_came_since_the_last_one(device: Device) -> None:
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[0].splitlines()] == [
         ["step 10: collectives of 4 ranks since the last table, each waited for at its launch"],
         ["operation", "of", "size", "count", "bytes", "mean ms", "alg GB/s", "bus GB/s"],
-        ["all_reduce", "stats", "4 MB", "1", "4 MB", "2.000", "2.000", "3.000"],
-        ["reduce_scatter", "gradients", "400 kB", "1", "400 kB", "3.000", "0.133", "0.100"],
-        ["reduce_scatter", "gradients", "4 MB", "1", "4 MB", "1.000", "4.000", "3.000"],
+        ["all_reduce", "stats", "4.00 MB", "1", "4.00 MB", "2.000", "2.000", "3.000"],
+        ["reduce_scatter", "gradients", "400.00 KB", "1", "400.00 KB", "3.000", "0.133", "0.100"],
+        ["reduce_scatter", "gradients", "4.00 MB", "1", "4.00 MB", "1.000", "4.000", "3.000"],
     ]
     assert log.report(20) == {} and len(lines) == 1
     assert sum(row["count"] for row in log.summary()) == 3, "the summary is of everything"
@@ -144,7 +144,7 @@ def test_a_line_for_each_collective_and_its_caller(device: Device) -> None:
     log.launch(("all_reduce", "gradients", 10**6, torch.float32, 0), lambda: done(torch.zeros(1)), False)
     first, second = log.summary()  # two lines of this file
     assert first["caller"] != second["caller"] and first["caller"].startswith("test_profiling.py:")
-    assert lines[0].startswith("all_reduce of gradients: 4 MB in 2.000 ms, algorithmic 2.000 GB/s, bus 3.000 GB/s, ")
+    assert lines[0].startswith("all_reduce of gradients: 4.00 MB in 2.000 ms, algorithmic 2.000 GB/s, bus 3.000 GB/s, ")
     assert lines[0].endswith(f"launched at {first['caller']}")
 
 
@@ -170,10 +170,10 @@ def test_an_error_is_not_measured(device: Device) -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
-        (0, "B", "0 B"),
-        (999, "B", "999 B"),
-        (999.7, "B", "1 kB"),
-        (25_200_000, "B", "25.2 MB"),
+        (0, "FLOP", "0 FLOP"),
+        (999, "FLOP", "999 FLOP"),
+        (999.7, "FLOP", "1 kFLOP"),
+        (25_200_000, "FLOP", "25.2 MFLOP"),
         (1e12, "FLOP", "1 TFLOP"),
         (3310, "", "3.31 k"),
         (7, "", "7"),

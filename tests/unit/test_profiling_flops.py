@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.unit.test_monitor import Device
@@ -265,12 +266,31 @@ def test_an_exception_leaves_no_mode_behind(where: str) -> None:
 
 
 def test_a_graph_that_outlives_the_count_is_left_alone() -> None:
-    module = Net()
+    modes: list[int] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            modes.append(torch._C._len_torch_dispatch_stack())
+            return gradient
+
+    class Looking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return Looks.apply(super().forward(x))
+
+    module = Looking()
     engine = Engine(module)
     with count_flops(engine, module) as count:
         loss = engine(batch())
-    loss.backward()
+    loss.backward(retain_graph=True)
     assert (count.total.forward, count.total.backward) == (FORWARD, 0)
+    with count_flops(engine, module):
+        engine(batch()).backward()
+    assert modes == [0, 1]
 
 
 def test_a_count_keeps_no_engine_alive() -> None:
@@ -295,6 +315,42 @@ def test_modules_that_are_compiled_get_no_hooks() -> None:
         assert not any(part._forward_hooks for part in module[1].modules()) and module[0]._forward_hooks
         engine(batch()).sum().backward()
     assert (count.total.forward, count.total.backward) == (2 * product, 4 * product)
+
+
+def test_compiled_regions_run_as_compiled() -> None:
+    weight = nn.Parameter(torch.randn(8, 8))
+    compiled = torch.compile(lambda x: torch.sin(x @ weight) * 2, backend="aot_eager")
+
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return compiled(x)
+
+    module, x, product = Compiled(), batch(), 2 * BATCH * 8 * 8
+    engine = Engine(module)
+    plain = engine(x)
+    with count_flops(engine, module) as count:
+        counted = engine(x)
+        counted.sum().backward()
+    assert torch.equal(plain, counted)
+    assert (count.total.forward, count.total.backward) == (product, 2 * product)
+    if hasattr(TorchDispatchMode, "ignore_compile_internals"):
+        assert type(plain.grad_fn).__name__ == type(counted.grad_fn).__name__ == "CompiledFunctionBackward"
+
+
+def test_nested_tensors_go_through() -> None:
+    """They have operators of their own, for which there are no formulas."""
+    module = nn.Linear(8, 8)
+    engine = Engine(module)
+    rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    plain = engine(rows).values()
+    with count_flops(engine, module):
+        counted = engine(rows).values()
+        counted.sum().backward()
+    assert torch.equal(plain, counted) and module.weight.grad is not None
 
 
 # ------------------------------------------------------------------ the profiler

@@ -130,7 +130,6 @@ _MONITORS: dict[str, Key | Block] = {
 }
 
 _PROFILING: dict[str, Key | Block] = {
-    "memory_breakdown": OFF,
     "timers": Block({"throughput": _switched("synchronized", on_by_default=True)}),
     "autotuning": _switched(
         "fast",

@@ -295,6 +295,11 @@ class ZeroliteConfig(_Block):
     comms_logger: CommsLoggerConfig = Field(
         default_factory=CommsLoggerConfig, description="Time and bandwidth of each collective."
     )
+    memory_breakdown: Bool = Field(
+        default=False,
+        description="Print what the memory of rank 0 holds every `steps_per_print` steps (10 if that is null), and "
+        "write it to the monitors.",
+    )
     flops_profiler: FlopsProfilerConfig = Field(
         default_factory=FlopsProfilerConfig, description="FLOPs of a step by module, and the share of the peak."
     )

@@ -102,7 +102,7 @@ class FlopsProfilerConfig(_Profiling):
         "two goes into the hardware's FLOPs.",
     )
     profile_step: Annotated[int, BeforeValidator(Integer(0))] = Field(
-        default=1, description="Optimizer steps before the one that is counted. 0: the first is."
+        default=1, description="Optimizer steps of this job before the one that is counted. 0: the first is."
     )
     module_depth: Annotated[int, BeforeValidator(Integer(-1))] = Field(
         default=-1,

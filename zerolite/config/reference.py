@@ -100,7 +100,7 @@ def _blocks(prefix: str, model: type[BaseModel]) -> Iterator[str]:
         if inner is not None:
             path = f"{prefix}.{name}" if prefix else name
             heading = "#" * (3 + path.count("."))
-            yield f"{heading} `{path}`\n\n{(inner.__doc__ or '').strip()}\n\n{_table(path, inner)}"
+            yield f"{heading} `{path}`\n\n{' '.join((inner.__doc__ or '').split())}\n\n{_table(path, inner)}"
             yield from _blocks(path, inner)
 
 

@@ -29,6 +29,7 @@ TOLERANCE = {"cpu": 0.02, "cuda": 0.05}
 
 _STATES = (*MODEL_STATES, BUFFERS)
 _REQUEST, _RANK, _LOG = "request.json", "rank{}.json", "log.txt"
+_PEAK = "peak of a step"
 _LAST_LINES = 15
 
 
@@ -58,7 +59,8 @@ def run_check(
     measured = run_job(request, world_size, device)
     lines = list(compare(plan, measured))
     good = agrees(lines, TOLERANCE[device])
-    print(render(lines, TOLERANCE[device], Screen.of(sys.stdout)), flush=True)
+    print()
+    print(render(lines, TOLERANCE[device], measured.inside_operators, Screen.of(sys.stdout)), flush=True)
     return 0 if good else 1
 
 
@@ -133,7 +135,7 @@ def compare(plan: Plan, measured: Measurement) -> Iterator[Line]:
     known = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
     yield from _items("", plan.states, measured.states, _STATES)
     yield from _items(" at rest", plan.at_rest, measured.at_rest, known)
-    yield Line("peak of a step", plan.step_peak.bytes, measured.step_peak, exact=False)
+    yield Line(_PEAK, plan.step_peak.bytes, measured.step_peak, exact=False)
     yield from _traffic(plan.traffic, measured.traffic)
 
 
@@ -165,18 +167,25 @@ def agrees(lines: list[Line], tolerance: float) -> bool:
     return all(abs(difference(line)) <= (0.0 if line.exact else tolerance) for line in lines)
 
 
-def render(lines: list[Line], tolerance: float, screen: Screen) -> str:
-    """A table, and in a sentence what it shows."""
+def render(lines: list[Line], tolerance: float, inside_operators: int, screen: Screen) -> str:
+    """A table, and in a sentence what it shows. inside_operators: see :class:`Measurement`."""
     rows = [["check", "planned", "measured", "difference"]]
     for line in lines:
         sizes = [format_size(n) if line.unit == "bytes" else str(n) for n in (line.planned, line.measured)]
         equal = line.planned == line.measured
         rows.append([line.name, *sizes, "equal" if equal else f"{difference(line):+.2%}"])
     bad = [line.name for line in lines if not agrees([line], tolerance)]
-    if bad:
-        verdict = f"The plan is off: {', '.join(bad)}."
-    else:
+    if not bad:
         verdict = f"The plan is right: states and traffic are equal, the peak is within {tolerance:.0%}."
+    else:
+        verdict = f"The plan is off: {', '.join(bad)}."
+    if _PEAK in bad and inside_operators:
+        peak = next(line for line in lines if line.name == _PEAK)
+        rest = difference(peak._replace(measured=peak.measured - inside_operators))
+        verdict += (
+            f" {format_size(inside_operators)} of the measured peak were inside single operators, such as the scratch "
+            f"memory of a kernel, which no plan sees; without them the peak differs by {rest:+.2%}."
+        )
     return "\n".join([*table(rows, screen.width), "", *screen.paragraph(verdict)])
 
 

@@ -216,6 +216,12 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
     from zerolite.plan.make import compare, plan
     from zerolite.plan.sources import load_batch, load_function, load_model_fn, parse_input_spec
 
+    if options.check:
+        from zerolite.plan.check import find_problem as find_check_problem
+
+        problem = find_check_problem(options.world_size, options.device)
+        if problem is not None:
+            raise PlanError(f"--check: {problem}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told by PlanError
     given: dict[str, Any] = {"nodes": options.nodes, "rank": options.rank, "device": options.device}
     if options.device_memory is not None:

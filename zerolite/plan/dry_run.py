@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from zerolite.accelerator import dry_run
+from zerolite.accelerator import dry_run, is_fake
 from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, OTHER
 from zerolite.plan.failures import explained
-from zerolite.plan.fakes import as_fakes, without_memory
+from zerolite.plan.fakes import on_the_cpu, without_memory
+from zerolite.plan.skeleton import Skeleton
 from zerolite.plan.steps import STEP, Batch, Loss, train_one_step
 from zerolite.plan.tracker import HOST, Fullest, MemoryTracker
 from zerolite.plan.walk import walk_through_parameters
+from zerolite.profiling.flop_count import count_flops
 from zerolite.runtime.build import Arguments, build_engine, check_model
 from zerolite.runtime.engine import Engine
 
@@ -70,8 +71,8 @@ class Outcome:
     recorder: Recorder
     checkpoint: int
     host: int  # what the model took where it was made, before the engine had it
-    flops: int | None
-    warnings: list[str] = field(default_factory=list)
+    of_peers: int  # in the communicators' memory: what the other ranks of this host have made, and this one maps
+    flops: int | None = None
 
 
 def run(job: Job, points: int = 1000) -> Outcome:
@@ -86,7 +87,7 @@ def run(job: Job, points: int = 1000) -> Outcome:
         stack.enter_context(
             use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size))
         )
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker)
         stack.enter_context(tracker.modules.followed())
         stack.enter_context(_without_collector())
@@ -107,19 +108,14 @@ class _Run:
         engine = self._make_engine(model)
         initialize = tracker.fullest
         tracker.measure_from_here()
-        flops = None
-        for step in range(WARM_UP):
-            counting = step == WARM_UP - 1 and self._job.batch is not None
-            with FlopCounterMode(display=False) if counting else contextlib.nullcontext() as counter:
-                self._step(engine)
-            if counter is not None:
-                flops = counter.get_total_flops()
+        for _ in range(WARM_UP):
+            self._step(engine)
         warm_up = tracker.fullest
         tracker.measure_from_here()
         tracker.record()
         with record() as recorder:
             self._step(engine)
-        return Outcome(
+        outcome = Outcome(
             model_name=type(model).__name__,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
             parameters=parameters,
@@ -133,8 +129,18 @@ class _Run:
             recorder=recorder,
             checkpoint=engine.checkpointer.nbytes(),
             host=host,
-            flops=flops,
+            of_peers=_of_peers(engine),
         )
+        if self._job.batch is not None:
+            outcome.flops = self._count_flops(engine, model)
+        return outcome
+
+    def _count_flops(self, engine: Engine, model: torch.nn.Module) -> int:
+        """Of one more step, without what checkpointing recomputes. Not of one that is measured: counting may keep
+        tensors alive."""
+        with count_flops(engine, model) as count:
+            self._step(engine)
+        return count.total.model
 
     def _make_model(self) -> torch.nn.Module:
         tracker = self._tracker
@@ -142,7 +148,9 @@ class _Run:
         with explained("the model's constructor"):
             model = self._job.make_model()
         check_model(model)
-        as_fakes(model)
+        if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            model = Skeleton(model).model  # somebody else's: it stays as it is
+        on_the_cpu(model)
         if self._job.batch is None:
             walk_through_parameters(model)
         return model
@@ -183,6 +191,12 @@ class _Run:
             return
         with explained(f"the model's {phase}", tracker.modules.now):
             yield
+
+
+def _of_peers(engine: Engine) -> int:
+    comms = {id(comm): comm for comm in (engine.parts.comm, getattr(engine.coordinator, "comm", engine.parts.comm))}
+    mapped = sum(tensor.untyped_storage().nbytes() for comm in comms.values() for tensor in comm.memory())
+    return mapped * (engine.world_size - 1) // engine.world_size
 
 
 def _numel(parameters: Any) -> int:

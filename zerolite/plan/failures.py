@@ -38,7 +38,7 @@ def explained(where: str, module: Callable[[], str] | None = None) -> Iterator[N
             "`x[mask]` or `nonzero()`), or leave the batch out: model states and traffic need none"
         ) from error
     except Exception as error:
-        if "CUDA" in str(error) or "cuda" in str(error):
+        if "cuda" in _first_line(error).lower():
             raise PlanError(
                 f"{_place(where, module, error)} asks for a CUDA device: {_first_line(error)}. A plan makes the model "
                 "on the CPU, without memory: leave devices to zerolite.initialize"

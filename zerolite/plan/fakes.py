@@ -1,4 +1,4 @@
-"""Real and meta tensors to tensors without memory on the CPU."""
+"""Real tensors, and those on the meta device, to tensors without memory on the CPU."""
 
 from __future__ import annotations
 
@@ -16,29 +16,25 @@ def without_memory(values: Any) -> Any:
     return tree_map_only(torch.Tensor, _fake, values)
 
 
-def as_fakes(model: torch.nn.Module) -> None:
-    """Replace parameters and buffers of ``model`` that are real, or on the meta device. Tied ones stay tied.
-    Inside a FakeTensorMode."""
-    made: dict[int, torch.Tensor] = {}
+def on_the_cpu(model: torch.nn.Module) -> None:
+    """Fake parameters and buffers of ``model`` that are on the meta device, to the CPU. Tied ones stay tied. Inside a
+    FakeTensorMode."""
+    made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and handle_of(parameter) is None and _has_to_change(parameter):
+            if parameter is not None and handle_of(parameter) is None and parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = torch.nn.Parameter(_fake(parameter.data), parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+                    made[id(parameter)] = torch.nn.Parameter(_fake(parameter), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and _has_to_change(buffer):
+            if buffer is not None and buffer.is_meta:
                 module._buffers[name] = made.setdefault(id(buffer), _fake(buffer))
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:  # what was made of numbers (torch.tensor(0.5)) remembers them, with the dtype that it had
         tensor.constant = None
 
 
-def _has_to_change(tensor: torch.Tensor) -> bool:
-    return not is_fake(tensor) or tensor.device.type != "cpu"
-
-
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    if not _has_to_change(tensor):
+    if is_fake(tensor) and tensor.device.type == "cpu":
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -13,7 +13,6 @@ from zerolite.config import ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, ITEMS
 from zerolite.plan.available import available_memory
 from zerolite.plan.dry_run import Job, run
-from zerolite.plan.errors import PlanError
 from zerolite.plan.make import cheapest, plan_of, silent, with_zero
 from zerolite.plan.result import Plan
 from zerolite.plan.skeleton import Skeleton
@@ -26,9 +25,9 @@ logger = logging.getLogger("zerolite")
 FOR_STATES = 0.8
 """The part of the free memory that stage "auto" fills without activations, which nobody knows before a batch."""
 
-_BYTES = 32
+_BYTES = {"cuda": 32, "cpu": 64}
 """No stage and precision needs more bytes a parameter, with states of Adam's size: fp32 parameter, its original,
-gradient and its bucket, master, two moments, and one copy more."""
+gradient and its bucket, master, two moments, and one copy more; on the CPU the regions of shared memory too."""
 
 
 def choose_stage(
@@ -41,24 +40,30 @@ def choose_stage(
         return config
     free = agreed_minimum(_available(model, device), comm, device)
     limit = int(free * FOR_STATES)
-    if _upper_bound(model) <= limit:
-        _log(comm, f"stage 0: model states need {format_size(_upper_bound(model))} at most, of {format_size(free)}")
+    most = _upper_bound(model, device)
+    if most <= limit:
+        _log(comm, f"stage 0: model states need {format_size(most)} at most, of {format_size(free)}")
         return with_zero(config, stage=0)
     stages = [0, 1, 2] + ([3] if config.zero_optimization.reduce_scatter else [])
-    plans = [_dry_run(model, with_zero(config, stage=stage), arguments, comm, device, limit) for stage in stages]
-    chosen = cheapest(plans)
+    plans, refused = [], []
+    for stage in stages:
+        try:
+            plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, comm, device, limit))
+        except Exception as error:  # an optimizer that works at stage 0 only, for one
+            refused.append(error)
+    if not plans:
+        raise refused[0]
+    cheapest_plan = cheapest(plans)
+    # Parts of ranks differ by a few elements, so their choices may.
+    own = plans[-1 if cheapest_plan is None else cheapest_plan].stage
+    stage = -agreed_minimum(-own, comm, device)
     needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
-    if chosen is None:
-        _log(
-            comm,
-            f"stage {stages[-1]}: none stays below {format_size(limit)}, 80 % of what is free, without "
-            f"activations ({needs})",
-            logging.WARNING,
-        )
-        return with_zero(config, stage=stages[-1])
-    why = f"the least traffic of those that stay below {format_size(limit)}, 80 % of what is free, without activations"
-    _log(comm, f"stage {stages[chosen]}: {why} ({needs})")
-    return with_zero(config, stage=stages[chosen])
+    below = f"{format_size(limit)}, 80 % of what is free, without activations ({needs})"
+    if cheapest_plan is None:
+        _log(comm, f"stage {stage}: none stays below {below}", logging.WARNING)
+    else:
+        _log(comm, f"stage {stage}: the least traffic of those that stay below {below}")
+    return with_zero(config, stage=stage)
 
 
 def check_memory(
@@ -70,11 +75,11 @@ def check_memory(
         return
     free = _available(model, device)
     reason = ""
-    if _upper_bound(model) > free:
+    if _upper_bound(model, device) > free:
         try:
             made = _dry_run(model, config, arguments, comm, device, free)
-        except PlanError as error:  # a model that cannot be copied: it is tried
-            logger.warning("memory_check: %s", error)
+        except Exception as error:  # on this rank alone, maybe; what is wrong with the job, the engine says
+            logger.warning("memory_check: no plan can be made (%s: %s); it is tried", type(error).__name__, error)
         else:
             reason = "" if made.fits else _reason(made, device)
     if agreed_minimum(0 if reason else 1, comm, device):
@@ -103,9 +108,11 @@ def _available(model: torch.nn.Module, device: torch.device) -> int:
     return available_memory(device) + sum(own.values())
 
 
-def _upper_bound(model: torch.nn.Module) -> int:
+def _upper_bound(model: torch.nn.Module, device: torch.device) -> int:
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    return _BYTES * numel + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return _BYTES.get(device.type, 64) * numel + sum(
+        buffer.numel() * buffer.element_size() for buffer in model.buffers()
+    )
 
 
 def _dry_run(
@@ -131,7 +138,9 @@ def _dry_run(
         device="cuda" if device.type == "cuda" else "cpu",
         make_arguments=lambda: copies[0].arguments(model, arguments),
     )
-    return plan_of(job, run(job), None, limit)
+    outcome = run(job)
+    # Of memory that ranks share each counts what it has made, as it has an equal share of what the host has free.
+    return plan_of(job, outcome, None, limit + outcome.of_peers)
 
 
 def _reason(made: Plan, device: torch.device) -> str:

@@ -29,6 +29,7 @@ _SILENT = (
     "flops_profiler",
     "steps_per_print",
     "wall_clock_breakdown",
+    "memory_breakdown",
     "dump_state",
     "check_collectives",
 )
@@ -98,11 +99,14 @@ def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_s
 
 
 def cheapest(plans: list[Plan]) -> int | None:
-    """The index of the plan that fits and sends the least, at the lowest stage, with the lowest peak."""
+    """The index of the plan that fits and sends the least (but for a thousandth: padding), at the lowest stage, with
+    the lowest peak."""
     fitting = [index for index, entry in enumerate(plans) if entry.fits]
     if not fitting:
         return None
-    return min(fitting, key=lambda index: (plans[index].sent, plans[index].stage, plans[index].peak.bytes))
+    enough = 1.001 * min(plans[index].sent for index in fitting)
+    cheap = [index for index in fitting if plans[index].sent <= enough]
+    return min(cheap, key=lambda index: (plans[index].stage, plans[index].peak.bytes))
 
 
 # -------------------------------------------------------------------- settings
@@ -234,8 +238,9 @@ def _describe_batch(job: Job) -> str | None:
     if job.batch is None:
         return None
     batch = job.batch()
-    named = batch.items() if isinstance(batch, dict) else enumerate(batch if isinstance(batch, tuple) else (batch,))
-    return ", ".join(f"{name}: {_describe(value)}" for name, value in named)
+    if isinstance(batch, dict):
+        return ", ".join(f"{name}: {_describe(value)}" for name, value in batch.items())
+    return ", ".join(map(_describe, batch if isinstance(batch, tuple) else (batch,)))
 
 
 def _describe(value: Any) -> str:

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
-from zerolite.comm import record
+from zerolite.accelerator import default_device
+from zerolite.comm import local_rank, record
 from zerolite.config import load_config
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER, listeners
 from zerolite.plan.dry_run import WARM_UP
@@ -24,7 +25,10 @@ from zerolite.plan.steps import Batch, Loss, train_one_step
 from zerolite.plan.tracker import MemoryTracker
 from zerolite.plan.traffic import summarize
 from zerolite.plan.walk import walk_through_parameters
+from zerolite.runtime.engine import Engine
 from zerolite.runtime.initialize import initialize
+
+_MOST_STEPS = 50
 
 
 class Measurement(BaseModel):
@@ -58,7 +62,8 @@ def measure(
     batch None: every parameter is used once, by itself. Counts from before the model is made; what the process holds
     already does not count. Called on all ranks, with equal arguments.
     """
-    account = _DeviceAccount() if torch.cuda.is_available() else _HostAccount()
+    device = default_device(local_rank())
+    account = _DeviceAccount(device) if device.type == "cuda" else _HostAccount()
     items = MemoryTracker()  # not a mode here: it listens to what the engine says of its memory
     with _listening(items), account.counting():
         model = make_model()
@@ -66,8 +71,7 @@ def measure(
             walk_through_parameters(model)
         engine = initialize(model, silent(load_config(config)))
         made = _made_on(engine.device, of_micro_batch(batch, engine.train_micro_batch_size_per_gpu))
-        for _ in range(WARM_UP):
-            train_one_step(engine, made, loss)
+        _warm_up(engine, made, loss)
         gc.collect()
         items.measure_from_here()
         account.begin_step()
@@ -87,6 +91,15 @@ def measure(
         inside_operators=account.inside_operators,
         traffic=summarize(recorder.calls, engine.world_size, None),
     )
+
+
+def _warm_up(engine: Engine, batch: Batch, loss: Loss | None) -> None:
+    """As many steps as a plan takes, and on until one is not skipped: a loss scale finds its size."""
+    for step in range(_MOST_STEPS):
+        skipped = engine.skipped_steps
+        train_one_step(engine, batch, loss)
+        if step + 1 >= WARM_UP and engine.skipped_steps == skipped:
+            return
 
 
 def _made_on(device: torch.device, batch: Batch | None) -> Batch:
@@ -122,24 +135,27 @@ class _DeviceAccount:
 
     at_rest = peak = inside_operators = 0
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        self._before = torch.cuda.memory_allocated()
+        self._before = torch.cuda.memory_allocated(self._device)
         yield
 
     def begin_step(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def end_step(self) -> None:
-        torch.cuda.synchronize()
-        self.at_rest = torch.cuda.memory_allocated() - self._before
-        self.peak = torch.cuda.max_memory_allocated() - self._before
+        torch.cuda.synchronize(self._device)
+        self.at_rest = torch.cuda.memory_allocated(self._device) - self._before
+        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 class _HostAccount:
     """The CPU's allocator tells torch's profiler of every allocation and release, with addresses. It does not tell of
-    what threads of gloo's release; that is noticed when the address is given out again."""
+    what threads of gloo's release: blocks from before the step that no tensor has when it ends are such."""
 
     at_rest = peak = inside_operators = 0
     _BEGIN, _END = "zerolite.plan.measure begins", "zerolite.plan.measure ends"
@@ -150,8 +166,12 @@ class _HostAccount:
             yield
         events = sorted(_all_events(profiler), key=lambda event: event.start_time_ns)
         times = {event.name: event.start_time_ns for event in events if event.name in (self._BEGIN, self._END)}
-        blocks = _blocks([event for event in events if event.name == "[memory]"])
         begin, end = times[self._BEGIN], times[self._END]
+        blocks = [
+            block
+            for block in _blocks([event for event in events if event.name == "[memory]"])
+            if not (block.start < begin and end < block.end and block.address not in self._addresses)
+        ]
         self.at_rest = sum(block.nbytes for block in blocks if block.start < end <= block.end)
         self.peak = _most(blocks, begin, end)
         self.inside_operators = self.peak - _most([block for block in blocks if not block.inside], begin, end)
@@ -163,12 +183,24 @@ class _HostAccount:
     def end_step(self) -> None:
         with record_function(self._END):
             pass
+        self._addresses = _addresses()
+
+
+def _addresses() -> set[int]:
+    """Where the memory of every tensor begins that Python knows."""
+    found = set()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without a storage
+                found.add(thing.untyped_storage().data_ptr())
+    return found
 
 
 class _Block(NamedTuple):
     """Memory that was given out from ``start`` to ``end``, in nanoseconds. inside: one operator took it and gave it
     back."""
 
+    address: int
     start: int
     end: float
     nbytes: int
@@ -204,7 +236,7 @@ def _block(event: Any, end: float) -> _Block:
         above = above.parent
     operator = next((entry for entry in reversed(chain) if _is_one_step(entry.name)), None)
     inside = operator is not None and end <= operator.end_time_ns
-    return _Block(event.start_time_ns, end, event.extra_fields.alloc_size, inside)
+    return _Block(event.extra_fields.ptr, event.start_time_ns, end, event.extra_fields.alloc_size, inside)
 
 
 @functools.cache

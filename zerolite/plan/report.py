@@ -55,15 +55,15 @@ def render_comparison(comparison: Comparison, screen: Screen) -> str:
 def _head(plan: Plan, screen: Screen, one: bool = True) -> list[str]:
     """What was planned. one: with its stage, and which rank is shown."""
     trained = "" if plan.trained_parameters == plan.parameters else f", {plan.trained_parameters:,} of them trained"
+    ranks = f"rank {plan.rank} of {plan.world_size:,}" if one else counted(plan.world_size, "rank")
     nodes = "" if plan.nodes is None else f" on {counted(plan.nodes, 'node')}"
-    setting = [f"{counted(plan.world_size, 'rank')}{nodes}", plan.precision, plan.device]
+    setting = [*([f"stage {plan.stage}"] if one else []), ranks + nodes, plan.precision, plan.device]
     size = "" if plan.micro_batch is None else f" of {plan.micro_batch}"
     batch = f": {plan.batch}" if plan.batch else "; no batch was given, so there are no activations"
     return [
         *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters{trained}"),
-        *screen.paragraph(", ".join([*([f"stage {plan.stage}"] if one else []), *setting])),
+        *screen.paragraph(", ".join(setting)),
         *screen.paragraph(f"{counted(plan.accumulation, 'micro-batch', 'es')}{size} in a step{batch}"),
-        *([f"rank {plan.rank}:"] if one and plan.rank else []),
     ]
 
 
@@ -102,11 +102,16 @@ def _with_bars(lines: list[str], items: Items, screen: Screen) -> list[str]:
 
 
 def _peaks(plan: Plan, screen: Screen) -> list[str]:
-    lines = screen.paragraph(f"The peak is {format_size(plan.peak.bytes)}, {_where(plan.peak)}.")
-    if plan.peak.phase == "initialize":
-        step = plan.step_peak
-        return lines + screen.paragraph(f"A step takes {format_size(step.bytes)} at most, {_where(step)}.")
-    return lines + screen.paragraph(f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most.")
+    step = plan.step_peak
+    first = plan.peak.phase != "initialize" and plan.peak != step
+    when = "in one of the first steps, " if first else ""
+    lines = screen.paragraph(f"The peak is {format_size(plan.peak.bytes)}, {when}{_where(plan.peak)}.")
+    if plan.peak != step:
+        later = "A later step" if first else "A step"
+        lines += screen.paragraph(f"{later} takes {format_size(step.bytes)} at most, {_where(step)}.")
+    if plan.peak.phase != "initialize":
+        lines += screen.paragraph(f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most.")
+    return lines
 
 
 def _where(peak: Peak) -> str:

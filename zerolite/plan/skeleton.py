@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from zerolite.runtime.zero.partitioned_parameter import handle_of
 
 class Skeleton:
     """A copy of ``model``: modules of the same classes and names, parameters and buffers of the same shapes without
-    memory, partitioned where they are. Attributes that are neither are shared with the model; hooks are left out. Made
-    inside a dry run and a FakeTensorMode."""
+    memory, partitioned where they are. Attributes that are neither are shared with the model; hooks are left out.
+    Scripted and traced modules, which refer to themselves, become plain ones. Made inside a dry run and a
+    FakeTensorMode."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._device = default_device(0)
@@ -31,10 +33,11 @@ class Skeleton:
         known = self._modules.get(id(module))
         if known is not None:
             return known
-        copied: torch.nn.Module = object.__new__(type(module))
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        copied: torch.nn.Module = object.__new__(torch.nn.Module if scripted else type(module))
         self._modules[id(module)] = copied
         fresh = vars(torch.nn.Module())  # its dicts of hooks, empty
-        vars(copied).update(vars(module) | fresh)
+        vars(copied).update(fresh if scripted else _without_graphs(vars(module)) | fresh)
         vars(copied)["training"] = module.training
         for name, child in module._modules.items():
             copied._modules[name] = None if child is None else self._copy(child)
@@ -76,10 +79,27 @@ class Skeleton:
         return Arguments(optimizer=given.optimizer, model_parameters=chosen)
 
 
+def _without_graphs(attributes: dict[str, Any]) -> dict[str, Any]:
+    """``attributes`` without tensors that come from parameters: the engine puts hooks on those."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if not (isinstance(value, torch.Tensor) and value.grad_fn is not None)
+    }
+
+
 def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """A copy without states."""
+    """A copy without states and hooks, which shares nothing that its ``step`` may change."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(copied).update(vars(optimizer))
+    containers = (dict, list, set, collections.deque)
+    own = {
+        name: copy.copy(value) if isinstance(value, containers) else value for name, value in vars(optimizer).items()
+    }
+    own.pop("step", None)  # of a learning rate schedule, bound to the original
+    for name, value in own.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            value.clear()
+    vars(copied).update(own)
     copied.param_groups = groups
     copied.state = collections.defaultdict(dict)
     return copied

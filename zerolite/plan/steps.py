@@ -54,4 +54,5 @@ def loss_of(output: Any) -> torch.Tensor:
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             return tensor if tensor.numel() == 1 else tensor.float().mean()
-    raise ValueError(f"expected a loss or a floating tensor from the model, got {type(output).__name__}; give a loss")
+    what = f"a tensor of {output.dtype}" if isinstance(output, torch.Tensor) else type(output).__name__
+    raise ValueError(f"expected a loss or a floating tensor from the model, got {what}; give a loss function")

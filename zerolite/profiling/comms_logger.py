@@ -20,7 +20,8 @@ from zerolite.comm.communicator import Communicator, Pending
 from zerolite.comm.flight import Raw
 from zerolite.config.profiling import CommsLoggerConfig
 from zerolite.profiling.moments import Moment, Moments
-from zerolite.profiling.units import table, with_unit
+from zerolite.profiling.units import table
+from zerolite.sizes import format_size
 
 _BELOW = ("zerolite.comm.", "zerolite.profiling.")
 _ABOVE = ("zerolite.", "torch.", "contextlib")
@@ -171,7 +172,7 @@ class CommsLogger:
         rows = [("operation", "of", "size", "count", "bytes", "mean ms", "alg GB/s", "bus GB/s", "launched at")]
         for kind, times in sorted(recent.items()):
             busbw = times.algbw * bus_factor(kind.op, self._ranks)
-            sizes = with_unit(kind.nbytes, "B"), str(times.count), with_unit(times.nbytes, "B")
+            sizes = format_size(kind.nbytes), str(times.count), format_size(times.nbytes)
             rows.append(
                 (kind.op, kind.tag, *sizes, f"{times.mean_ms:.3f}", f"{times.algbw:.3f}", f"{busbw:.3f}", kind.caller)
             )
@@ -183,7 +184,7 @@ class CommsLogger:
         busbw = times.algbw * bus_factor(kind.op, self._ranks)
         at = f", launched at {kind.caller}" if kind.caller else ""
         return (
-            f"{kind.op} of {kind.tag}: {with_unit(kind.nbytes, 'B')} in {times.mean_ms:.3f} ms, algorithmic "
+            f"{kind.op} of {kind.tag}: {format_size(kind.nbytes)} in {times.mean_ms:.3f} ms, algorithmic "
             f"{times.algbw:.3f} GB/s, bus {busbw:.3f} GB/s{at}"
         )
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from zerolite.runtime.zero.partitioned_param_coordinator import tensors_in
@@ -73,7 +74,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
-        self.counters: list[FlopCounterMode | None] = []  # of the nodes under way, None where one counts already
+        self.modes: list[_Counting | None] = []  # of the nodes under way, None where one counts already
         self.first_order = _no_graph_task  # the latest backward that is known to be without create_graph
 
 
@@ -87,6 +88,7 @@ class FlopCount:
     def __init__(self, engine: HasModule, module: torch.nn.Module) -> None:
         self._engine, self._module = weakref.ref(engine), module
         self._flops: Counter[tuple[str, str]] = Counter()  # by module's name and FORWARD, BACKWARD, RECOMPUTED; own
+        self._formulas = FlopCounterMode(display=False, custom_mapping=MORE_FORMULAS).flop_registry
         self._thread = _Thread()
         self._handles: list[Any] = []
         self._open = False
@@ -140,13 +142,13 @@ class FlopCount:
             return self._call(*args, **kwargs)
         thread = self._thread
         thread.places.clear()  # what an exception has left
-        thread.counters.clear()
-        counter = self._new_counter()
-        with counter:
+        thread.modes.clear()
+        mode = _Counting(self)
+        with mode:
             self.enter_module("")
             outputs = self._call(*args, **kwargs)
             self.leave_module(self._module, outputs)
-        self._add(counter)
+        self._add(mode)
         return outputs
 
     def enter_module(self, name: str) -> None:
@@ -170,7 +172,7 @@ class FlopCount:
         seen: set[int] = set()
         while todo:
             node: Any = todo.pop()
-            if node is None or hasattr(node, "variable"):  # a leaf's accumulation
+            if node is None or type(node).__name__ == "AccumulateGrad":
                 continue
             number = node._sequence_nr()
             if number < place.first or number in seen:
@@ -191,20 +193,20 @@ class FlopCount:
         if not torch.is_grad_enabled():
             thread.first_order = task
         thread.places.append(_Place(module, task, False))
-        counter = None if self._counting() else self._new_counter()
-        thread.counters.append(counter)
-        if counter is not None:
-            counter.__enter__()
+        mode = None if self._counting() else _Counting(self)
+        thread.modes.append(mode)
+        if mode is not None:
+            mode.__enter__()
 
     def leave_node(self) -> None:
         thread = self._thread
-        if not (self._open and thread.counters and thread.places):
+        if not (self._open and thread.modes and thread.places):
             return
         thread.places.pop()
-        counter = thread.counters.pop()
-        if counter is not None:
-            counter.__exit__(None, None, None)
-            self._add(counter)
+        mode = thread.modes.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)
+            self._add(mode)
 
     # ---------------------------------------------------------------- counting
 
@@ -218,28 +220,19 @@ class FlopCount:
         again = inside or (torch.is_grad_enabled() and thread.first_order == task)
         return place.module, RECOMPUTED if again else BACKWARD
 
-    def _new_counter(self) -> FlopCounterMode:
-        counter = FlopCounterMode(display=False, custom_mapping=_MORE_FORMULAS)
-        tracker: Any = _Owner(self)
-        counter.mod_tracker = tracker
-        return counter
+    def of_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        """FLOPs of one call of an operator; 0 where there is no formula."""
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
     def _counting(self) -> bool:
         """Whether what runs now is counted. The stack of modes travels to autograd's threads, nothing else does."""
-        if not torch._C._len_torch_dispatch_stack():
-            return False
-        modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
-        counters = (getattr(mode, "counter", None) for mode in modes)
-        return any(isinstance(counter, FlopCounterMode) and self._owns(counter) for counter in counters)
+        modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
+        return any(isinstance(mode, _Counting) and mode.count is self for mode in modes)
 
-    def _owns(self, counter: FlopCounterMode) -> bool:
-        tracker: Any = counter.mod_tracker
-        return isinstance(tracker, _Owner) and tracker.count is self
-
-    def _add(self, counter: FlopCounterMode) -> None:
+    def _add(self, mode: _Counting) -> None:
         if self._open:
-            for place, by_operator in counter.flop_counts.items():
-                self._flops[place] += sum(by_operator.values())  # type: ignore[index]
+            self._flops.update(mode.flops)
 
 
 @contextlib.contextmanager
@@ -253,22 +246,29 @@ def count_flops(engine: HasModule, module: torch.nn.Module) -> Iterator[FlopCoun
         count.stop()
 
 
-class _Owner:
-    """Takes the place of the counter's ModuleTracker, which asks for the modules at work, and which would tell the
-    modules of a recomputation from those around it by hooks on all modules of the process."""
+class _Counting(TorchDispatchMode):
+    """Runs operators as they are and counts them. FlopCounterMode would look for decompositions of each, tell modules
+    apart by hooks on all of the process, and raise at higher-order operators that it does not know."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Regions of torch.compile are compiled and run as without the mode, which sees what operators they call."""
+        return True
 
     def __init__(self, count: FlopCount) -> None:
+        super().__init__()
         self.count = count
+        self.flops: Counter[tuple[str, str]] = Counter()
 
-    @property
-    def parents(self) -> set[tuple[str, str]]:
-        return {self.count.here()}
-
-    def __enter__(self) -> _Owner:
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        pass
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        flops = self.count.of_operator(func, args, kwargs, out)
+        if flops:
+            self.flops[self.count.here()] += flops
+        return out
 
 
 class _EnterModule:
@@ -327,8 +327,8 @@ def _attention_backward(
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-# Attention of CPUs, which torch's table of formulas does not have.
-_MORE_FORMULAS = {
+MORE_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
+"""Attention of CPUs, which torch's table of formulas does not have."""

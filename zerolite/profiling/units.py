@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def with_unit(value: float, unit: str) -> str:
-    """``value`` with a decimal prefix: 25_200_000 and "B" give "25.2 MB"; three digits are kept."""
+    """``value`` with a decimal prefix: 25_200_000 and "FLOP" give "25.2 MFLOP"; three digits are kept."""
     power = 0
     while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
         value, power = value / 1000.0, power + 1

@@ -349,10 +349,13 @@ def _synchronize_rest(
     in_layout = {id(p) for p in trained}
     others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
+    moved: dict[int, torch.Tensor] = {}  # several modules may have one buffer
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device)
+                module._buffers[name] = moved[id(buffer)]
     rest += list(model.buffers())
     synchronize_tensors(rest, comm, device, "initial_sync")
     for parameter in others:

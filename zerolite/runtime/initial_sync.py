@@ -9,22 +9,25 @@ import torch
 from zerolite.accelerator import HostRead, is_fake
 from zerolite.comm import Communicator
 
+_PARTS = {"cpu": 1 << 18}  # elements hashed at once: what caches hold, or what keeps a device busy
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def content_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on its device. Equal tensors have
-    equal hashes, and so have tensors without memory."""
+def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on ``device`` (default: the tensor's),
+    where it is computed, part by part. Equal tensors have equal hashes, and so have tensors without memory."""
+    device = device or tensor.device
     if tensor.numel() == 0 or is_fake(tensor):
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+        return torch.zeros((), dtype=torch.int64, device=device)
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     words = flat.view(_WIDTHS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
     start = 0
-    for chunk in words.split(1 << 18):
-        position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=tensor.device)
+    for part in words.split(_PARTS.get(device.type, 1 << 22)):
+        chunk = part.to(device)
+        position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=device)
         # An odd multiplier per position (splitmix64's first constant), so that neither order nor repetition
         # cancels; overflow wraps.
         value = (chunk.to(torch.int64) + position) * (position * 2 + -7046029254386353131)
@@ -38,7 +41,7 @@ def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch
     many tensors."""
     if comm.world_size == 1 or not tensors:
         return [False] * len(tensors)
-    hashes = torch.stack([content_hash(tensor).to(device) for tensor in tensors])
+    hashes = torch.stack([content_hash(tensor, device) for tensor in tensors])
     extremes = torch.cat([hashes, ~hashes])
     comm.all_reduce_max(extremes, tag="initial_sync")
     largest, smallest = extremes[: len(tensors)], ~extremes[len(tensors) :]

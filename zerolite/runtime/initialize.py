@@ -56,7 +56,7 @@ def initialize(
     watchdog = start_watchdog(given.desync_timeout_s)
     comm = create_communicator(device)
     resolved = given.resolve(comm.world_size)
-    trained = None if model_parameters is None else list(model_parameters)
+    trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     resolved = choose_stage(model, resolved, arguments, comm, device)
     check_memory(model, resolved, arguments, comm, device)
@@ -68,6 +68,12 @@ def initialize(
     if resolved.dump_state and comm.rank == 0:
         _dump_state(engine)
     return engine
+
+
+def _lasting(entry: Any) -> Any:
+    """A param group whose parameters can be read more than once; anything else as it is."""
+    members = entry.get("params") if isinstance(entry, dict) else None
+    return entry if members is None or isinstance(members, torch.Tensor) else {**entry, "params": list(members)}
 
 
 def _dump_state(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolite.comm import Communicator
@@ -18,6 +18,9 @@ from zerolite.runtime.zero.publisher import Publisher
 
 if TYPE_CHECKING:
     from zerolite.runtime.engine import Engine
+
+
+_OF_THE_ALLOCATOR = ("allocated", "allocated_peak", "reserved", "reserved_peak", "resident", "resident_peak")
 
 
 class Monitoring(NamedTuple):
@@ -59,6 +62,8 @@ def start_monitoring(
     every = config.steps_per_print or DEFAULT_STEPS
     if config.comms_logger.enabled:
         engine.comms_logger = _log_collectives(engine, pipeline, comm, log, every)
+    if config.memory_breakdown and comm.rank == 0:
+        _break_memory_down(engine, pipeline, log, every)
     if config.flops_profiler.enabled and comm.rank == 0:
         _profile_flops(engine, module, pipeline, log, every)
     if not config.wall_clock_breakdown or comm.rank != 0:
@@ -99,18 +104,38 @@ def _log_collectives(
     """A logger that reports every ``every`` steps."""
     say = _print if comm.rank == 0 else None
     logger = CommsLogger(engine.config.comms_logger, comm.world_size, engine.device, say)
+    _every(every, pipeline, lambda step: log.write(step, logger.report(step), "Comms"))
+    return logger
+
+
+def _break_memory_down(engine: Engine, pipeline: StepPipeline, log: StepLog, every: int) -> None:
+    """Report what this rank's memory holds every ``every`` steps."""
+    known = weakref.ref(engine)
+
+    def report(step: int) -> None:
+        engine = known()
+        if engine is not None:
+            memory = engine.memory_report()
+            _print(f"step {step}: {memory}")
+            others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
+            known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}
+            log.write(step, memory.items | known_ones, "Memory")
+
+    _every(every, pipeline, report)
+
+
+def _every(steps: int, pipeline: StepPipeline, report: Callable[[int], None]) -> None:
+    """Call ``report`` with the number of each step that is a multiple of ``steps``, when it is settled."""
     settled, known = pipeline.on_settled, weakref.ref(pipeline)
 
     def on_settled(norm: float) -> None:
         settled(norm)
         caller = known()
         assert caller is not None
-        steps = caller.global_steps
-        if steps % every == 0:
-            log.write(steps, logger.report(steps), "Comms")
+        if caller.global_steps % steps == 0:
+            report(caller.global_steps)
 
     pipeline.on_settled = on_settled
-    return logger
 
 
 def _profile_flops(engine: Engine, module: Any, pipeline: StepPipeline, log: StepLog, every: int) -> None:

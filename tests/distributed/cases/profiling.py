@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zerolite
+from tests import models
 from tests.distributed.cases.monitor import read_jsonl
 from tests.distributed.cases.traffic import plain_calls
 from tests.distributed.cases.training import WINDOWS, make_engine, snapshot
@@ -69,3 +70,48 @@ def summary_without(config: dict[str, Any]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def interrupted(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Four windows with each config; in the second one, which a profiler counts, a forward and a backward raise."""
+    return [_interrupted(config) for config in configs]
+
+
+def _interrupted(config: dict[str, Any]) -> dict[str, Any]:
+    stacks: list[int] = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = make_engine(config, "Mlp")
+        for step in range(STEPS):
+            if step == 1:
+                for where in ("forward", "backward"):
+                    with contextlib.suppress(_Stopped):
+                        _stop_in(engine, where)
+                    stacks.append(torch._C._len_torch_dispatch_stack())
+                    engine.zero_grad()
+            WINDOWS["engine"](engine, "Mlp", step, 1)
+        return {"stacks": stacks, "parameters": snapshot(engine)}
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
+def _stop_in(engine: Any, where: str) -> None:
+    x, y = models.float_batch(9, 0, dist.get_rank())
+    module = engine.module
+    handle = module.second.register_forward_pre_hook(_stop) if where == "forward" else None
+    hidden: list[torch.Tensor] = []
+    watch = module.first.register_forward_hook(lambda _module, _args, output: hidden.append(output))
+    try:
+        output = engine(x)
+        hidden[0].register_hook(_stop)
+        engine.backward((output - y).square().mean())
+    finally:
+        watch.remove()
+        if handle is not None:
+            handle.remove()
+    raise AssertionError("nothing has raised")

@@ -440,8 +440,11 @@ class GradReducer:
         self._next = 0
         if self._passes_in_local or any(state.reduced is None for state in self._states):
             for state in self._states:
-                state.launched = False
+                state.launched = state.late = False
             self._launch_until(len(self._states))
+            if self._plan is None and self._looks_for_late:  # another rank may have reduced in its backward
+                self._reduce_late()
+            self._looks_for_late = False
             self._passes_in_local = 0
         self._wait_for_all()
 
@@ -498,7 +501,7 @@ class GradReducer:
         for state in late_states:
             self._launch(state)
         self._wait_for_all()
-        if self._passes_in_window == 1 and not self._options.several_expected:
+        if self._passes_in_window <= 1 and not self._options.several_expected:
             # Both reductions are one contribution, kept as a single one would be.
             for state in late_states:
                 assert state.reduced is not None

@@ -1,0 +1,35 @@
+"""Engines where memory is short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerolite
+from zerolite.plan import fits
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+
+def start(config: dict[str, Any], free: list[int], partitioned: bool = False) -> dict[str, Any]:
+    """Make an engine while rank r has ``free[r]`` bytes; what came of it."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fits, "available_memory", lambda device: free[rank])
+        if partitioned:
+            with zerolite.zero.Init():
+                model = stack()
+        else:
+            model = stack()
+        try:
+            engine = zerolite.initialize(model, config)
+        except MemoryError as error:
+            return {"error": str(error)}
+        engine.backward(engine(torch.ones(2, 64)).sum())
+        engine.step()
+        return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps}

@@ -1,0 +1,158 @@
+"""`zerolite plan --check`: a plan beside a real run of the same job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.plan_examples import make_plan
+from zerolite.plan import check
+from zerolite.plan.check import TOLERANCE, agrees, compare, find_problem, render, run_check
+from zerolite.plan.errors import PlanError
+from zerolite.plan.make import plan
+from zerolite.plan.measure import Measurement
+from zerolite.plan.result import Plan
+from zerolite.plan.sources import load_batch, load_function, load_model_fn
+from zerolite.plan.terminal import Screen
+
+CONFIG = json.dumps(
+    {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5000},
+        "csv_monitor": {"enabled": True, "output_path": "must_not_be_written"},
+    }
+)
+MODULE = """\
+import os
+import torch
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(64, 192), torch.nn.GELU(), torch.nn.Linear(192, 64))
+def batch(size):
+    return torch.randn(size, 64)
+def loss(output):
+    return output.square().sum()
+def fails(size):
+    if "RANK" in os.environ:
+        raise OSError("the data is elsewhere")
+    return batch(size)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the working directory, which is a new one, with a model and what belongs to it."""
+    (tmp_path / "checked_job.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "checked_job"
+
+
+def given(module: str, batch: str = "batch") -> dict[str, str]:
+    return {"model": f"{module}:build", "config": CONFIG, "batch": f"{module}:{batch}", "loss": f"{module}:loss"}
+
+
+def planned(names: dict[str, str], world: int) -> Plan:
+    batch, loss = load_batch(names["batch"]), load_function(names["loss"], "--loss")
+    return plan(load_model_fn(names["model"]), names["config"], world, device="cpu", batch=batch, loss=loss)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_real_job_beside_its_plan(module: str, world: int, capfd: Any) -> None:
+    names = given(module)
+    made = planned(names, world)
+    wrong = made.model_copy(update={"states": made.states | {"gradients": made.states["gradients"] + 4}})
+    measured = check.run_job(names, world, "cpu")
+    assert agrees(list(compare(made, measured)), TOLERANCE["cpu"])
+    assert not agrees(list(compare(wrong, measured)), TOLERANCE["cpu"])
+    assert capfd.readouterr() == ("", "")
+    assert not Path("must_not_be_written").exists()
+
+
+def test_run_check_prints_both_and_says_by_its_status_whether_they_agree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_plan(world_size=2, nodes=None, device="cpu")
+    asked = []
+    agreed = measurement(made)
+
+    def job(request: dict[str, Any], world_size: int, device: str) -> Measurement:
+        asked.append((request, world_size, device))
+        return agreed
+
+    monkeypatch.setattr(check, "run_job", job)
+    assert run_check("a:b", "c.json", 2, batch="a:c", loss=None, device="cpu", plan=made) == 0
+    assert asked == [({"model": "a:b", "config": "c.json", "batch": "a:c", "loss": None}, 2, "cpu")]
+    assert "The plan is right: states and traffic are equal, the peak is within 2%." in capsys.readouterr().out
+    agreed = measurement(made, step_peak=int(made.step_peak.bytes * 0.97))
+    assert run_check("a:b", "c.json", 2, batch="a:c", loss=None, device="cpu", plan=made) == 1
+    assert "The plan is off: peak of a step." in capsys.readouterr().out
+
+
+def measurement(made: Plan, **changes: Any) -> Measurement:
+    """What a run that needs exactly what ``made`` says would have measured."""
+    fields: dict[str, Any] = {
+        "rank": 0,
+        "world_size": made.world_size,
+        "device": "cpu",
+        "states": made.states,
+        "at_rest": made.at_rest,
+        "step_peak": made.step_peak.bytes,
+        "inside_operators": 0,
+        "traffic": [row.model_copy(update={"inter_node": None}) for row in made.traffic],
+    }
+    return Measurement(**(fields | changes))
+
+
+def test_every_difference_is_shown_and_named() -> None:
+    made = make_plan()
+    first, *others = made.traffic
+    changed = {
+        "states": made.states | {"master_weights": made.states["master_weights"] * 2, "buffers": 8},
+        "at_rest": made.at_rest | {"optimizer_states": 0},
+        "traffic": [first.model_copy(update={"count": first.count + 1}), *others[1:]],
+        "step_peak": int(made.step_peak.bytes / 0.95),
+        "inside_operators": int(made.step_peak.bytes / 0.95) - made.step_peak.bytes,
+    }
+    measured = measurement(made, **changed)
+    lines = list(compare(made, measured))
+    text = render(lines, 0.02, measured.inside_operators, Screen())
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows["master weights"][-1] == "-50.00%"
+    assert rows["buffers"][-1] == "-100.00%"
+    assert rows["optimizer states at rest"][-1] == "+inf%"
+    assert rows["compute parameters"][-1] == "equal"
+    assert rows[f"reduce-scatter of {first.tag}, number"][-3:-1] == [str(first.count), str(first.count + 1)]
+    assert rows["peak of a step"][-1] == "-5.00%"
+    verdict = " ".join(text[text.index("The plan is off") :].split())
+    for name in ("master weights", "buffers", "optimizer states at rest", "all-gather of parameters", "peak of a step"):
+        assert name in verdict
+    assert "were inside single operators" in verdict
+    assert "the peak differs by +0.00%" in verdict
+    assert all(len(line) <= Screen().width for line in text.splitlines())
+
+
+def test_what_cannot_run_here_is_a_sentence(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_problem(2, "cpu") is None
+    many = find_problem(100_000, "cpu")
+    assert many is not None and many.startswith("--world-size 100000 would start 100000 processes")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    one = find_problem(2, "cuda")
+    assert one is not None and "a device for each of its 2 ranks, and this machine has 1 CUDA device;" in one
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    none = find_problem(1, "cuda")
+    assert none is not None and "has no CUDA device; plan and check with --device cpu" in none
+    with pytest.raises(PlanError, match="--check: the real job needs a device for each of its 2 ranks"):
+        run_check("a:b", CONFIG, 2, batch="a:c", loss=None, device="cuda", plan=make_plan())
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_shows_its_last_lines(module: str) -> None:
+    with pytest.raises(PlanError) as error:
+        check.run_job(given(module, "fails"), 2, "cpu")
+    assert "--check: the real job of 2 processes failed (exit status 1)" in str(error.value)
+    assert "OSError: the data is elsewhere" in str(error.value)

@@ -1,0 +1,232 @@
+"""What a plan can follow, and the sentences about what it cannot."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerolite
+from zerolite.config import ConfigError
+from zerolite.memory_items import ITEMS, MODEL_STATES
+from zerolite.plan.errors import PlanError
+from zerolite.plan.make import cheapest, compare, plan
+from zerolite.plan.result import Plan
+from zerolite.plan.traffic import summarize
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2},
+}
+ALL_MOVE = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(CONFIG), **changes}
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+
+def batch() -> Tensor:
+    return torch.ones(2, 64)
+
+
+def states(made: Any) -> dict[str, int]:
+    return {item: made.states[item] for item in MODEL_STATES}
+
+
+@pytest.mark.parametrize("kind", ["meta", "real", "partitioned"])
+def test_models_however_they_are_made(kind: str) -> None:
+    ready = stack()
+
+    def build() -> nn.Module:
+        if kind == "real":
+            return ready
+        if kind == "meta":
+            with torch.device("meta"):
+                return stack()
+        with zerolite.zero.Init():
+            return stack()
+
+    for zero in ({"stage": 0}, ALL_MOVE):
+        wanted = plan(stack, config(zero_optimization=zero), 4, batch=batch)
+        made = plan(build, config(zero_optimization=zero), 4, batch=batch)
+        assert states(made) == states(wanted)
+        assert made.step_peak == wanted.step_peak
+        assert made.traffic == wanted.traffic
+
+
+def test_the_model_that_is_made_beforehand_is_left_alone() -> None:
+    ready = stack()
+    before = {name: (parameter, parameter.clone()) for name, parameter in ready.named_parameters()}
+    for zero in ({"stage": 0}, ALL_MOVE):
+        made = plan(lambda: ready, config(zero_optimization=zero), 4, batch=batch)
+        assert made == plan(lambda: copy.deepcopy(ready), config(zero_optimization=zero), 4, batch=batch)
+    assert ready(batch()).isfinite().all()
+    for name, parameter in ready.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_two_runs_give_the_same_plan_and_every_rank_the_same_states() -> None:
+    first = plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch)
+    assert plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch) == first
+    for rank in range(1, 4):
+        other = plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch, rank=rank)
+        assert (other.states, other.peak.bytes, other.traffic) == (first.states, first.peak.bytes, first.traffic)
+
+
+def test_it_needs_and_leaves_no_process_group_and_no_modes() -> None:
+    started = torch.distributed.is_initialized()
+    random = torch.random.get_rng_state()
+    hooks = len(nn.modules.module._global_forward_hooks)
+    plan(stack, config(csv_monitor={"enabled": True, "output_path": "/nowhere/at/all"}), 4, batch=batch)
+    assert torch.distributed.is_initialized() is started
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert len(nn.modules.module._global_forward_hooks) == hooks
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert torch.ones(1).item() == 1.0
+
+
+def test_the_timeline_and_the_items_add_up() -> None:
+    made = plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch)
+    assert set(made.states) == set(made.at_rest) == set(made.peak.items) == set(ITEMS)
+    assert made.peak.bytes == sum(made.peak.items.values())
+    assert max(moment.bytes for moment in made.timeline) == made.step_peak.bytes
+    assert [moment.phase for moment in made.timeline] == sorted(
+        (moment.phase for moment in made.timeline), key=["forward", "backward", "step"].index
+    )
+    assert made.timeline[-1].bytes == sum(made.at_rest.values())
+    assert type(made).model_validate_json(made.model_dump_json()) == made
+
+
+def test_an_exact_account_of_a_stack() -> None:
+    made = plan(stack, config(zero_optimization={"stage": 2}), 4, batch=batch)
+    numel = 6 * (64 * 64 + 64)
+    assert made.parameters == made.trained_parameters == numel
+    padded = made.at_rest["compute_parameters"] // 2
+    assert numel <= padded < numel * 1.02
+    assert made.at_rest["master_weights"] == padded  # 4 bytes, a quarter
+    assert made.at_rest["optimizer_states"] == 2 * padded
+    assert made.states["gradients"] == padded // 2
+    assert made.at_rest["gradients"] == 0
+    assert made.checkpoint == pytest.approx(12 * numel / 4, rel=0.02)
+    rows = {(row.op, row.tag): row for row in made.traffic}
+    assert rows["reduce_scatter", "gradients"].nbytes == rows["all_gather", "parameters"].nbytes == 2 * padded
+
+
+class Reads(nn.Module):
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), Does(what))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sum()  # type: ignore[no-any-return]
+
+
+class Does(nn.Module):
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.what(x)
+
+
+def needs_values_here() -> nn.Module:
+    layer = nn.Linear(64, 64)
+    if layer.weight.norm() > 1e6:
+        raise RuntimeError("too large")
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda x: x * x.mean().item(), ["forward, in module 'inner.1'", "values of a tensor", "_local_scalar_dense"]),
+        (lambda x: x if (x > 0).any() else -x, ["forward, in module 'inner.1'", "values of a tensor"]),
+        (lambda x: x[x > 0], ["forward, in module 'inner.1'", "shape depends on values", "nonzero"]),
+        (lambda x: x.cuda(), ["forward, in module 'inner.1'", "leave devices to zerolite.initialize"]),
+        (lambda x: x @ torch.ones(3, 3), ["forward, in module 'inner.1'", "test_dry_run.py"]),
+    ],
+    ids=["item", "bool", "mask", "cuda", "shapes"],
+)
+def test_forwards_that_need_values(what: Callable[[Tensor], Tensor], words: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(lambda: Reads(what), config(), 2, batch=batch)
+    for word in words:
+        assert word in str(caught.value)
+    plan(lambda: Reads(what), config(), 2)  # without a batch no forward is run
+
+
+def test_constructors_that_need_values_or_a_device() -> None:
+    with pytest.raises(PlanError, match=r"constructor \(test_dry_run.py:\d+: if layer.weight.norm\(\) > 1e6:\), reads"):
+        plan(needs_values_here, config(), 2)
+    with pytest.raises(PlanError, match="constructor.*asks for a CUDA device"):
+        plan(lambda: stack().cuda(), config(), 2)
+    with pytest.raises(PlanError, match="constructor.*KeyError: 'no such'"):
+        plan(lambda: {}["no such"], config(), 2)
+    with pytest.raises(ValueError, match="expected model to be a torch.nn.Module, got int"):
+        plan(lambda: 3, config(), 2)  # type: ignore[arg-type,return-value]
+
+
+def test_bad_numbers_and_configs() -> None:
+    with pytest.raises(ValueError, match="nodes that divide world_size 6 evenly, got 4"):
+        plan(stack, config(), 6, nodes=4)
+    with pytest.raises(ValueError, match="rank from 0 to 1"):
+        plan(stack, config(), 2, rank=2)
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        plan(stack, config(train_batch_size=7), 4)
+    with pytest.raises(PlanError, match="one stage, 0 to 3"):
+        plan(stack, config(zero_optimization={"stage": "auto"}), 4)
+    with pytest.raises(ConfigError, match="optimizer"):
+        plan(stack, {"train_micro_batch_size_per_gpu": 1}, 4)
+    with pytest.raises(
+        PlanError, match="a loss or a floating tensor from the model, got a tensor of torch.int64; give a loss"
+    ):
+        plan(lambda: Reads(lambda x: x.long()), config(), 2, batch=batch)
+
+
+def test_the_comparison_marks_the_cheapest_that_fits() -> None:
+    layers = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
+    compared = compare(layers, config(zero_optimization=ALL_MOVE), 4, device_memory=10**9)
+    assert [name for name, _ in compared.rows][0] == "stage 0"
+    assert {made.stage for _, made in compared.rows} == {0, 1, 2, 3}
+    assert compared.chosen == 0
+
+    def of(memory: int | None) -> tuple[int | None, list[Plan]]:
+        made = [made.model_copy(update={"device_memory": memory}) for _, made in compared.rows]
+        return cheapest(made), made
+
+    chosen, made = of(compared.rows[0][1].peak.bytes - 1)
+    assert chosen is not None
+    assert made[chosen].stage == 1
+    assert made[chosen].sent <= 1.001 * min(one.sent for one in made if one.fits)
+    assert of(1)[0] is of(None)[0] is None
+
+
+class Call:
+    def __init__(self, op: str, tag: str, nbytes: int) -> None:
+        self.op, self.tag, self.nbytes = op, tag, nbytes
+
+
+def test_traffic_of_rings() -> None:
+    calls = [
+        Call("all_gather", "parameters", 800),
+        Call("all_gather", "parameters", 80),
+        Call("all_reduce", "stats", 16),
+    ]
+    gather, stats = summarize(calls, 8, 2)
+    assert (gather.count, gather.nbytes, gather.sent, gather.inter_node) == (2, 880, 770, 192)
+    assert (stats.sent, stats.inter_node) == (28, 7)
+    assert [row.inter_node for row in summarize(calls, 8, 1)] == [0, 0]
+    assert [row.inter_node for row in summarize(calls, 8, None)] == [None, None]
+    assert [row.sent for row in summarize(calls, 1, None)] == [0, 0]

@@ -1,0 +1,191 @@
+"""``memory_check`` and stage "auto" at ``zerolite.initialize``."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerolite
+from tests.plan.fits_cases import stack, start
+from tests.pool import Pools
+from zerolite.comm import record
+from zerolite.config import ConfigError
+from zerolite.plan import available, fits
+from zerolite.plan.skeleton import Skeleton
+from zerolite.zero import Init
+
+CASE = "tests.plan.fits_cases:start"
+NUMEL = 8 * (64 * 64 + 64)
+PLENTY = 10**12
+
+
+def config(stage: Any = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_module_granularity_threshold": 0,
+            "stage3_max_live_parameters": 5000,
+            "stage3_prefetch_bucket_size": 4200,
+            "reduce_bucket_size": 4200,
+        },
+        **more,
+    }
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A device that holds half of what stage 0 needs on one rank, beside the model itself."""
+    free = 4 * NUMEL
+    monkeypatch.setattr(fits, "available_memory", lambda device: free)
+    return free
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_allocated(short: int) -> None:
+    model = stack()
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    with pytest.raises(MemoryError) as caught:
+        zerolite.initialize(model, config())
+    for words in (
+        f"({NUMEL:,} parameters) at ZeRO stage 0 on 1 rank",
+        "optimizer states",
+        "memory_check",
+        "zerolite plan",
+    ):
+        assert words in str(caught.value)
+    for parameter, values in before:
+        assert type(parameter) is nn.Parameter
+        assert torch.equal(parameter, values)
+        assert parameter.grad is None
+    model(torch.ones(2, 64)).sum().backward()  # it has no hooks of an engine
+
+
+def test_warn_and_off(short: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        zerolite.initialize(stack(), config(memory_check="warn"))
+    assert [entry.message for entry in caplog.records if "needs" in entry.message and "are free" in entry.message]
+    caplog.clear()
+    with record() as recorder:
+        zerolite.initialize(stack(), config(memory_check="off"))
+    assert not caplog.records
+    assert recorder.calls == []
+
+
+def test_what_fits_easily_costs_no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "run", lambda job: pytest.fail("no dry run was needed"))
+    zerolite.initialize(stack(), config())
+    assert zerolite.initialize(stack(), config("auto")).config.zero_optimization.stage == 0
+
+
+def test_what_fits_narrowly_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what the engine needs and the bound below which nobody looks."""
+    ran = []
+    real = fits.run
+    monkeypatch.setattr(fits, "run", lambda job: ran.append(1) or real(job))
+    monkeypatch.setattr(fits, "available_memory", lambda device: 20 * NUMEL)
+    with record() as recorder:
+        engine = zerolite.initialize(stack(), config())
+    assert ran == [1]
+    assert recorder.calls == []  # the dry run's are no collectives of this process
+    assert engine.config.zero_optimization.stage == 0
+
+
+@pytest.mark.parametrize("kind", ["class", "instance", "function", "groups"])
+def test_optimizers_of_the_user(short: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stack()
+    settings = {"train_micro_batch_size_per_gpu": 2}
+    given: dict[str, Any] = {"optimizer": torch.optim.Adam}
+    if kind == "instance":
+        given = {"optimizer": torch.optim.Adam(model.parameters())}
+    if kind == "function":
+        given = {"optimizer": lambda params: torch.optim.Adam(params, lr=0.1)}
+    if kind == "groups":
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        groups = ({"params": part, "lr": lr} for part, lr in ((weights, 0.1), (biases, 0.2)))
+        given = {"model_parameters": groups}
+        settings = config()
+    with pytest.raises(MemoryError, match="optimizer states 266.24 KB"):
+        zerolite.initialize(model, settings, **given)
+    if kind == "instance":
+        assert not given["optimizer"].state
+    monkeypatch.setattr(fits, "available_memory", lambda device: PLENTY)
+    if kind != "groups":  # a generator is spent by now
+        zerolite.initialize(model, settings, **given)
+
+
+def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
+    def stages(free: list[int], partitioned: bool = False) -> set[Any]:
+        kwargs = {"config": config("auto"), "free": free, "partitioned": partitioned}
+        return {result.get("stage", "error") for result in pools(2).run(CASE, kwargs)}
+
+    assert stages([PLENTY, PLENTY]) == {0}
+    assert stages([PLENTY, 16 * NUMEL]) == {1}  # with the model's 4 bytes: 80 % of 20
+    assert stages([PLENTY, 12 * NUMEL], partitioned=True) == {3}
+    assert stages([PLENTY, 2 * NUMEL]) == {"error"}
+
+
+def test_one_rank_without_memory_stops_all(pools: Pools) -> None:
+    for stage in (0, 2, 3):
+        results = pools(2).run(CASE, {"config": config(stage), "free": [PLENTY, NUMEL]})
+        assert len({result["error"] for result in results}) == 1
+        assert "on rank 1 of 2" in results[0]["error"]
+        assert f"at ZeRO stage {stage} on 2 ranks" in results[0]["error"]
+
+
+def test_auto_is_for_initialize_alone() -> None:
+    from zerolite.config import load_config
+
+    with pytest.raises(ConfigError, match="zerolite.initialize"):
+        load_config(config("auto")).resolve(2).zero_optimization.chosen_stage  # noqa: B018
+    with Init(config_dict_or_path=config("auto")):
+        layer = nn.Linear(3, 3)
+    assert hasattr(layer.weight, "ds_id")
+
+
+def test_the_free_memory_of_a_host_is_shared_by_its_ranks(tmp_path: Path) -> None:
+    assert available.local_ranks({"LOCAL_WORLD_SIZE": "4"}) == 4
+    assert available.local_ranks({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == 2
+    assert available.local_ranks({"LOCAL_WORLD_SIZE": "0"}) == available.local_ranks({}) == 1
+    group = tmp_path / "jobs" / "one"
+    group.mkdir(parents=True)
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/jobs/one\n")
+    assert available.control_group_left(tmp_path, membership) is None
+    (group / "memory.max").write_text("1000\n")
+    (group / "memory.current").write_text("700\n")
+    (group / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert available.control_group_left(tmp_path, membership) == 450
+    for name, text in (("memory.max", "max\n"), ("memory.current", "900\n"), ("memory.stat", "")):
+        (group.parent / name).write_text(text)
+    assert available.control_group_left(tmp_path, membership) == 450
+    (group.parent / "memory.max").write_text("910\n")
+    assert available.control_group_left(tmp_path, membership) == 10
+    assert available.control_group_left(tmp_path, tmp_path / "none") is None
+
+
+def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:
+    model = stack()
+    model[1].weight = model[0].weight
+    model.register_buffer("kept", torch.ones(3))
+    model[2].register_forward_hook(lambda *args: pytest.fail("the model's hooks are not run"))
+    model[3].weight.requires_grad_(False)
+    model.eval()
+    copied = Skeleton(model).model
+    assert [name for name, _ in copied.named_modules()] == [name for name, _ in model.named_modules()]
+    assert [(n, p.shape, p.requires_grad) for n, p in copied.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in model.named_parameters()
+    ]
+    assert copied[1].weight is copied[0].weight
+    assert not copied.training
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert not own & {id(tensor) for tensor in (*copied.parameters(), *copied.buffers())}
+    copied(torch.ones(2, 64))
+    assert start(config(), [PLENTY])["steps"] == 1

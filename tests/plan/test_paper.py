@@ -1,0 +1,111 @@
+"""Figure 1 of the ZeRO paper (Rajbhandari et al., 2020), found by running the engine: model states per rank of a
+transformer of 7.5 billion parameters on 64 ranks, and of 10^12 parameters on 1,024."""
+
+from __future__ import annotations
+
+import functools
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zerolite.plan.make import plan
+from zerolite.plan.result import Plan
+
+GB = 10**9
+SECONDS, BYTES = 60, 4 * GB
+
+
+class Block(nn.Module):
+    """The parameters of a transformer's block, 12 width² + 13 width, where a plan without a batch needs no more."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.attention_norm(x)).chunk(3, -1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+        return x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
+
+
+def transformer(width: int, depth: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(50257, width), *(Block(width) for _ in range(depth)), nn.LayerNorm(width))
+
+
+def planned(stage: int, precision: str = "bf16", width: int = 4096, depth: int = 36, world: int = 64) -> Plan:
+    # In one pass a window needs stage 2's memory at stage 1 too. The paper's keeps all gradients, in 16 bits.
+    more: dict[str, Any] = {}
+    if stage == 1:
+        more = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": precision}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        precision: {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    start = time.process_time()
+    made = plan(functools.partial(transformer, width, depth), config, world)
+    assert time.process_time() - start < SECONDS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < BYTES
+    return made
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stage", "gigabytes"),
+    [
+        pytest.param(0, 120.0, marks=pytest.mark.slow),
+        pytest.param(1, 31.4, marks=pytest.mark.slow),
+        (2, 16.6),
+        (3, 1.9),
+    ],
+)
+def test_model_states_of_7_5_billion_parameters_on_64_ranks(stage: int, gigabytes: float, precision: str) -> None:
+    made = planned(stage, precision)
+    assert made.parameters == pytest.approx(7.5e9, rel=0.01)
+    assert made.model_states == pytest.approx(gigabytes * GB, rel=0.02)
+    # Beyond the states: buckets, gathered parameters, and the gradient of the largest parameter on its way.
+    largest = 2 * 50257 * 4096
+    more = sum(made.peak.items[item] for item in ("communication_buckets", "gathered_parameters", "activations"))
+    assert made.peak.bytes - made.model_states <= more <= (4 * largest if stage else 2 * largest)
+
+
+@pytest.mark.slow
+def test_model_states_of_a_trillion_parameters_on_1024_ranks() -> None:
+    made = planned(3, width=25600, depth=128, world=1024)
+    assert made.parameters == pytest.approx(1e12, rel=0.01)
+    assert made.model_states == pytest.approx(16 * GB, rel=0.02)
+
+
+def test_a_batch_adds_its_activations_and_flops() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3},
+    }
+    width, depth, length = 1024, 4, 512
+    made = plan(
+        functools.partial(transformer, width, depth),
+        config,
+        64,
+        batch=lambda size: torch.zeros(size, length, dtype=torch.long),
+    )
+    tokens = 2 * length
+    layers = 12 * width**2 * depth
+    attention = depth * 2 * 2 * length**2 * width * 2  # two products forward, for two sequences
+    assert made.flops == pytest.approx(6 * layers * tokens + 3 * attention, rel=0.01)
+    # Of each block at least its input, the queries, keys and values, and what the MLP keeps twice are kept, in 2 bytes.
+    assert made.peak.items["activations"] > depth * tokens * width * 2 * (1 + 3 + 2 * 4)
+    assert made.step_peak.phase in ("forward", "backward")
+    assert made.peak.bytes > made.initialize_peak.bytes

@@ -1,0 +1,99 @@
+"""Plans against measurements of real runs on the CPU: model states and traffic to the byte, the peak within 2 %."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.plan.jobs import BUCKETS, KINDS, settings
+from tests.pool import Pools
+from zerolite.memory_items import ACTIVATIONS, ITEMS, OTHER
+from zerolite.plan.make import plan
+from zerolite.plan.measure import Measurement
+from zerolite.plan.result import Plan
+
+CASES = "tests.plan.cases"
+PEAK = 0.02
+VISIBLE = 0.003  # of the peak without what an operator takes inside itself
+HELD = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
+MODELS = ("gpt", "odd", "moe")
+
+
+def planned(kind: str, world: int, rank: int, nodes: int | None = None, with_batch: bool = True, **more: Any) -> Plan:
+    job = KINDS[kind]
+    given: dict[str, Any] = {"batch": job.batch, "loss": job.loss} if with_batch else {}
+    return plan(job.make, settings(**more), world, rank=rank, nodes=nodes, device="cpu", **given)
+
+
+def assert_right(made: Plan, measured: Measurement) -> None:
+    assert (made.rank, made.world_size, made.device) == (measured.rank, measured.world_size, measured.device)
+    assert made.states == measured.states
+    assert {item: made.at_rest[item] for item in HELD} == {item: measured.at_rest[item] for item in HELD}
+    assert [row.model_copy(update={"inter_node": None}) for row in made.traffic] == measured.traffic
+    assert made.step_peak.bytes == pytest.approx(measured.step_peak, rel=PEAK)
+    assert made.step_peak.bytes == pytest.approx(measured.step_peak - measured.inside_operators, rel=VISIBLE)
+    assert sum(made.at_rest.values()) == pytest.approx(sum(measured.at_rest.values()), rel=VISIBLE)
+
+
+def check(pools: Pools, world: int, kind: str, nodes: int | None = None, first: bool = True, **setting: Any) -> None:
+    """The last rank's plan, and the ``first``'s."""
+    case = {"kind": kind, "shared_memory": nodes in (None, 1), **setting}
+    ranks = pools(world).run(f"{CASES}:measured", case, timeout=180)
+    for rank in {0, world - 1} if first else {world - 1}:
+        assert_right(planned(kind, world, rank, nodes, **setting), ranks[rank])
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "buckets", "precision", "accumulation"),
+    [
+        (0, "odd", "small", "bf16", 2),
+        (1, "moe", "large", "fp32", 1),
+        (2, "gpt", "small", "fp32", 1),
+        (3, "gpt", "small", "fp32", 1),
+        (3, "odd", "large", "bf16", 2),
+    ],
+)
+def test_two_ranks(pools: Pools, stage: int, kind: str, buckets: str, precision: str, accumulation: int) -> None:
+    check(pools, 2, kind, first=False, stage=stage, buckets=buckets, precision=precision, accumulation=accumulation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buckets", BUCKETS)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_world_stage_model_and_bucket(pools: Pools, world: int, stage: int, kind: str, buckets: str) -> None:
+    check(pools, world, kind, stage=stage, buckets=buckets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["deep gpt", "deep odd"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_16_bits(pools: Pools, stage: int, kind: str, precision: str, accumulation: int) -> None:
+    check(pools, 2, kind, stage=stage, buckets="small", precision=precision, accumulation=accumulation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages_between_hosts(pools: Pools, world: int, stage: int) -> None:
+    check(pools, world, "gpt", nodes=2, stage=stage, buckets="small")
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
+def test_without_a_batch(pools: Pools, stage: int) -> None:
+    check(pools, 2, "odd", first=False, with_batch=False, stage=stage, buckets="small")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_made_in_zero_init(pools: Pools, precision: str) -> None:
+    setting = {"stage": 3, "buckets": "small", "precision": precision}
+    ranks = pools(2).run(f"{CASES}:measured", {"kind": "deep gpt in zero.Init", **setting})
+    made = planned("deep gpt in zero.Init", 2, 1, **setting)
+    assert_right(made, ranks[1])
+    plain = planned("deep gpt", 2, 1, **setting)
+    assert (made.states, made.traffic, made.step_peak.bytes) == (plain.states, plain.traffic, plain.step_peak.bytes)
