@@ -121,15 +121,13 @@ def test_optimizers_of_the_user(short: int, kind: str, monkeypatch: pytest.Monke
         zerolite.initialize(model, settings, **given)
 
 
-def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools) -> None:
     def stages(free: list[int], partitioned: bool = False) -> set[Any]:
         kwargs = {"config": config("auto"), "free": free, "partitioned": partitioned}
         return {result.get("stage", "error") for result in pools(2).run(CASE, kwargs)}
 
-    assert stages([PLENTY, PLENTY]) == {0}
     assert stages([PLENTY, 16 * NUMEL]) == {1}  # with the model's 4 bytes: 80 % of 20
     assert stages([PLENTY, 12 * NUMEL], partitioned=True) == {3}
-    assert stages([PLENTY, 2 * NUMEL]) == {"error"}
 
 
 def test_one_rank_without_memory_stops_all(pools: Pools) -> None:

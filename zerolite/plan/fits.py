@@ -10,7 +10,7 @@ from zerolite.accelerator import host_value
 from zerolite.comm import Communicator, HostGroup
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
-from zerolite.memory_items import ACTIVATIONS, ITEMS
+from zerolite.memory_items import ACTIVATIONS, BUCKETS, ITEMS
 from zerolite.plan.available import available_memory
 from zerolite.plan.dry_run import Job, run
 from zerolite.plan.make import cheapest, plan_of, silent, with_zero
@@ -139,8 +139,17 @@ def _dry_run(
         make_arguments=lambda: copies[0].arguments(model, arguments),
     )
     outcome = run(job)
-    # Of memory that ranks share each counts what it has made, as it has an equal share of what the host has free.
-    return plan_of(job, outcome, None, limit + outcome.of_peers)
+    return _own_share(plan_of(job, outcome, None, limit), outcome.of_peers)
+
+
+def _own_share(made: Plan, of_peers: int) -> Plan:
+    """``made`` without what the other ranks of the host have made of the memory that all of them map: each rank has an
+    equal share of what the host has free, and counts its own."""
+    less = min(of_peers, made.peak.items[BUCKETS])
+    items = {**made.peak.items, BUCKETS: made.peak.items[BUCKETS] - less}
+    return made.model_copy(
+        update={"peak": made.peak.model_copy(update={"bytes": made.peak.bytes - less, "items": items})}
+    )
 
 
 def _reason(made: Plan, device: torch.device) -> str:

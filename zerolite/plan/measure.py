@@ -21,12 +21,12 @@ from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTH
 from zerolite.plan.dry_run import WARM_UP
 from zerolite.plan.make import ConfigLike, of_micro_batch, silent
 from zerolite.plan.result import Items, Traffic
-from zerolite.plan.steps import Batch, Loss, train_one_step
-from zerolite.plan.tracker import MemoryTracker
+from zerolite.plan.steps import STEP, Batch, Loss, train_one_step
 from zerolite.plan.traffic import summarize
 from zerolite.plan.walk import walk_through_parameters
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.initialize import initialize
+from zerolite.runtime.memory_report import Holding, holdings
 
 _MOST_STEPS = 50
 
@@ -64,8 +64,7 @@ def measure(
     """
     device = default_device(local_rank())
     account = _DeviceAccount(device) if device.type == "cuda" else _HostAccount()
-    items = MemoryTracker()  # not a mode here: it listens to what the engine says of its memory
-    with _listening(items), account.counting():
+    with account.counting():
         model = make_model()
         if batch is None:
             walk_through_parameters(model)
@@ -73,19 +72,18 @@ def measure(
         made = _made_on(engine.device, of_micro_batch(batch, engine.train_micro_batch_size_per_gpu))
         _warm_up(engine, made, loss)
         gc.collect()
-        items.measure_from_here()
+        asked = _Asked(engine)
         account.begin_step()
-        with _without_collector(), record() as recorder:
-            train_one_step(engine, made, loss)
+        with _without_collector(), record() as recorder, asked.asking():
+            train_one_step(engine, made, loss, asked.around)
         account.end_step()
         held = engine.memory_report().items
-        rise = {item: items.largest[item] - items.items[item] for item in (*MODEL_STATES, BUFFERS)}
     at_rest = {**held, ACTIVATIONS: 0, OTHER: account.at_rest - sum(held.values())}
     return Measurement(
         rank=engine.rank,
         world_size=engine.world_size,
         device=engine.device.type,
-        states={**dict.fromkeys(ITEMS, 0), **{item: held[item] + more for item, more in rise.items()}},
+        states=dict.fromkeys(ITEMS, 0) | {item: max(held[item], asked.most[item]) for item in (*MODEL_STATES, BUFFERS)},
         at_rest=at_rest,
         step_peak=account.peak,
         inside_operators=account.inside_operators,
@@ -109,13 +107,42 @@ def _made_on(device: torch.device, batch: Batch | None) -> Batch:
     return lambda: tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch())
 
 
-@contextlib.contextmanager
-def _listening(tracker: MemoryTracker) -> Iterator[None]:
-    listeners.append(tracker)
-    try:
+class _Asked:
+    """The most of each item that the engine held when it was asked: whenever a part of it says that it allocates, and
+    before every update, when all gradients have been reduced."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._device = engine.device.type
+        self.most = dict.fromkeys(ITEMS, 0)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        listeners.append(self)
+        try:
+            yield
+        finally:
+            listeners.remove(self)
+
+    def own(self, storage: torch.UntypedStorage, item: str) -> None:
+        self._ask({storage._cdata: Holding(item, storage.nbytes(), storage.device.type)})
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        self._ask({})
+
+    @contextlib.contextmanager
+    def around(self, phase: str) -> Iterator[None]:
+        if phase == STEP and self._engine.is_gradient_accumulation_boundary():
+            self._engine.reduce_gradients()
+            self._ask({})
         yield
-    finally:
-        listeners.remove(tracker)
+
+    def _ask(self, allocated: dict[int, Holding]) -> None:
+        """allocated: what nobody holds yet."""
+        items = dict.fromkeys(ITEMS, 0)
+        for item, nbytes, device in (holdings(self._engine.memory_parts) | allocated).values():
+            items[item] += nbytes if device == self._device else 0
+        self.most = {item: max(nbytes, items[item]) for item, nbytes in self.most.items()}
 
 
 @contextlib.contextmanager

@@ -349,17 +349,33 @@ def _synchronize_rest(
     in_layout = {id(p) for p in trained}
     others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
-    moved: dict[int, torch.Tensor] = {}  # several modules may have one buffer
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = buffer.to(device)
-                module._buffers[name] = moved[id(buffer)]
+    _move_rest(model, device)
     rest += list(model.buffers())
     synchronize_tensors(rest, comm, device, "initial_sync")
     for parameter in others:
         parameter.data = parameter.data.to(device, precision.compute_dtype(parameter))
+
+
+def _move_rest(model: torch.nn.Module, device: torch.device) -> None:
+    """Bring to ``device`` the buffers, shared ones once, and what modules of the user's move in an ``_apply`` of their
+    own; parameters stay where they are."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the original, which is kept alive
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter) or tensor.device == device:
+            return tensor
+        if id(tensor) not in moved:
+            moved[id(tensor)] = (tensor, tensor.to(device))
+        return moved[id(tensor)][1]
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = move(buffer)
+        # Those of torch itself (nn.LSTM) lay out parameters anew, which have their places by now.
+        own = not type(module)._apply.__module__.startswith("torch.")
+        if own and device.type != "cpu" and all(handle_of(p) is None and p.grad is None for p in module.parameters()):
+            module._apply(move)
 
 
 def _check_collectives(engine: Engine, comm: Communicator) -> None:

@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -114,17 +114,19 @@ class MemoryParts:
     device: torch.device
 
 
+class Holding(NamedTuple):
+    """One storage. device: its type."""
+
+    item: str
+    nbytes: int
+    device: str
+
+
 def memory_report(parts: MemoryParts) -> MemoryReport:
     """What ``parts`` hold now. On this rank alone: nothing is sent, and the device is not waited for."""
     items, host = dict.fromkeys(HELD, 0), dict.fromkeys(HELD, 0)
-    seen: set[int] = set()
-    for item, tensor in _held(parts):
-        if tensor.layout is not torch.strided:  # a module's sparse buffer has several storages, and no way to them
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            (items if tensor.device.type == parts.device.type else host)[item] += storage.nbytes()
+    for item, nbytes, device in holdings(parts).values():
+        (items if device == parts.device.type else host)[item] += nbytes
     allocator = _allocator(parts.device)
     allocated = allocator["allocated"]
     resident = psutil.Process().memory_info().rss
@@ -138,6 +140,18 @@ def memory_report(parts: MemoryParts) -> MemoryReport:
         resident_peak=max(_resident_peak(), resident),  # the kernel counts the two separately
         **allocator,
     )
+
+
+def holdings(parts: MemoryParts) -> dict[int, Holding]:
+    """Every storage that ``parts`` hold now, once, by its identity (``storage._cdata``)."""
+    found: dict[int, Holding] = {}
+    for item, tensor in _held(parts):
+        if tensor.layout is not torch.strided:  # a module's sparse buffer has several storages, and no way to them
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in found:
+            found[storage._cdata] = Holding(item, storage.nbytes(), tensor.device.type)
+    return found
 
 
 def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
