@@ -95,6 +95,14 @@ def test_stages_agree(pools: Pools, precision: str) -> None:
             torch.testing.assert_close(results[stage, "late"][name], value, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_weight_that_is_unfrozen_may_have_several_contributions(pools: Pools, stage: int) -> None:
+    wanted = first_pass.wake(None, OPTIMIZER, 2)
+    for rank in pools(2).run(f"{CASES}:wake", {"config": settings(stage), "optimizer": OPTIMIZER}):
+        for name, value in wanted.items():
+            torch.testing.assert_close(rank[name], value, rtol=0, atol=2e-6)
+
+
 def test_only_late_buckets_are_reduced_again_and_only_at_first(pools: Pools) -> None:
     runs = {kind: {"config": settings(2), "model": model} for kind, model in (("apart", APART), ("late", LATE))}
     for kind, ranks in run_many(pools, 2, runs).items():

@@ -13,10 +13,13 @@ from torch import nn
 import zerolite
 from tests.plan.fits_cases import stack, start
 from tests.pool import Pools
+from zerolite.accelerator import is_fake
 from zerolite.comm import record
 from zerolite.config import ConfigError
 from zerolite.plan import available, fits
+from zerolite.plan.errors import PlanError
 from zerolite.plan.skeleton import Skeleton
+from zerolite.runtime.arguments import OWNERS
 from zerolite.zero import Init
 
 CASE = "tests.plan.fits_cases:start"
@@ -187,3 +190,86 @@ def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:
     assert not own & {id(tensor) for tensor in (*copied.parameters(), *copied.buffers())}
     copied(torch.ones(2, 64))
     assert start(config(), [PLENTY])["steps"] == 1
+
+
+class Remembering(torch.optim.SGD):
+    """Notes what it has updated; torch's rule, of which nobody knows whether it may be cut."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.updated: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.updated += [p.numel() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        super().step(closure)
+
+
+def test_a_dry_run_leaves_the_job_as_it_is(short: int) -> None:
+    model = stack()
+    nn.utils.parametrizations.weight_norm(model[0])
+    model[1].register_forward_hook(lambda *args: pytest.fail("the model's hooks are not run"))
+    model[2].values = model[3].weight * 2  # a tensor that comes from a parameter
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.register_step_pre_hook(lambda *args: pytest.fail("the optimizer's hooks are not run"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def picture() -> Any:
+        tensors = (*model.parameters(), *model.buffers(), model[2].values)
+        kept = [
+            (id(t), t._version, t.is_leaf and t.grad, t.requires_grad, t._backward_hooks, sorted(vars(t)))
+            for t in tensors
+        ]
+        modules = [(id(m), type(m), list(vars(m)), m.training) for m in model.modules()]
+        places = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        modes = (torch.is_grad_enabled(), torch.get_default_dtype(), logging.getLogger("zerolite").level)
+        return kept, modules, places, dict(optimizer.state), torch.get_rng_state().tolist(), modes
+
+    before = picture()
+    with pytest.raises(MemoryError):
+        zerolite.initialize(model, {"train_micro_batch_size_per_gpu": 2}, optimizer=optimizer)
+    assert picture() == before
+    assert all(parameter not in OWNERS for parameter in model.parameters())
+
+
+def test_param_groups_are_read_once(short: int) -> None:
+    model = stack()
+    engine = zerolite.initialize(
+        model, config(memory_check="warn"), model_parameters=[{"params": model.parameters(), "lr": 0.2}]
+    )
+    assert engine.get_lr() == [0.2]
+
+
+def test_what_cannot_be_planned_is_tried(short: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = stack()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def by_name(params: Any) -> torch.optim.Optimizer:
+        members = [(names[p], p) for group in params for p in group["params"]]
+        return torch.optim.Adam([p for _, p in sorted(members, key=lambda entry: entry[0])])
+
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        zerolite.initialize(model, {"train_micro_batch_size_per_gpu": 2}, optimizer=by_name)
+    assert any("no plan can be made (KeyError" in entry.message for entry in caplog.records)
+    automatic = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": "auto"}}
+    model = stack()
+    names.update({parameter: name for name, parameter in model.named_parameters()})
+    with pytest.raises(PlanError, match="KeyError.*give a stage, 0 to 3"):
+        zerolite.initialize(model, automatic, optimizer=by_name)
+
+
+def test_auto_leaves_out_stages_that_the_engine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fits, "available_memory", lambda device: 24 * NUMEL)
+    model = stack()
+    optimizer = Remembering(model.parameters())
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": "auto"}}
+    engine = zerolite.initialize(model, settings, optimizer=optimizer)
+    assert engine.config.zero_optimization.stage == 0
+    assert optimizer.updated == []
+
+
+def test_a_traced_model_still_trains(short: int) -> None:
+    model = torch.jit.trace(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.ones(2, 64))
+    engine = zerolite.initialize(model, config(memory_check="warn"))
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
+    engine.step()
+    assert not any(is_fake(parameter) for parameter in model.parameters())

@@ -9,12 +9,13 @@ import torch
 from zerolite.accelerator import host_value
 from zerolite.comm import Communicator, HostGroup
 from zerolite.comm.ranks import name_ranks
-from zerolite.config import ZeroliteConfig
+from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUCKETS, ITEMS
 from zerolite.plan.available import available_memory
 from zerolite.plan.dry_run import Job, run
+from zerolite.plan.errors import PlanError
 from zerolite.plan.make import cheapest, plan_of, silent, with_zero
-from zerolite.plan.result import Plan
+from zerolite.plan.result import Peak, Plan
 from zerolite.plan.skeleton import Skeleton
 from zerolite.runtime.build import Arguments
 from zerolite.runtime.zero.partitioned_parameter import handle_of
@@ -34,8 +35,8 @@ def choose_stage(
     model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, comm: Communicator, device: torch.device
 ) -> ZeroliteConfig:
     """``config`` with a number in place of the stage "auto": of the stages whose plans need at most :data:`FOR_STATES`
-    of the memory that every rank has free, the one that sends the least, and of those the lowest; stage 3 if there is
-    none. Rank 0 logs why. Called on all ranks."""
+    of the memory that every rank has free, the one that sends the least, and of those the lowest; if there is none, the
+    one that needs the least. Rank 0 logs why. Called on all ranks."""
     if config.zero_optimization.stage != "auto":
         return config
     free = agreed_minimum(_available(model, device), comm, device)
@@ -52,11 +53,11 @@ def choose_stage(
         except Exception as error:  # an optimizer that works at stage 0 only, for one
             refused.append(error)
     if not plans:
-        raise refused[0]
+        raise _refusal(refused[0])
     cheapest_plan = cheapest(plans)
     # Parts of ranks differ by a few elements, so their choices may.
-    own = plans[-1 if cheapest_plan is None else cheapest_plan].stage
-    stage = -agreed_minimum(-own, comm, device)
+    best = plans[cheapest_plan] if cheapest_plan is not None else min(plans, key=lambda made: made.peak.bytes)
+    stage = -agreed_minimum(-best.stage, comm, device)
     needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
     below = f"{format_size(limit)}, 80 % of what is free, without activations ({needs})"
     if cheapest_plan is None:
@@ -64,6 +65,18 @@ def choose_stage(
     else:
         _log(comm, f"stage {stage}: the least traffic of those that stay below {below}")
     return with_zero(config, stage=stage)
+
+
+def _refusal(error: Exception) -> Exception:
+    """``error`` of a dry run, if it says what is wrong with the job; otherwise a sentence about it."""
+    if isinstance(error, (ConfigError, ValueError, PlanError)):
+        return error
+    made = PlanError(
+        f'zero_optimization.stage "auto" plans the job on tensors without memory, which failed with '
+        f"{type(error).__name__}: {error}; give a stage, 0 to 3"
+    )
+    made.__cause__ = error
+    return made
 
 
 def check_memory(
@@ -145,11 +158,14 @@ def _dry_run(
 def _own_share(made: Plan, of_peers: int) -> Plan:
     """``made`` without what the other ranks of the host have made of the memory that all of them map: each rank has an
     equal share of what the host has free, and counts its own."""
-    less = min(of_peers, made.peak.items[BUCKETS])
-    items = {**made.peak.items, BUCKETS: made.peak.items[BUCKETS] - less}
-    return made.model_copy(
-        update={"peak": made.peak.model_copy(update={"bytes": made.peak.bytes - less, "items": items})}
-    )
+    peaks = [_without(of_peers, peak) for peak in (made.peak, made.initialize_peak, made.step_peak)]
+    return made.model_copy(update={"peak": max(peaks, key=lambda peak: peak.bytes)})
+
+
+def _without(of_peers: int, peak: Peak) -> Peak:
+    less = min(of_peers, peak.items[BUCKETS])
+    items = {**peak.items, BUCKETS: peak.items[BUCKETS] - less}
+    return peak.model_copy(update={"bytes": peak.bytes - less, "items": items})
 
 
 def _reason(made: Plan, device: torch.device) -> str:

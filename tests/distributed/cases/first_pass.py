@@ -149,6 +149,41 @@ def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: train(**run) for name, run in runs.items()}
 
 
+class Sleeping(nn.Module):
+    """Of its layers ``shared``, in two reentrantly checkpointed segments, is frozen at first, and ``first`` always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13).requires_grad_(False)
+        self.shared = nn.Linear(13, 13).requires_grad_(False)
+        self.last = nn.Linear(13, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(lambda h: torch.tanh(self.shared(h)), hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+def wake(config: dict[str, Any] | None, optimizer: dict[str, Any], world: int = 1) -> dict[str, Tensor]:
+    """``shared`` is trained from the second step on; without a config in plain PyTorch, over the batches of ``world``
+    ranks."""
+    module = models.build(Sleeping)
+    engine = zerolite.initialize(module, config) if config is not None else None
+    torch_optimizer = torch.optim.SGD(module.parameters(), **optimizer)
+    for step in range(STEPS):
+        module.shared.requires_grad_(step > 0)
+        if engine is not None:
+            engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
+            engine.step()
+            continue
+        torch_optimizer.zero_grad()
+        for rank in range(world):
+            (models.square_loss(module, models.float_batch(step, 0, rank)) / world).backward()
+        torch_optimizer.step()
+    return snapshot(engine) if engine is not None else {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
 def backward_bytes(config: dict[str, Any], depth: int, width: int, steps: int) -> list[float]:
     """The most bytes per parameter that a backward takes, beyond what is there when it begins; for each step. Between
     ranks go messages: shared memory is there from the first backward on."""

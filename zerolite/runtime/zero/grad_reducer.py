@@ -22,7 +22,7 @@ import torch
 
 from zerolite.accelerator import address, host_values
 from zerolite.comm import Communicator
-from zerolite.memory_items import BUCKETS, GRADIENTS, own
+from zerolite.memory_items import BUCKETS, GRADIENTS, listeners, own
 from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
 from zerolite.runtime.zero.bucket_state import HALF, BucketPool, BucketState, ReductionOptions, WindowSums
@@ -63,7 +63,7 @@ class GradReducer:
         # reduces at its end only; elsewhere it does not wait, and reduces once more what has come late.
         self._expected: list[int] = []
         self._learned = False
-        self._looks_for_late = options.shard  # in the first pass that reduces; equal on all ranks
+        self._looks_for_late = False  # in the first pass that reduces; equal on all ranks
         self._pass_open = False
         self._seen_gradient = False  # in this pass
         self._void = False  # what comes in this pass counts as nothing
@@ -97,6 +97,7 @@ class GradReducer:
         buckets = 3 if self._options.shard else len(layout.buckets)
         self._pool = BucketPool(buckets if self._options.keep_buckets else 0)
         more = len(self.parameters) - len(self._expected)
+        self._learned, self._looks_for_late = False, self._options.shard  # of the new ones nothing is known
         self._expected += [1] * more
         self._fires += [0] * more
         self._count_expected()
@@ -256,7 +257,7 @@ class GradReducer:
             self._put_held(state)
             self._put(state, slot, gradient)
         else:
-            state.held[slot.index] = own(gradient, self._item())
+            state.held[slot.index] = own(gradient, self._item()) if listeners else gradient
         self._count(state, slot)
 
     def _count(self, state: BucketState, slot: Slot) -> None:

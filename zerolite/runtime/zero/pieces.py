@@ -92,13 +92,13 @@ def cut(
 
 
 def cut_state(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
-    """The piece's part of a state that belongs to the whole parameter; anything else as it is."""
+    """The piece's part, where the piece is, of a state that belongs to the whole parameter; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = whole_shape(parameter)
     if value.shape != shape or not shape:
         return value.clone()
     if piece.tensor.shape == shape:
-        return value.to(piece.tensor.dtype, copy=True)
+        return value.to(piece.tensor.device, piece.tensor.dtype, copy=True)
     part = flattened(value).narrow(0, piece.fragment.param_start, piece.fragment.numel)
-    return part.to(piece.tensor.dtype, copy=True)
+    return part.to(piece.tensor.device, piece.tensor.dtype, copy=True)
