@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zerolite.accelerator import is_fake
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
 from zerolite.comm.wire import Wire
 from zerolite.memory_items import BUCKETS, own
@@ -174,7 +175,8 @@ def mean_in_order(parts: list[torch.Tensor], divisor: float, out: torch.Tensor) 
         for part in parts[2:]:
             out.add_(part)
         return divide(out, divisor)
-    for start in range(0, out.numel(), _CHUNK):
+    starts = range(0, out.numel(), _CHUNK)
+    for start in starts[:1] if is_fake(out) else starts:  # without values one chunk is as good as all
         total = own(parts[0][start : start + _CHUNK].float(), BUCKETS)
         for part in parts[1:]:
             total.add_(part[start : start + _CHUNK])

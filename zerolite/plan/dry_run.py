@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerolite.accelerator import dry_run, is_fake
 from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, OTHER
 from zerolite.plan.failures import explained
-from zerolite.plan.fakes import on_the_cpu, without_memory
+from zerolite.plan.fakes import WithoutMemory, on_the_cpu, without_memory
 from zerolite.plan.skeleton import Skeleton
 from zerolite.plan.steps import STEP, Batch, Loss, train_one_step
 from zerolite.plan.tracker import HOST, Fullest, MemoryTracker
@@ -87,18 +86,18 @@ def run(job: Job, points: int = 1000) -> Outcome:
         stack.enter_context(
             use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size))
         )
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        mode = stack.enter_context(WithoutMemory())
         stack.enter_context(tracker)
         stack.enter_context(tracker.modules.followed())
         stack.enter_context(_without_collector())
-        return _Run(job, tracker).outcome(points)
+        return _Run(job, tracker, mode).outcome(points)
 
 
 class _Run:
     """Needs the modes that :func:`run` sets."""
 
-    def __init__(self, job: Job, tracker: MemoryTracker) -> None:
-        self._job, self._tracker = job, tracker
+    def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory) -> None:
+        self._job, self._tracker, self._mode = job, tracker, mode
 
     def outcome(self, points: int) -> Outcome:
         tracker = self._tracker
@@ -145,8 +144,9 @@ class _Run:
     def _make_model(self) -> torch.nn.Module:
         tracker = self._tracker
         tracker.item = HOST if self._job.device == "cuda" else COMPUTE
-        with explained("the model's constructor"):
+        with explained("the model's constructor"), self._mode.constructing():
             model = self._job.make_model()
+        gc.collect()  # what the constructor has left in cycles: torch.load's state dicts
         check_model(model)
         if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
             model = Skeleton(model).model  # somebody else's: it stays as it is
@@ -186,10 +186,8 @@ class _Run:
     def _phase(self, phase: str) -> Iterator[None]:
         tracker = self._tracker
         tracker.phase, tracker.item = phase, OTHER if phase == STEP else ACTIVATIONS
-        if phase == STEP:
-            yield
-            return
-        with explained(f"the model's {phase}", tracker.modules.now):
+        where = "the optimizer's step" if phase == STEP else f"the model's {phase}"
+        with explained(where, tracker.modules.now):
             yield
 
 

@@ -2,13 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from zerolite.accelerator import is_fake
 from zerolite.runtime.zero.partitioned_parameter import handle_of
+
+_NUMBERS = {
+    torch.ops.aten.linspace.default,
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start,
+    torch.ops.aten.arange.start_step,
+}
+_MOST_NUMBERS = 4096
+_OF_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+"""torch's cache of what operators return would keep these storages: those that torch.load makes."""
+
+
+class _Converter(FakeTensorConverter):
+    """Remembers what it has made of real tensors alone. A weak reference to anything else would keep
+    ``torch.utils.swap_tensors`` from working, and so ``module.half()`` and the like."""
+
+    def set_tensor_memo(self, t: torch.Tensor, v: Any) -> None:
+        if not t.is_meta:
+            super().set_tensor_memo(t, v)
+
+
+class WithoutMemory(FakeTensorMode):
+    """The mode of a dry run. Copies of its tensors (``copy.deepcopy``) are its own too."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = _Converter()
+        self._constructing = False
+
+    def __deepcopy__(self, memo: Any) -> WithoutMemory:
+        return self
+
+    @contextlib.contextmanager
+    def constructing(self) -> Iterator[None]:
+        """Inside, a model is made, as constructors are used to do it: a few numbers that come from Python can be read
+        again (``[x.item() for x in torch.linspace(0, 0.1, depth)]``), and ``trunc_normal_``, which looks at what it
+        draws, draws nothing for tensors without memory."""
+        init: Any = torch.nn.init
+        draw = init._no_grad_trunc_normal_
+
+        def truncated(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return tensor if is_fake(tensor) else draw(tensor, *args, **kwargs)
+
+        init._no_grad_trunc_normal_, self._constructing = truncated, True
+        try:
+            yield
+        finally:
+            init._no_grad_trunc_normal_, self._constructing = draw, False
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cached, self.cache_enabled = self.cache_enabled, self.cache_enabled and func not in _OF_STORAGES
+        try:
+            out: Any = super().dispatch(func, types, args, kwargs)
+        finally:
+            self.cache_enabled = cached
+        if self._constructing and func in _NUMBERS and out.device.type == "cpu" and out.numel() <= _MOST_NUMBERS:
+            with unset_fake_temporarily():
+                out.constant = func(*args, **(kwargs or {}))
+            self.fake_tensor_converter.add_constant_storage_mapping(out)
+        return out
 
 
 def without_memory(values: Any) -> Any:

@@ -16,7 +16,7 @@ from zerolite.plan.errors import PlanError
 from zerolite.plan.result import Comparison, Items, Moment, Peak, Plan
 from zerolite.plan.tracker import Fullest
 from zerolite.plan.traffic import summarize
-from zerolite.sizes import format_size
+from zerolite.sizes import format_size, parse_size
 
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
 
@@ -47,7 +47,7 @@ def plan(
     nodes: int | None = None,
     rank: int = 0,
     device: str = "cuda",
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
     batch: Callable[..., Any] | None = None,
     loss: Loss | None = None,
 ) -> Plan:
@@ -56,7 +56,8 @@ def plan(
     The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated.
     model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the meta
     device. nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them. device:
-    "cuda" or "cpu", for which communicators and habits are those of the plan. device_memory: bytes.
+    "cuda" or "cpu", for which communicators and habits are those of the plan. device_memory: bytes, or
+    text such as "80GB".
     batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by name;
     the tensors may be real. None: no forward is run, and activations are not in the numbers. loss: from the model's
     output to a scalar; by default the output itself, its ``loss``, or the mean of its first floating tensor.
@@ -65,6 +66,7 @@ def plan(
     arguments. Needs no process group and starts none; may be called anywhere.
     """
     _check_places(world_size, nodes, rank, device)
+    device_memory = None if device_memory is None else _parsed(device_memory)
     resolved = silent(load_config(config)).resolve(world_size)
     if resolved.zero_optimization.stage == "auto":
         raise PlanError(
@@ -140,8 +142,8 @@ def silent(config: ZeroliteConfig) -> ZeroliteConfig:
 
 
 def _check_places(world_size: int, nodes: int | None, rank: int, device: str) -> None:
-    if world_size < 1:
-        raise ValueError(f"plan: expected world_size of at least 1, got {world_size}")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"plan: expected world_size, a number of ranks, 1 or more, got {world_size!r}")
     if not 0 <= rank < world_size:
         raise ValueError(f"plan: expected rank from 0 to {world_size - 1} (world_size - 1), got {rank}")
     if nodes is not None and (nodes < 1 or world_size % nodes):
@@ -151,6 +153,13 @@ def _check_places(world_size: int, nodes: int | None, rank: int, device: str) ->
         )
     if device not in ("cuda", "cpu"):
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
+
+
+def _parsed(device_memory: int | str) -> int:
+    try:
+        return parse_size(device_memory)
+    except ValueError as error:
+        raise ValueError(f"plan: device_memory: {error}") from None
 
 
 def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callable[[], Any] | None:
