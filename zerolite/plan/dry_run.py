@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from zerolite.plan.walk import walk_through_parameters
 from zerolite.profiling.flop_count import count_flops
 from zerolite.runtime.build import Arguments, build_engine, check_model
 from zerolite.runtime.engine import Engine
+
+_one_at_a_time = threading.RLock()
+"""What a dry run stands in for (the communicator, the listeners to memory) is the process's."""
 
 WARM_UP = 3
 """Steps before the one that is reported: stage 3 records in the first what it follows from the third on."""
@@ -81,6 +85,8 @@ def run(job: Job, points: int = 1000) -> Outcome:
     """
     tracker = MemoryTracker()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)
+        stack.enter_context(_as_in_a_loop())
         stack.enter_context(dry_run())
         stack.enter_context(unrecorded())
         stack.enter_context(
@@ -199,6 +205,13 @@ def _of_peers(engine: Engine) -> int:
 
 def _numel(parameters: Any) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+
+
+@contextlib.contextmanager
+def _as_in_a_loop() -> Iterator[None]:
+    """A loop that trains records gradients, whatever is set where a plan is asked for; and no value is looked at."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        yield
 
 
 @contextlib.contextmanager

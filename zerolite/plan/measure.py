@@ -194,11 +194,8 @@ class _HostAccount:
         events = sorted(_all_events(profiler), key=lambda event: event.start_time_ns)
         times = {event.name: event.start_time_ns for event in events if event.name in (self._BEGIN, self._END)}
         begin, end = times[self._BEGIN], times[self._END]
-        blocks = [
-            block
-            for block in _blocks([event for event in events if event.name == "[memory]"])
-            if not (block.start < begin and end < block.end and block.address not in self._addresses)
-        ]
+        blocks = _blocks([event for event in events if event.name == "[memory]"])
+        blocks = [block for block in blocks if block.start >= begin or block.released or self._is_alive(block, end)]
         self.at_rest = sum(block.nbytes for block in blocks if block.start < end <= block.end)
         self.peak = _most(blocks, begin, end)
         self.inside_operators = self.peak - _most([block for block in blocks if not block.inside], begin, end)
@@ -212,6 +209,10 @@ class _HostAccount:
             pass
         self._addresses = _addresses()
 
+    def _is_alive(self, block: _Block, end: int) -> bool:
+        """Whether a block whose release has not been seen was there when the step ended."""
+        return block.end > end and block.address in self._addresses
+
 
 def _addresses() -> set[int]:
     """Where the memory of every tensor begins that Python knows."""
@@ -224,13 +225,14 @@ def _addresses() -> set[int]:
 
 
 class _Block(NamedTuple):
-    """Memory that was given out from ``start`` to ``end``, in nanoseconds. inside: one operator took it and gave it
-    back."""
+    """Memory that was given out from ``start`` to ``end``, in nanoseconds. released: that end has been seen, and is not
+    just when the address was given out again, if ever. inside: one operator took it and gave it back."""
 
     address: int
     start: int
     end: float
     nbytes: int
+    released: bool
     inside: bool
 
 
@@ -247,15 +249,15 @@ def _blocks(events: list[Any]) -> list[_Block]:
     taken: dict[int, Any] = {}  # by address
     blocks = []
     for event in events:
-        address = event.extra_fields.ptr
+        address, nbytes = event.extra_fields.ptr, event.extra_fields.alloc_size
         if address in taken:
-            blocks.append(_block(taken.pop(address), event.start_time_ns))
-        if event.extra_fields.alloc_size > 0:
+            blocks.append(_block(taken.pop(address), event.start_time_ns, released=nbytes < 0))
+        if nbytes > 0:
             taken[address] = event
-    return blocks + [_block(event, math.inf) for event in taken.values()]
+    return blocks + [_block(event, math.inf, released=False) for event in taken.values()]
 
 
-def _block(event: Any, end: float) -> _Block:
+def _block(event: Any, end: float, released: bool) -> _Block:
     chain: list[Any] = []  # the innermost first
     above = event.parent
     while above is not None:
@@ -263,7 +265,8 @@ def _block(event: Any, end: float) -> _Block:
         above = above.parent
     operator = next((entry for entry in reversed(chain) if _is_one_step(entry.name)), None)
     inside = operator is not None and end <= operator.end_time_ns
-    return _Block(event.extra_fields.ptr, event.start_time_ns, end, event.extra_fields.alloc_size, inside)
+    allocation = event.extra_fields
+    return _Block(allocation.ptr, event.start_time_ns, end, allocation.alloc_size, released, inside)
 
 
 @functools.cache

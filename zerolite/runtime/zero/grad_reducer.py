@@ -316,7 +316,7 @@ class GradReducer:
                     local.mul_(self._factor)
                 return
             if not state.staged:
-                self._pool.give_back(local)
+                self._give_back(local)
             state.staged = False
         for index in sorted(held):
             self._put(state, self.layout.slots[index], held[index])
@@ -342,9 +342,16 @@ class GradReducer:
     def _take_bucket(self, state: BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return own(self._pool.take(state.bucket.numel, dtype, device), self._item())
 
+    def _give_back(self, bucket: torch.Tensor) -> None:
+        self._pool.give_back(own(bucket, self._travelling()))
+
     def _item(self) -> str:
         """What this rank's sums are: gradients where they rest whole, and on their way elsewhere."""
         return BUCKETS if self._options.shard and self._reducing and self._passes_in_local <= 1 else GRADIENTS
+
+    def _travelling(self) -> str:
+        """What a full bucket is from when it is sent."""
+        return BUCKETS if self._options.shard else GRADIENTS
 
     # ---------------------------------------------------------------- reduction
 
@@ -373,7 +380,7 @@ class GradReducer:
         if local.dtype != wanted:
             unconverted, local = local, own(local.to(wanted), self._item())
             if not state.staged:
-                self._pool.give_back(unconverted)
+                self._give_back(unconverted)
             state.staged = False
         if options.predivide != 1.0:
             local.div_(options.predivide)
@@ -384,7 +391,7 @@ class GradReducer:
         else:
             state.pending = self._comm.all_reduce(local, "gradients", divisor, state.bucket.index + 1)
         state.local = None
-        state.sent = None if state.staged else local
+        state.sent = None if state.staged else own(local, self._travelling())
         state.staged = False
         state.written.clear()
         state.launched = True
@@ -424,7 +431,7 @@ class GradReducer:
             state.reduced = own(state.reduced.to(dtype), GRADIENTS).add_(total)
         sent, state.sent = state.sent, None
         if sent is not None and address(state.reduced) != address(sent):
-            self._pool.give_back(sent)
+            self._give_back(sent)
 
     def _reduced_dtype(self, state: BucketState) -> torch.dtype:
         return self._options.reduced_dtype(self._own_dtype(state), adds=state.reduced is not None)
@@ -465,8 +472,7 @@ class GradReducer:
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are kept here now, and the items of memory that they belong to; small ones are left out."""
-        local = self._item() if self._pass_open else GRADIENTS
-        travelling = BUCKETS if self._options.shard else GRADIENTS
+        local, travelling = self._item(), self._travelling()
         for state in self._states:
             if state.reduced is not None:
                 yield GRADIENTS, state.reduced
@@ -579,7 +585,7 @@ class GradReducer:
         """Drop the gradient of a bucket that has been consumed."""
         reduced, self._states[bucket].reduced = self._states[bucket].reduced, None
         if reduced is not None and not self._options.shard:
-            self._pool.give_back(reduced)
+            self._give_back(reduced)
 
     def clear(self) -> None:
         """Drop everything: the window's gradients were consumed or are not wanted."""
@@ -587,7 +593,7 @@ class GradReducer:
         self._wait_for_all()
         for state in self._states:
             if state.local is not None and not state.staged:
-                self._pool.give_back(state.local)
+                self._give_back(state.local)
             state.local, state.staged = None, False
             self.release(state.bucket.index)
             state.written.clear()
