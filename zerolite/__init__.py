@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zerolite import comm, zero
     from zerolite.comm import destroy, init_distributed
     from zerolite.config import ConfigError, ZeroliteConfig
+    from zerolite.planning import Plan, PlanError, plan
     from zerolite.runtime.dataloader import RepeatingLoader
     from zerolite.runtime.engine import Engine
     from zerolite.runtime.initialize import initialize
@@ -35,6 +36,9 @@ _LAZY = {
     "initialize": "zerolite.runtime.initialize",
     "Engine": "zerolite.runtime.engine",
     "RepeatingLoader": "zerolite.runtime.dataloader",
+    "Plan": "zerolite.planning.result",
+    "PlanError": "zerolite.planning.errors",
+    "plan": "zerolite.planning.make",
     "init_distributed": "zerolite.comm",
     "destroy": "zerolite.comm",
     "ConfigError": "zerolite.config",
@@ -52,6 +56,8 @@ _LAZY = {
 __all__ = [
     "ConfigError",
     "Engine",
+    "Plan",
+    "PlanError",
     "RepeatingLoader",
     "ZeroliteConfig",
     "__version__",
@@ -62,6 +68,7 @@ __all__ = [
     "get_full_optimizer_state",
     "init_distributed",
     "initialize",
+    "plan",
     "set_full_grad",
     "set_full_master",
     "set_full_optimizer_state",

@@ -22,13 +22,13 @@ import torch
 from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command, start_command
 from tests.unit.plan_examples import GB, make_comparison, make_plan
 from zerolite.config import ZeroliteConfig, load_config
-from zerolite.plan import command
-from zerolite.plan.errors import PlanError
-from zerolite.plan.imports import import_object
-from zerolite.plan.report import render_comparison, render_plan
-from zerolite.plan.result import Comparison, Plan
-from zerolite.plan.sources import parse_input_spec
-from zerolite.plan.terminal import Screen
+from zerolite.planning import command
+from zerolite.planning.errors import PlanError
+from zerolite.planning.imports import import_object
+from zerolite.planning.report import render_comparison, render_plan
+from zerolite.planning.result import Comparison, Plan
+from zerolite.planning.sources import parse_input_spec
+from zerolite.planning.terminal import Screen
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -140,9 +140,9 @@ def test_an_output_without_unicode(ask: Ask, made: list[Any], monkeypatch: pytes
 
 def test_check_is_asked_for(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    check = ModuleType("zerolite.plan.check")
+    check = ModuleType("zerolite.planning.check")
     check.run_check = lambda *args, **given: asked.append((args, given)) or 1  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "zerolite.plan.check", check)
+    monkeypatch.setitem(sys.modules, "zerolite.planning.check", check)
     assert ask("--check", "--input-spec", "float32[2]", "--device", "cpu")[0] == 1
     given = {"batch": "float32[2]", "loss": None, "device": "cpu", "plan": made[0]}
     assert asked == [(("plan_models:build", "zero2.json", 8), given)]
@@ -319,7 +319,9 @@ def test_help_comes_at_once_and_without_torch(tmp_path: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0 and "--input-spec" in done.stdout and "exit status" in done.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
-    program = "import sys; from zerolite.plan import command; command.find_problem; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys; from zerolite.planning import command; command.find_problem; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
@@ -343,7 +345,7 @@ def test_an_interrupt_while_the_model_is_made(tmp_path: Path) -> None:
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     """The output is a pipe that nobody reads."""
     program = (
-        "import sys; from tests.unit.plan_examples import make_plan; from zerolite.plan import command\n"
+        "import sys; from tests.unit.plan_examples import make_plan; from zerolite.planning import command\n"
         "command.make = lambda options, config: make_plan(device_memory=1)\n"
         "sys.exit(command.main(['--model', 'm:f', '--config', '{}', '--world-size', '8']))"
     )

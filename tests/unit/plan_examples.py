@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerolite.plan.palette import LOOKS
-from zerolite.plan.result import Comparison, Items, Moment, Peak, Plan, Traffic
+from zerolite.planning.palette import LOOKS
+from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Traffic
 
 GB = 10**9
 

@@ -74,20 +74,20 @@ LAYERS = {
     "zerolite.runtime.engine": 6,
     "zerolite.runtime.build_stage3": 7,
     "zerolite.runtime.build": 7,
-    "zerolite.plan": 8,
-    "zerolite.plan.errors": 0,
-    "zerolite.plan.result": 1,
-    "zerolite.plan.traffic": 2,
-    "zerolite.plan.imports": 2,
-    "zerolite.plan.terminal": 2,
-    "zerolite.plan.advice": 2,
-    "zerolite.plan.palette": 2,
-    "zerolite.plan.report": 2,
-    "zerolite.plan.picture": 2,
+    "zerolite.planning": 8,
+    "zerolite.planning.errors": 0,
+    "zerolite.planning.result": 1,
+    "zerolite.planning.traffic": 2,
+    "zerolite.planning.imports": 2,
+    "zerolite.planning.terminal": 2,
+    "zerolite.planning.advice": 2,
+    "zerolite.planning.palette": 2,
+    "zerolite.planning.report": 2,
+    "zerolite.planning.picture": 2,
     "zerolite.runtime.initialize": 9,
-    "zerolite.plan.measure": 10,
-    "zerolite.plan.check": 10,
-    "zerolite.plan.command": 10,
+    "zerolite.planning.measure": 10,
+    "zerolite.planning.check": 10,
+    "zerolite.planning.command": 10,
     "zerolite.runtime": 10,
     "zerolite": 10,
 }
@@ -122,7 +122,7 @@ PURE = (
     "zerolite.version",
     "zerolite.failure_record",
     "zerolite.sizes",
-    "zerolite.plan.errors",
+    "zerolite.planning.errors",
     "zerolite.checkpoint.boxes",
     "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write",
@@ -145,11 +145,11 @@ THIRD_PARTY = {
     "zerolite.report": {"cpuinfo"},
     "zerolite.monitor.wandb_writer": {"wandb"},
     "zerolite.runtime.memory_report": {"psutil"},
-    "zerolite.plan.available": {"psutil"},
-    "zerolite.plan.result": {"pydantic"},
-    "zerolite.plan.measure": {"pydantic", "psutil"},
-    "zerolite.plan.picture": {"matplotlib"},
-    "zerolite.plan.sources": {"transformers"},
+    "zerolite.planning.available": {"psutil"},
+    "zerolite.planning.result": {"pydantic"},
+    "zerolite.planning.measure": {"pydantic", "psutil"},
+    "zerolite.planning.picture": {"matplotlib"},
+    "zerolite.planning.sources": {"transformers"},
 }
 
 WITHOUT_TORCH = (
@@ -285,7 +285,12 @@ def test_every_runtime_module_has_a_layer() -> None:
 
 def test_only_the_package_itself_imports_the_engine_beside_build() -> None:
     allowed = {"zerolite", "zerolite.runtime.build", "zerolite.runtime.build_stage3", "zerolite.runtime.initialize"}
-    allowed |= {"zerolite.plan.dry_run", "zerolite.plan.steps", "zerolite.plan.measure", "zerolite.plan.check"}
+    allowed |= {
+        "zerolite.planning.dry_run",
+        "zerolite.planning.steps",
+        "zerolite.planning.measure",
+        "zerolite.planning.check",
+    }
     assert [
         e for e in ALL_IMPORTS if is_within(e.imported, "zerolite.runtime.engine") and e.importer not in allowed
     ] == []

@@ -13,13 +13,13 @@ import pytest
 
 from tests.unit.plan_examples import GB, REST, STATES, make_comparison, make_items, make_peak, make_plan
 from zerolite.memory_items import ITEMS
-from zerolite.plan.advice import advise
-from zerolite.plan.errors import PlanError
-from zerolite.plan.palette import LOOKS
-from zerolite.plan.picture import draw
-from zerolite.plan.report import format_flops, render_comparison, render_plan
-from zerolite.plan.result import Comparison, Moment, Plan
-from zerolite.plan.terminal import Screen, cut, shares, table
+from zerolite.planning.advice import advise
+from zerolite.planning.errors import PlanError
+from zerolite.planning.palette import LOOKS
+from zerolite.planning.picture import draw
+from zerolite.planning.report import format_flops, render_comparison, render_plan
+from zerolite.planning.result import Comparison, Moment, Plan
+from zerolite.planning.terminal import Screen, cut, shares, table
 from zerolite.sizes import format_size
 
 WIDE = Screen(120)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolite.plan.errors import PlanError
-from zerolite.plan.imports import import_object
-from zerolite.plan.sources import load_batch, load_function, load_model_fn, parse_input_spec
+from zerolite.planning.errors import PlanError
+from zerolite.planning.imports import import_object
+from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from zerolite.launcher.options import LaunchRequest, build_parser, make_node_job
 from zerolite.launcher.resources import default_nproc, largest_sensible_nproc
 
 COMMANDS = {
-    "plan": "zerolite.plan.command",
+    "plan": "zerolite.planning.command",
     "report": "zerolite.report",
     "inspect": "zerolite.checkpoint.inspect",
     "export": "zerolite.checkpoint.export",

@@ -12,7 +12,7 @@ import torch
 from zerolite.accelerator import default_device, keep_freed_memory
 from zerolite.comm import create_communicator, init_distributed, local_rank
 from zerolite.config import ZeroliteConfig, load_config
-from zerolite.plan.fits import check_memory, choose_stage
+from zerolite.planning.fits import check_memory, choose_stage
 from zerolite.runtime.arguments import OptimizerLike
 from zerolite.runtime.build import Arguments, build_engine, check_model
 from zerolite.runtime.engine import Engine

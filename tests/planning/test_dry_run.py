@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import zerolite
 from zerolite.config import ConfigError
 from zerolite.memory_items import ITEMS, MODEL_STATES
-from zerolite.plan.errors import PlanError
-from zerolite.plan.make import cheapest, compare, plan
-from zerolite.plan.result import Plan
-from zerolite.plan.traffic import summarize
+from zerolite.planning.errors import PlanError
+from zerolite.planning.make import cheapest, compare, plan
+from zerolite.planning.result import Plan
+from zerolite.planning.traffic import summarize
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

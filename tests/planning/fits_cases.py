@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zerolite
-from zerolite.plan import fits
+from zerolite.planning import fits
 
 
 def stack() -> nn.Module:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerolite.plan.make import plan
-from zerolite.plan.result import Plan
+from zerolite.planning.make import plan
+from zerolite.planning.result import Plan
 
 GB = 10**9
 SECONDS, BYTES = 60, 4 * GB

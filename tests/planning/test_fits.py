@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 import zerolite
-from tests.plan.fits_cases import stack, start
+from tests.planning.fits_cases import stack, start
 from tests.pool import Pools
 from zerolite.accelerator import is_fake
 from zerolite.comm import record
 from zerolite.config import ConfigError
-from zerolite.plan import available, fits
-from zerolite.plan.errors import PlanError
-from zerolite.plan.skeleton import Skeleton
+from zerolite.planning import available, fits
+from zerolite.planning.errors import PlanError
+from zerolite.planning.skeleton import Skeleton
 from zerolite.runtime.arguments import OWNERS
 from zerolite.zero import Init
 
-CASE = "tests.plan.fits_cases:start"
+CASE = "tests.planning.fits_cases:start"
 NUMEL = 8 * (64 * 64 + 64)
 PLENTY = 10**12
 

@@ -12,10 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerolite.plan.errors import PlanError
-    from zerolite.plan.make import compare, plan
-    from zerolite.plan.result import Comparison, Moment, Peak, Plan, Traffic
-    from zerolite.plan.sources import load_batch, load_model_fn
+    from zerolite.planning.errors import PlanError
+    from zerolite.planning.make import compare, plan
+    from zerolite.planning.result import Comparison, Moment, Peak, Plan, Traffic
+    from zerolite.planning.sources import load_batch, load_model_fn
 
 _LAZY = {
     "PlanError": "errors",

@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerolite.plan.errors import PlanError
-from zerolite.plan.palette import LOOKS, spoken
-from zerolite.plan.result import Comparison, Items, Plan
+from zerolite.planning.errors import PlanError
+from zerolite.planning.palette import LOOKS, spoken
+from zerolite.planning.result import Comparison, Items, Plan
 from zerolite.sizes import format_size
 
 if TYPE_CHECKING:

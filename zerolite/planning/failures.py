@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from zerolite.config import ConfigError
-from zerolite.plan.errors import PlanError
+from zerolite.planning.errors import PlanError
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from zerolite.plan.result import Traffic
+from zerolite.planning.result import Traffic
 
 
 class Call(Protocol):

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from zerolite.plan.measure import _HostAccount, _is_one_step
+from zerolite.planning.measure import _HostAccount, _is_one_step
 
 
 @torch.library.custom_op("zerolite_tests::takes_inside", mutates_args=())
@@ -69,7 +69,7 @@ def test_what_an_operator_takes_inside_itself_is_told_apart() -> None:
         ("zerolite::squares_", True),
         ("aten::linear", False),  # made of others, which a plan sees
         ("autograd::engine::evaluate_function: MulBackward0", False),
-        ("zerolite.plan.measure begins", False),
+        ("zerolite.planning.measure begins", False),
         ("MulBackward0", False),
     ],
 )

@@ -15,12 +15,12 @@ from zerolite.accelerator import dry_run, is_fake
 from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, OTHER
-from zerolite.plan.failures import explained
-from zerolite.plan.fakes import WithoutMemory, on_the_cpu, without_memory
-from zerolite.plan.skeleton import Skeleton
-from zerolite.plan.steps import STEP, Batch, Loss, train_one_step
-from zerolite.plan.tracker import HOST, Fullest, MemoryTracker
-from zerolite.plan.walk import walk_through_parameters
+from zerolite.planning.failures import explained
+from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
+from zerolite.planning.skeleton import Skeleton
+from zerolite.planning.steps import STEP, Batch, Loss, train_one_step
+from zerolite.planning.tracker import HOST, Fullest, MemoryTracker
+from zerolite.planning.walk import walk_through_parameters
 from zerolite.profiling.flop_count import count_flops
 from zerolite.runtime.build import Arguments, build_engine, check_model
 from zerolite.runtime.engine import Engine
@@ -59,7 +59,7 @@ class Job:
 @dataclass
 class Outcome:
     """What was seen. Bytes of the device, and of the host where ``host`` says so; see
-    :class:`~zerolite.plan.result.Plan`."""
+    :class:`~zerolite.planning.result.Plan`."""
 
     model_name: str
     classes: dict[str, str]  # by qualified name of the module

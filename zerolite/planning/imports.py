@@ -9,7 +9,7 @@ import pkgutil
 import traceback
 from typing import Any
 
-from zerolite.plan.errors import PlanError
+from zerolite.planning.errors import PlanError
 
 _IMPORT_SYSTEM = ("importlib", "importlib.util", "importlib._bootstrap", "importlib._bootstrap_external")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from zerolite.plan.advice import advise
-from zerolite.plan.palette import LOOKS, spoken
-from zerolite.plan.result import MODEL_STATES, Comparison, Items, Moment, Peak, Plan, total
-from zerolite.plan.terminal import Screen, cut, table
+from zerolite.planning.advice import advise
+from zerolite.planning.palette import LOOKS, spoken
+from zerolite.planning.result import MODEL_STATES, Comparison, Items, Moment, Peak, Plan, total
+from zerolite.planning.terminal import Screen, cut, table
 from zerolite.sizes import format_size
 
 _AT_REST = (*MODEL_STATES, "buffers")

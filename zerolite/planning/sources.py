@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolite.plan.errors import PlanError
-from zerolite.plan.imports import import_object
+from zerolite.planning.errors import PlanError
+from zerolite.planning.imports import import_object
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 """The arguments of one forward, by name or in order."""

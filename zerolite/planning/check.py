@@ -17,11 +17,11 @@ from typing import NamedTuple
 from zerolite.launcher.cli import find_nproc_problem
 from zerolite.launcher.resources import count_cuda_devices
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER
-from zerolite.plan.errors import PlanError
-from zerolite.plan.measure import Measurement, measure
-from zerolite.plan.result import Items, Plan, Traffic
-from zerolite.plan.sources import load_batch, load_function, load_model_fn
-from zerolite.plan.terminal import Screen, table
+from zerolite.planning.errors import PlanError
+from zerolite.planning.measure import Measurement, measure
+from zerolite.planning.result import Items, Plan, Traffic
+from zerolite.planning.sources import load_batch, load_function, load_model_fn
+from zerolite.planning.terminal import Screen, table
 from zerolite.sizes import format_size
 
 TOLERANCE = {"cpu": 0.02, "cuda": 0.05}
@@ -86,7 +86,7 @@ def run_job(request: Mapping[str, str | None], world_size: int, device: str) -> 
     with tempfile.TemporaryDirectory(prefix="zerolite-check-") as name:
         directory = Path(name)
         (directory / _REQUEST).write_text(json.dumps(dict(request)), encoding="utf-8")
-        job = ["--nproc", str(world_size), "-m", "zerolite.plan.check", name]
+        job = ["--nproc", str(world_size), "-m", "zerolite.planning.check", name]
         log = directory / _LOG
         with log.open("wb") as output:
             status = subprocess.run(

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerolite import memory_items
 from zerolite.memory_items import ACTIVATIONS, BUCKETS, GATHERED, OTHER, own
-from zerolite.plan.tracker import HOST, MemoryTracker
+from zerolite.planning.tracker import HOST, MemoryTracker
 
 
 @pytest.fixture(params=["fake", "real"])

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.unit.plan_examples import make_plan
-from zerolite.plan import check
-from zerolite.plan.check import TOLERANCE, agrees, compare, find_problem, render, run_check
-from zerolite.plan.errors import PlanError
-from zerolite.plan.make import plan
-from zerolite.plan.measure import Measurement
-from zerolite.plan.result import Plan
-from zerolite.plan.sources import load_batch, load_function, load_model_fn
-from zerolite.plan.terminal import Screen
+from zerolite.planning import check
+from zerolite.planning.check import TOLERANCE, agrees, compare, find_problem, render, run_check
+from zerolite.planning.errors import PlanError
+from zerolite.planning.make import plan
+from zerolite.planning.measure import Measurement
+from zerolite.planning.result import Plan
+from zerolite.planning.sources import load_batch, load_function, load_model_fn
+from zerolite.planning.terminal import Screen
 
 CONFIG = json.dumps(
     {

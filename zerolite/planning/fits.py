@@ -11,12 +11,12 @@ from zerolite.comm import Communicator, HostGroup
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUCKETS, ITEMS
-from zerolite.plan.available import available_memory
-from zerolite.plan.dry_run import Job, run
-from zerolite.plan.errors import PlanError
-from zerolite.plan.make import cheapest, plan_of, silent, with_zero
-from zerolite.plan.result import Peak, Plan
-from zerolite.plan.skeleton import Skeleton
+from zerolite.planning.available import available_memory
+from zerolite.planning.dry_run import Job, run
+from zerolite.planning.errors import PlanError
+from zerolite.planning.make import cheapest, plan_of, silent, with_zero
+from zerolite.planning.result import Peak, Plan
+from zerolite.planning.skeleton import Skeleton
 from zerolite.runtime.build import Arguments
 from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.sizes import format_size

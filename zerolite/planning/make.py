@@ -1,4 +1,4 @@
-"""From a model, a config and a number of ranks to a :class:`~zerolite.plan.result.Plan`."""
+"""From a model, a config and a number of ranks to a :class:`~zerolite.planning.result.Plan`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.memory_items import BUFFERS, ITEMS, MODEL_STATES
-from zerolite.plan.dry_run import Job, Loss, Outcome, run
-from zerolite.plan.errors import PlanError
-from zerolite.plan.result import Comparison, Items, Moment, Peak, Plan
-from zerolite.plan.tracker import Fullest
-from zerolite.plan.traffic import summarize
+from zerolite.planning.dry_run import Job, Loss, Outcome, run
+from zerolite.planning.errors import PlanError
+from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan
+from zerolite.planning.tracker import Fullest
+from zerolite.planning.traffic import summarize
 from zerolite.sizes import format_size, parse_size
 
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]

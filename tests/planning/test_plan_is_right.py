@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.plan.jobs import BUCKETS, KINDS, settings
+from tests.planning.jobs import BUCKETS, KINDS, settings
 from tests.pool import Pools
 from zerolite.memory_items import ACTIVATIONS, ITEMS, OTHER
-from zerolite.plan.make import plan
-from zerolite.plan.measure import Measurement
-from zerolite.plan.result import Plan
+from zerolite.planning.make import plan
+from zerolite.planning.measure import Measurement
+from zerolite.planning.result import Plan
 
-CASES = "tests.plan.cases"
+CASES = "tests.planning.cases"
 PEAK = 0.02
 VISIBLE = 0.005  # of the peak without what an operator takes inside itself; x[rows] has a larger backward in a plan
 HELD = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from zerolite.plan.palette import LOOKS
+from zerolite.planning.palette import LOOKS
 
 _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
 _STEPS = (0, 95, 135, 175, 215, 255)  # of each primary colour, in a terminal's 256

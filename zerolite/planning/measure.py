@@ -18,12 +18,12 @@ from zerolite.accelerator import default_device
 from zerolite.comm import local_rank, record
 from zerolite.config import load_config
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER, listeners
-from zerolite.plan.dry_run import WARM_UP
-from zerolite.plan.make import ConfigLike, of_micro_batch, silent
-from zerolite.plan.result import Items, Traffic
-from zerolite.plan.steps import STEP, Batch, Loss, train_one_step
-from zerolite.plan.traffic import summarize
-from zerolite.plan.walk import walk_through_parameters
+from zerolite.planning.dry_run import WARM_UP
+from zerolite.planning.make import ConfigLike, of_micro_batch, silent
+from zerolite.planning.result import Items, Traffic
+from zerolite.planning.steps import STEP, Batch, Loss, train_one_step
+from zerolite.planning.traffic import summarize
+from zerolite.planning.walk import walk_through_parameters
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.initialize import initialize
 from zerolite.runtime.memory_report import Holding, holdings
@@ -32,7 +32,7 @@ _MOST_STEPS = 50
 
 
 class Measurement(BaseModel):
-    """One rank of a real job: the fields of :class:`~zerolite.plan.result.Plan` that can be measured. Sizes in bytes,
+    """One rank of a real job: the fields of :class:`~zerolite.planning.result.Plan` that can be measured. Sizes in bytes,
     of the step after as many as a plan takes to warm up."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,7 +58,7 @@ def measure(
 ) -> Measurement:
     """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
 
-    config: as for ``zerolite.initialize``; its monitors and the like stay off. batch, loss: as for ``zerolite.plan``;
+    config: as for ``zerolite.initialize``; its monitors and the like stay off. batch, loss: as for ``zerolite.planning``;
     batch None: every parameter is used once, by itself. Counts from before the model is made; what the process holds
     already does not count. Called on all ranks, with equal arguments.
     """
@@ -185,7 +185,7 @@ class _HostAccount:
     what threads of gloo's release: blocks from before the step that no tensor has when it ends are such."""
 
     at_rest = peak = inside_operators = 0
-    _BEGIN, _END = "zerolite.plan.measure begins", "zerolite.plan.measure ends"
+    _BEGIN, _END = "zerolite.planning.measure begins", "zerolite.planning.measure ends"
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:

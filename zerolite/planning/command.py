@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
-from zerolite.plan.errors import PlanError
+from zerolite.planning.errors import PlanError
 from zerolite.sizes import parse_size
 
 if TYPE_CHECKING:
     from zerolite.config import ZeroliteConfig
-    from zerolite.plan.result import Comparison, Plan
+    from zerolite.planning.result import Comparison, Plan
 
 PROG = "zerolite plan"
 
@@ -213,11 +213,11 @@ def find_device_memory(device: str) -> int:
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """The plan, or all of them with --compare. Raises PlanError and ConfigError."""
-    from zerolite.plan.make import compare, plan
-    from zerolite.plan.sources import load_batch, load_function, load_model_fn, parse_input_spec
+    from zerolite.planning.make import compare, plan
+    from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
 
     if options.check:
-        from zerolite.plan.check import find_problem as find_check_problem
+        from zerolite.planning.check import find_problem as find_check_problem
 
         problem = find_check_problem(options.world_size, options.device)
         if problem is not None:
@@ -236,7 +236,7 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write and print. Returns the exit status; raises PlanError and ConfigError."""
-    from zerolite.plan.result import Plan
+    from zerolite.planning.result import Plan
 
     config = load_config(options.config)
     config.resolve(options.world_size)
@@ -253,7 +253,7 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace, plan: Plan) -> int:
     """Run a real job and print it beside its plan. Returns the exit status; raises PlanError."""
-    from zerolite.plan.check import run_check
+    from zerolite.planning.check import run_check
 
     given = {"batch": options.batch or options.input_spec, "loss": options.loss, "device": options.device}
     status: int = run_check(options.model, options.config, options.world_size, **given, plan=plan)
@@ -262,9 +262,9 @@ def check(options: argparse.Namespace, plan: Plan) -> int:
 
 def render(made: Plan | Comparison) -> str:
     """The text for standard output."""
-    from zerolite.plan.report import render_comparison, render_plan
-    from zerolite.plan.result import Plan
-    from zerolite.plan.terminal import Screen
+    from zerolite.planning.report import render_comparison, render_plan
+    from zerolite.planning.result import Plan
+    from zerolite.planning.terminal import Screen
 
     screen = Screen.of(sys.stdout)
     return render_plan(made, screen) if isinstance(made, Plan) else render_comparison(made, screen)
@@ -275,7 +275,7 @@ def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
         if options.json not in (None, "-"):
             Path(options.json).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if options.png is not None:
-            from zerolite.plan.picture import draw
+            from zerolite.planning.picture import draw
 
             draw(made, Path(options.png))
     except OSError as error:

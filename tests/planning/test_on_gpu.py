@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolite.plan.check import TOLERANCE, agrees, compare, run_job
-from zerolite.plan.make import plan
-from zerolite.plan.sources import load_batch, load_model_fn
+from zerolite.planning.check import TOLERANCE, agrees, compare, run_job
+from zerolite.planning.make import plan
+from zerolite.planning.sources import load_batch, load_model_fn
 
 pytestmark = [
     pytest.mark.gpu,
