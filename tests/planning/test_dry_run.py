@@ -76,6 +76,14 @@ def test_the_model_that_is_made_beforehand_is_left_alone() -> None:
         assert torch.equal(parameter, before[name][1])
 
 
+def test_the_plan_is_a_function_of_the_package() -> None:
+    import zerolite.planning.result  # binds no name that hides it
+
+    assert zerolite.plan is plan
+    assert zerolite.Plan is Plan
+    assert zerolite.PlanError is PlanError
+
+
 def test_two_runs_give_the_same_plan_and_every_rank_the_same_states() -> None:
     first = plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch)
     assert plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch) == first
@@ -174,8 +182,16 @@ def test_constructors_that_need_values_or_a_device() -> None:
         plan(lambda: stack().cuda(), config(), 2)
     with pytest.raises(PlanError, match="constructor.*KeyError: 'no such'"):
         plan(lambda: {}["no such"], config(), 2)
-    with pytest.raises(ValueError, match="expected model to be a torch.nn.Module, got int"):
+    with pytest.raises(PlanError, match="refuses this job: expected model to be a torch.nn.Module, got int"):
         plan(lambda: 3, config(), 2)  # type: ignore[arg-type,return-value]
+
+
+def test_what_the_engine_refuses_is_a_sentence() -> None:
+    with pytest.raises(PlanError, match="the engine refuses this job: .*parameter"):
+        plan(nn.ReLU, config(), 2)
+    adafactor = {"type": "Adafactor", "params": {"lr": 1e-3}}
+    with pytest.raises(PlanError, match="the engine refuses this job: .*stage 0"):
+        plan(stack, config(optimizer=adafactor), 2)
 
 
 def test_bad_numbers_and_configs() -> None:

@@ -157,7 +157,10 @@ WITHOUT_TORCH = (
     "zerolite.config",
     "zerolite.launcher",
     "zerolite.sizes",
-    *(f"zerolite.plan.{name}" for name in ("errors", "imports", "result", "traffic", "terminal", "report", "picture")),
+    *(
+        f"zerolite.planning.{name}"
+        for name in ("errors", "imports", "result", "traffic", "terminal", "advice", "palette", "report", "picture")
+    ),
     "op_builder",
 )
 
@@ -285,12 +288,7 @@ def test_every_runtime_module_has_a_layer() -> None:
 
 def test_only_the_package_itself_imports_the_engine_beside_build() -> None:
     allowed = {"zerolite", "zerolite.runtime.build", "zerolite.runtime.build_stage3", "zerolite.runtime.initialize"}
-    allowed |= {
-        "zerolite.planning.dry_run",
-        "zerolite.planning.steps",
-        "zerolite.planning.measure",
-        "zerolite.planning.check",
-    }
+    allowed |= {f"zerolite.planning.{name}" for name in ("dry_run", "steps", "measure", "check")}
     assert [
         e for e in ALL_IMPORTS if is_within(e.imported, "zerolite.runtime.engine") and e.importer not in allowed
     ] == []

@@ -15,7 +15,7 @@ from zerolite.accelerator import dry_run, is_fake
 from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, OTHER
-from zerolite.planning.failures import explained
+from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
 from zerolite.planning.skeleton import Skeleton
 from zerolite.planning.steps import STEP, Batch, Loss, train_one_step
@@ -153,7 +153,8 @@ class _Run:
         with explained("the model's constructor"), self._mode.constructing():
             model = self._job.make_model()
         gc.collect()  # what the constructor has left in cycles: torch.load's state dicts
-        check_model(model)
+        with refusals():
+            check_model(model)
         if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
             model = Skeleton(model).model  # somebody else's: it stays as it is
         on_the_cpu(model)
@@ -164,14 +165,15 @@ class _Run:
     def _make_engine(self, model: torch.nn.Module) -> Engine:
         tracker, job = self._tracker, self._job
         tracker.item = OTHER
-        engine = build_engine(
-            model,
-            job.config,
-            job.make_arguments(),
-            dry_communicator(job.communicator, job.rank, job.world_size),
-            torch.device("cpu"),
-            job.device,
-        )
+        with refusals():
+            engine = build_engine(
+                model,
+                job.config,
+                job.make_arguments(),
+                dry_communicator(job.communicator, job.rank, job.world_size),
+                torch.device("cpu"),
+                job.device,
+            )
         tracker.modules.name(model)
         trained = {id(parameter) for parameter in engine.parts.reducer.parameters}
         tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)

@@ -49,6 +49,17 @@ def explained(where: str, module: Callable[[], str] | None = None) -> Iterator[N
         ) from error
 
 
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turn what the engine refuses inside into PlanError with its sentence."""
+    try:
+        yield
+    except (PlanError, ConfigError):
+        raise
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise PlanError(f"the engine refuses this job: {str(error).removeprefix('zerolite.initialize: ')}") from error
+
+
 def _place(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
     """The part that failed, with the user's innermost line."""
     name = module() if module is not None else ""

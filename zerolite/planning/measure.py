@@ -32,8 +32,8 @@ _MOST_STEPS = 50
 
 
 class Measurement(BaseModel):
-    """One rank of a real job: the fields of :class:`~zerolite.planning.result.Plan` that can be measured. Sizes in bytes,
-    of the step after as many as a plan takes to warm up."""
+    """One rank of a real job: the fields of :class:`~zerolite.planning.result.Plan` that can be measured. Sizes in
+    bytes, of the step after as many as a plan takes to warm up."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,7 +58,7 @@ def measure(
 ) -> Measurement:
     """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
 
-    config: as for ``zerolite.initialize``; its monitors and the like stay off. batch, loss: as for ``zerolite.planning``;
+    config: as for ``zerolite.initialize``; its monitors and the like stay off. batch, loss: as for ``zerolite.plan``;
     batch None: every parameter is used once, by itself. Counts from before the model is made; what the process holds
     already does not count. Called on all ranks, with equal arguments.
     """
