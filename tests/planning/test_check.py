@@ -91,6 +91,10 @@ def test_run_check_prints_both_and_says_by_its_status_whether_they_agree(
     agreed = measurement(made, step_peak=int(made.step_peak.bytes * 0.97))
     assert run_check("a:b", "c.json", 2, batch="a:c", loss=None, device="cpu", plan=made) == 1
     assert "The plan is off: peak of a step." in capsys.readouterr().out
+    scratch = made.step_peak.bytes // 10
+    agreed = measurement(made, step_peak=made.step_peak.bytes + scratch, inside_operators=scratch)
+    assert run_check("a:b", "c.json", 2, batch="a:c", loss=None, device="cpu", plan=made) == 0
+    assert "right but for the scratch memory of kernels" in " ".join(capsys.readouterr().out.split())
 
 
 def measurement(made: Plan, **changes: Any) -> Measurement:

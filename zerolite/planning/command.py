@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -307,8 +308,11 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     options = parse_command_line(argv, prog)
     try:
         return run(options)
-    except (PlanError, ConfigError) as error:
+    except (PlanError, ConfigError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # not 1, which says that the job does not fit
+        traceback.print_exc()
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

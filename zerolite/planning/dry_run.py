@@ -75,6 +75,7 @@ class Outcome:
     checkpoint: int
     host: int  # what the model took where it was made, before the engine had it
     of_peers: int  # in the communicators' memory: what the other ranks of this host have made, and this one maps
+    recurrent: bool  # whether the model has layers whose kernels are fused over time
     flops: int | None = None
 
 
@@ -135,6 +136,7 @@ class _Run:
             checkpoint=engine.checkpointer.nbytes(),
             host=host,
             of_peers=_of_peers(engine),
+            recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
         )
         if self._job.batch is not None:
             outcome.flops = self._count_flops(engine, model)

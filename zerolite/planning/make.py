@@ -262,6 +262,11 @@ def _notes(job: Job, outcome: Outcome) -> list[str]:
     notes = []
     if job.batch is None:
         notes.append("No batch was given: activations are not in the numbers.")
+    if outcome.recurrent and job.batch is not None:
+        notes.append(
+            "Recurrent layers were run step by step; their fused kernels keep something else for backward, which may be "
+            "half as much again."
+        )
     if job.device == "cuda":
         notes.append(
             "What the driver's context, NCCL's own buffers, cuBLAS' workspaces and fragmentation take is not in the "
