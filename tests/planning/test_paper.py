@@ -66,7 +66,7 @@ def planned(stage: int, precision: str = "bf16", width: int = 4096, depth: int =
     [
         pytest.param(0, 120.0, marks=pytest.mark.slow),
         pytest.param(1, 31.4, marks=pytest.mark.slow),
-        (2, 16.6),
+        pytest.param(2, 16.6, marks=pytest.mark.slow),
         (3, 1.9),
     ],
 )

@@ -264,8 +264,8 @@ def _notes(job: Job, outcome: Outcome) -> list[str]:
         notes.append("No batch was given: activations are not in the numbers.")
     if outcome.recurrent and job.batch is not None:
         notes.append(
-            "Recurrent layers were run step by step; their fused kernels keep something else for backward, which may be "
-            "half as much again."
+            "Recurrent layers were run step by step; their fused kernels keep something else for backward, which may "
+            "be half as much again."
         )
     if job.device == "cuda":
         notes.append(
