@@ -176,7 +176,7 @@ def test_forwards_that_need_values(what: Callable[[Tensor], Tensor], words: list
 
 
 def test_constructors_that_need_values_or_a_device() -> None:
-    with pytest.raises(PlanError, match=r"constructor \(test_dry_run.py:\d+: if layer.weight.norm\(\) > 1e6:\), reads"):
+    with pytest.raises(PlanError, match=r"constructor \(test_dry_run.py:\d+: if layer.weight.norm\(\) > 1e6:\) reads"):
         plan(needs_values_here, config(), 2)
     with pytest.raises(PlanError, match="constructor.*asks for a CUDA device"):
         plan(lambda: stack().cuda(), config(), 2)
@@ -192,6 +192,27 @@ def test_what_the_engine_refuses_is_a_sentence() -> None:
     adafactor = {"type": "Adafactor", "params": {"lr": 1e-3}}
     with pytest.raises(PlanError, match="the engine refuses this job: .*stage 0"):
         plan(stack, config(optimizer=adafactor), 2)
+
+
+def test_an_optimizer_may_read_its_counts_and_may_work_at_stage_0_only() -> None:
+    for name in ("Adafactor", "ASGD"):
+        made = plan(stack, config(zero_optimization={"stage": 0}, optimizer={"type": name, "params": {}}), 2)
+        assert made.at_rest["optimizer_states"] > 0
+    adafactor = {"type": "Adafactor", "params": {}}
+    compared = compare(lambda: nn.Linear(8, 8), config(optimizer=adafactor), 2, device_memory=10**9)
+    assert [name for name, _ in compared.rows] == ["stage 0"]
+    assert compared.chosen == 0
+    assert compared.left_out[0].startswith("stage 1 is left out: the engine refuses this job")
+    with pytest.raises(PlanError, match="constructor"):
+        compare(needs_values_here, config(), 2)
+
+
+def test_sparse_gradients_are_refused_with_the_engines_sentence() -> None:
+    def embedding() -> nn.Module:
+        return nn.Embedding(50, 8, sparse=True)
+
+    with pytest.raises(PlanError, match="expected a dense gradient for parameter 'weight'"):
+        plan(embedding, config(), 2, batch=lambda: torch.ones(2, 3, dtype=torch.long))
 
 
 def test_bad_numbers_and_configs() -> None:

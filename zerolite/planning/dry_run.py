@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,7 @@ def run(job: Job, points: int = 1000) -> Outcome:
     tracker = MemoryTracker()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
+        stack.enter_context(_without_warnings())
         stack.enter_context(_as_in_a_loop())
         stack.enter_context(dry_run())
         stack.enter_context(unrecorded())
@@ -196,9 +198,13 @@ class _Run:
     def _phase(self, phase: str) -> Iterator[None]:
         tracker = self._tracker
         tracker.phase, tracker.item = phase, OTHER if phase == STEP else ACTIVATIONS
+        self._mode.stepping = phase == STEP
         where = "the optimizer's step" if phase == STEP else f"the model's {phase}"
-        with explained(where, tracker.modules.now):
-            yield
+        try:
+            with explained(where, tracker.modules.now):
+                yield
+        finally:
+            self._mode.stepping = False
 
 
 def _of_peers(engine: Engine) -> int:
@@ -209,6 +215,14 @@ def _of_peers(engine: Engine) -> int:
 
 def _numel(parameters: Any) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Of torch's own code about tensors without memory, which a user cannot do anything about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        yield
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from zerolite.config import ConfigError
-from zerolite.planning.errors import PlanError
+from zerolite.planning.errors import PlanError, RefusedError
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
@@ -51,13 +51,15 @@ def explained(where: str, module: Callable[[], str] | None = None) -> Iterator[N
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn what the engine refuses inside into PlanError with its sentence."""
+    """Turn what the engine refuses inside into RefusedError with its sentence."""
     try:
         yield
     except (PlanError, ConfigError):
         raise
     except (ValueError, RuntimeError, TypeError) as error:
-        raise PlanError(f"the engine refuses this job: {str(error).removeprefix('zerolite.initialize: ')}") from error
+        raise RefusedError(
+            f"the engine refuses this job: {str(error).removeprefix('zerolite.initialize: ')}"
+        ) from error
 
 
 def _place(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
@@ -65,7 +67,7 @@ def _place(where: str, module: Callable[[], str] | None, error: BaseException) -
     name = module() if module is not None else ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
     line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    return f"{where}{f', in module {name!r}' if name else ''}{line},"
+    return f"{where}{f', in module {name!r},' if name else ''}{line}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import torch
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.memory_items import BUFFERS, ITEMS, MODEL_STATES
 from zerolite.planning.dry_run import Job, Loss, Outcome, run
-from zerolite.planning.errors import PlanError
+from zerolite.planning.errors import PlanError, RefusedError
 from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan
 from zerolite.planning.tracker import Fullest
 from zerolite.planning.traffic import summarize
@@ -70,7 +70,7 @@ def plan(
     resolved = silent(load_config(config)).resolve(world_size)
     if resolved.zero_optimization.stage == "auto":
         raise PlanError(
-            'zero_optimization.stage is "auto": a plan is made for one stage, 0 to 3; compare them with --compare'
+            'zero_optimization.stage is "auto": a plan is made for one stage, 0 to 3; name one, or --compare them'
         )
     job = Job(
         make_model=model_fn,
@@ -87,17 +87,18 @@ def plan(
 
 def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_size: int, **options: Any) -> Comparison:
     """Plans of stages 0 to 3 and of a few bucket sizes, and which of them is the cheapest that fits. options: those of
-    :func:`plan`."""
-    given = load_config(config)
-    rows = []
-    for name, changed in _variants(given):
+    :func:`plan`. Settings that the engine refuses are left out; if that is all of them, raises what :func:`plan`
+    does."""
+    rows, refused, left_out = [], [], []
+    for name, changed in _variants(load_config(config)):
         try:
             rows.append((name, plan(model_fn, changed, world_size, **options)))
-        except ConfigError as error:
-            if changed.zero_optimization.stage == given.zero_optimization.stage:
-                raise
-            raise PlanError(f"{name}: {error}") from error
-    return Comparison(rows=rows, chosen=cheapest([row for _, row in rows]))
+        except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
+            refused.append(error)
+            left_out.append(f"{name} is left out: {error}")
+    if not rows:
+        raise refused[0]
+    return Comparison(rows=rows, chosen=cheapest([row for _, row in rows]), left_out=left_out)
 
 
 def cheapest(plans: list[Plan]) -> int | None:

@@ -38,7 +38,7 @@ def render_plan(plan: Plan, screen: Screen) -> str:
 def render_comparison(comparison: Comparison, screen: Screen) -> str:
     """One line and one bar for each setting, and which of them is the cheapest that fits."""
     plans = [plan for _, plan in comparison.rows]
-    notes = dict.fromkeys(note for plan in plans for note in plan.notes)
+    notes = dict.fromkeys([*comparison.left_out, *(note for plan in plans for note in plan.notes)])
     sections = (
         _head(plans[0], screen, one=False),
         _settings(comparison, screen),

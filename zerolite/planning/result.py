@@ -119,7 +119,9 @@ def total(items: Items, names: Iterable[str]) -> int:
 class Comparison(_Frozen):
     """Plans of one job with different settings. rows: (what is different, the plan), in the order in which they were
     made. chosen: index of the cheapest that fits: the least bytes sent in a step (but for a thousandth), then the
-    lowest stage, then the lowest peak; None if none fits or no memory was given."""
+    lowest stage, then the lowest peak; None if none fits or no memory was given. left_out: sentences about settings
+    that the engine refuses."""
 
     rows: list[tuple[str, Plan]]
     chosen: int | None
+    left_out: list[str] = []

@@ -203,7 +203,7 @@ class MemoryTracker(TorchDispatchMode):
     # ---------------------------------------------------------------- inside
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if not is_fake(tensor):
+        if not is_fake(tensor) or tensor.layout is not torch.strided:
             for inner in _plain(tensor):
                 self._see_storage(inner.untyped_storage())
             return
@@ -250,7 +250,8 @@ class MemoryTracker(TorchDispatchMode):
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own behind ``tensor``."""
     if is_fake(tensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        yield tensor
+        if tensor.layout is torch.strided:
+            yield tensor
         return
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
