@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
-from zerolite.accelerator import default_device
+from zerolite.accelerator import default_device, is_fake
 from zerolite.comm import local_rank, record
 from zerolite.config import load_config
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER, listeners
@@ -218,7 +218,7 @@ def _addresses() -> set[int]:
     """Where the memory of every tensor begins that Python knows."""
     found = set()
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and not is_fake(thing):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without a storage
                 found.add(thing.untyped_storage().data_ptr())
     return found
