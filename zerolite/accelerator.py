@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Inside, Python's cycle collector does not begin by itself; afterwards it is as before."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
 
 _dry_runs = 0
 

@@ -5,9 +5,10 @@ Nothing is recorded unless somebody listens, so a part may name its memory where
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 COMPUTE, PERSISTENT, BUFFERS, GRADIENTS, MASTERS, STATES, BUCKETS, GATHERED, ACTIVATIONS, OTHER = ITEMS = (
     "compute_parameters",

@@ -157,6 +157,7 @@ WITHOUT_TORCH = (
     "zerolite.config",
     "zerolite.launcher",
     "zerolite.sizes",
+    "zerolite.memory_items",
     *(
         f"zerolite.planning.{name}"
         for name in ("errors", "imports", "result", "traffic", "terminal", "advice", "palette", "report", "picture")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from zerolite.accelerator import collector_off
 from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.saving import EngineParts, Saver, SaveRequest, UserState
 
@@ -56,14 +56,8 @@ class Checkpointer:
 def _undisturbed() -> Iterator[None]:
     """Without ``torch.inference_mode``, whose tensors cannot be changed outside, and without Python's cycle collector:
     plans are many small objects and no cycles, and each look through all objects of a program can take 0.2 s."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        if collects:
-            gc.enable()
+    with collector_off(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _nothing() -> UserState:

@@ -316,7 +316,8 @@ class ZeroliteConfig(_Block):
     memory_check: Annotated[Literal["error", "warn", "off"], BeforeValidator(Choice(("error", "warn", "off")))] = Field(
         default="error",
         description="Before `initialize` allocates anything, it compares what the model states need with what the "
-        "device and the host have: raise where they do not fit, warn, or do not look. (zerolite's own key.)",
+        "device has free (the host, where ranks run on the CPU): raise where they do not fit, warn, or do not look. "
+        "(zerolite's own key.)",
     )
     desync_timeout_s: Annotated[float, BeforeValidator(OffOrNumber(1.0))] = Field(
         default=300.0,

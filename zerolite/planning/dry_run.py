@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerolite.accelerator import dry_run, is_fake
+from zerolite.accelerator import collector_off, dry_run, is_fake
 from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, OTHER
@@ -83,7 +83,7 @@ class Outcome:
 def run(job: Job, points: int = 1000) -> Outcome:
     """Make the model and the engine, train :data:`WARM_UP` + 1 steps. points: of the course of the last one.
 
-    Raises PlanError where the model needs values, ConfigError, and whatever the engine raises for the user's mistakes.
+    Raises PlanError where the model needs values or the engine refuses the job, and ConfigError.
     """
     tracker = MemoryTracker()
     with contextlib.ExitStack() as stack:
@@ -98,7 +98,8 @@ def run(job: Job, points: int = 1000) -> Outcome:
         mode = stack.enter_context(WithoutMemory())
         stack.enter_context(tracker)
         stack.enter_context(tracker.modules.followed())
-        stack.enter_context(_without_collector())
+        gc.collect()  # before and not inside, so that the same run gives the same numbers
+        stack.enter_context(collector_off())
         return _Run(job, tracker, mode).outcome(points)
 
 
@@ -230,16 +231,3 @@ def _as_in_a_loop() -> Iterator[None]:
     """A loop that trains records gradients, whatever is set where a plan is asked for; and no value is looked at."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
         yield
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Cycles are collected before and not inside, so that the same run gives the same numbers."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -62,7 +62,8 @@ def plan(
     the tensors may be real. None: no forward is run, and activations are not in the numbers. loss: from the model's
     output to a scalar; by default the output itself, its ``loss``, or the mean of its first floating tensor.
 
-    Raises PlanError where the model does what needs values, ConfigError for the config, ValueError for the other
+    Raises PlanError where the model does what needs values, or where the engine refuses the job (RefusedError),
+    ConfigError for the config, ValueError for the other
     arguments. Needs no process group and starts none; may be called anywhere.
     """
     _check_places(world_size, nodes, rank, device)

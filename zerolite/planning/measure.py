@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
-from zerolite.accelerator import default_device, is_fake
+from zerolite.accelerator import collector_off, default_device, is_fake
 from zerolite.comm import local_rank, record
 from zerolite.config import load_config
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER, listeners
@@ -74,7 +74,7 @@ def measure(
         gc.collect()
         asked = _Asked(engine)
         account.begin_step()
-        with _without_collector(), record() as recorder, asked.asking():
+        with collector_off(), record() as recorder, asked.asking():
             train_one_step(engine, made, loss, asked.around)
         account.end_step()
         held = engine.memory_report().items
@@ -143,17 +143,6 @@ class _Asked:
         for item, nbytes, device in (holdings(self._engine.memory_parts) | allocated).values():
             items[item] += nbytes if device == self._device else 0
         self.most = {item: max(nbytes, items[item]) for item, nbytes in self.most.items()}
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _DeviceAccount:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from zerolite.memory_items import MODEL_STATES
 from zerolite.planning.advice import advise
 from zerolite.planning.palette import LOOKS, spoken
-from zerolite.planning.result import MODEL_STATES, Comparison, Items, Moment, Peak, Plan, total
+from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, total
 from zerolite.planning.terminal import Screen, cut, table
 from zerolite.sizes import format_size
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MODEL_STATES = ("compute_parameters", "persistent_parameters", "gradients", "master_weights", "optimizer_states")
+from zerolite.memory_items import MODEL_STATES
 
 Items = dict[str, int]
 """Bytes by item, every one of zerolite.memory_items.ITEMS."""
