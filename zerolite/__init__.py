@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zerolite.version import __version__
 
 if TYPE_CHECKING:
-    from zerolite import comm, zero
+    from zerolite import checkpointing, comm, zero
     from zerolite.comm import destroy, init_distributed
     from zerolite.config import ConfigError, ZeroliteConfig
     from zerolite.planning import Plan, PlanError, plan
@@ -49,6 +49,7 @@ _LAZY = {
     "set_full_grad": "zerolite.runtime.parameter_access",
     "set_full_master": "zerolite.runtime.parameter_access",
     "set_full_optimizer_state": "zerolite.runtime.parameter_access",
+    "checkpointing": "",
     "comm": "",
     "zero": "",
 }
@@ -61,6 +62,7 @@ __all__ = [
     "RepeatingLoader",
     "ZeroliteConfig",
     "__version__",
+    "checkpointing",
     "comm",
     "destroy",
     "get_full_grad",

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import zerolite
+from zerolite.comm import create_communicator
+from zerolite.config import load_config
 from zerolite.planning import fits
+from zerolite.planning.host_room import find_room
 
 
 def stack() -> nn.Module:
@@ -33,3 +36,12 @@ def start(config: dict[str, Any], free: list[int], partitioned: bool = False) ->
         engine.backward(engine(torch.ones(2, 64)).sum())
         engine.step()
         return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps}
+
+
+def ranks_here() -> int:
+    """How many of the job's ranks are on this host, where nobody says so."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+            patch.delenv(name, raising=False)
+        comm = create_communicator(torch.device("cpu"))
+        return find_room(nn.Linear(1, 1), load_config({}), comm).ranks

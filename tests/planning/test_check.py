@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan_examples import make_plan
+from tests.unit.plan_examples import make_items, make_plan
 from zerolite.planning import check
 from zerolite.planning.check import TOLERANCE, agrees, compare, find_problem, render, run_check
 from zerolite.planning.errors import PlanError
@@ -104,6 +104,8 @@ def measurement(made: Plan, **changes: Any) -> Measurement:
         "world_size": made.world_size,
         "device": "cpu",
         "states": made.states,
+        "host": made.host or make_items(),
+        "disk": made.disk or make_items(),
         "at_rest": made.at_rest,
         "step_peak": made.step_peak.bytes,
         "inside_operators": 0,
@@ -118,6 +120,7 @@ def test_every_difference_is_shown_and_named() -> None:
     changed = {
         "states": made.states | {"master_weights": made.states["master_weights"] * 2, "buffers": 8},
         "at_rest": made.at_rest | {"optimizer_states": 0},
+        "host": made.states,
         "traffic": [first.model_copy(update={"count": first.count + 1}), *others[1:]],
         "step_peak": int(made.step_peak.bytes / 0.95),
         "inside_operators": int(made.step_peak.bytes / 0.95) - made.step_peak.bytes,
@@ -130,6 +133,7 @@ def test_every_difference_is_shown_and_named() -> None:
     assert rows["buffers"][-1] == "-100.00%"
     assert rows["optimizer states at rest"][-1] == "+inf%"
     assert rows["compute parameters"][-1] == "equal"
+    assert rows["optimizer states on the host"][-1] == "-100.00%"
     assert rows[f"reduce-scatter of {first.tag}, number"][-3:-1] == [str(first.count), str(first.count + 1)]
     assert rows["peak of a step"][-1] == "-5.00%"
     verdict = " ".join(text[text.index("The plan is off") :].split())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -154,7 +156,7 @@ def test_auto_is_for_initialize_alone() -> None:
 def test_the_free_memory_of_a_host_is_shared_by_its_ranks(tmp_path: Path) -> None:
     assert available.local_ranks({"LOCAL_WORLD_SIZE": "4"}) == 4
     assert available.local_ranks({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == 2
-    assert available.local_ranks({"LOCAL_WORLD_SIZE": "0"}) == available.local_ranks({}) == 1
+    assert available.local_ranks({"LOCAL_WORLD_SIZE": "0"}) is available.local_ranks({}) is None
     group = tmp_path / "jobs" / "one"
     group.mkdir(parents=True)
     membership = tmp_path / "cgroup"
@@ -170,6 +172,39 @@ def test_the_free_memory_of_a_host_is_shared_by_its_ranks(tmp_path: Path) -> Non
     (group.parent / "memory.max").write_text("910\n")
     assert available.control_group_left(tmp_path, membership) == 10
     assert available.control_group_left(tmp_path, tmp_path / "none") is None
+
+
+def test_control_groups_of_version_1(tmp_path: Path) -> None:
+    group = tmp_path / "memory" / "job"
+    group.mkdir(parents=True)
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:cpu,cpuacct:/job\n4:memory:/job\n1:name=systemd:/\n0::/\n")
+    assert available.control_group_left(tmp_path, membership) is None
+    files = {"limit_in_bytes": "1000", "usage_in_bytes": "900"}
+    for name, text in files.items():
+        (group / f"memory.{name}").write_text(text + "\n")
+    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50\n")
+    assert available.control_group_left(tmp_path, membership) == 150
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert available.control_group_left(tmp_path, membership) is None
+    membership.write_text("4:memory:/elsewhere\n")  # seen from within a container
+    for name in (*(f"memory.{name}" for name in files), "memory.stat"):
+        (group.parent / name).write_text((group / name).read_text())
+    (group.parent / "memory.limit_in_bytes").write_text("960\n")
+    assert available.control_group_left(tmp_path, membership) == 110
+
+
+def test_a_limit_of_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(available.resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    assert available.own_limits_left() is None
+    used = psutil.Process().memory_info()
+    limits[resource.RLIMIT_AS] = used.vms + 10**9
+    left = available.own_limits_left()
+    assert left is not None and abs(left - 10**9) < 10**8
+    assert available.share_of_host(1) <= left + 10**8
+    limits[resource.RLIMIT_DATA] = 1
+    assert available.own_limits_left() == available.share_of_host(1) == 0
 
 
 def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from zerolite import memory_items
-from zerolite.memory_items import ACTIVATIONS, BUCKETS, GATHERED, OTHER, own
-from zerolite.planning.tracker import HOST, MemoryTracker
+from zerolite.memory_items import (
+    ACTIVATIONS,
+    BUCKETS,
+    DEVICE,
+    DISK,
+    GATHERED,
+    HOST,
+    MASTERS,
+    OTHER,
+    STATES,
+    own,
+    place_of,
+)
+from zerolite.planning.tracker import MADE, MemoryTracker
 
 
 @pytest.fixture(params=["fake", "real"])
@@ -24,13 +38,13 @@ def tracker(request: pytest.FixtureRequest):
 def test_storages_count_once_and_until_they_die(tracker: MemoryTracker) -> None:
     first = torch.empty(1000)
     views = [first.view(10, 100), first[10:], first.detach(), nn.Parameter(first)]
-    assert tracker.nbytes == 4000
+    assert tracker.nbytes[DEVICE] == 4000
     second = first.double()
-    assert tracker.items[OTHER] == tracker.nbytes == 12000
+    assert tracker.items[DEVICE][OTHER] == tracker.nbytes[DEVICE] == 12000
     del first, second
-    assert tracker.nbytes == 4000
+    assert tracker.nbytes[DEVICE] == 4000
     views.clear()
-    assert tracker.nbytes == 0
+    assert tracker.nbytes[DEVICE] == 0
     assert tracker.fullest.nbytes == 12000
 
 
@@ -38,26 +52,88 @@ def test_a_storage_that_is_resized_counts_with_its_new_length(tracker: MemoryTra
     tensor = torch.empty(100)
     storage = tensor.untyped_storage()
     memory_items.resize(storage, 0)
-    assert tracker.nbytes == 0
+    assert tracker.nbytes[DEVICE] == 0
     memory_items.resize(storage, 4000)
-    assert tracker.nbytes == 4000
+    assert tracker.nbytes[DEVICE] == 4000
     tensor.resize_(2000)  # by torch itself
-    assert tracker.nbytes == 8000
+    assert tracker.nbytes[DEVICE] == 8000
     del tensor, storage
-    assert tracker.nbytes == 0
+    assert tracker.nbytes[DEVICE] == 0
 
 
 def test_memory_changes_hands(tracker: MemoryTracker) -> None:
-    tracker.item = HOST
+    device, host = tracker.items[DEVICE], tracker.items[HOST]
+    tracker.item, tracker.place = MADE, HOST
     tensor = torch.empty(100)
-    assert (tracker.nbytes, tracker.items[HOST]) == (0, 400)
+    assert (tracker.nbytes[DEVICE], host[MADE]) == (0, 400)
     assert own(tensor, BUCKETS) is tensor
-    assert (tracker.nbytes, tracker.items[HOST], tracker.items[BUCKETS]) == (400, 0, 400)
+    assert (tracker.nbytes[DEVICE], host[MADE], device[BUCKETS]) == (400, 0, 400)
     own(tensor.view(10, 10), GATHERED)
-    assert (tracker.nbytes, tracker.items[BUCKETS], tracker.items[GATHERED]) == (400, 0, 400)
-    assert tracker.largest[BUCKETS] == 400
+    assert (tracker.nbytes[DEVICE], device[BUCKETS], device[GATHERED]) == (400, 0, 400)
+    assert tracker.largest[DEVICE][BUCKETS] == 400
     del tensor
-    assert tracker.items[GATHERED] == 0
+    assert device[GATHERED] == 0
+
+
+def test_every_place_has_its_own_account(tracker: MemoryTracker) -> None:
+    masters = own(torch.empty(100), MASTERS, HOST)
+    states = own(torch.empty(1000), STATES, DISK)
+    assert [tracker.nbytes[place] for place in (DEVICE, HOST, DISK)] == [0, 400, 4000]
+    assert (place_of(masters.view(10, 10)), place_of(states[:10])) == (HOST, DISK)
+    assert tracker.fullest.nbytes == 0
+    own(masters, MASTERS)
+    assert tracker.fullest.nbytes == 400
+    assert (tracker.nbytes[HOST], tracker.items[DEVICE][MASTERS], place_of(masters)) == (0, 400, DEVICE)
+    assert (tracker.largest[HOST][MASTERS], tracker.largest[DISK][STATES]) == (400, 4000)
+    del states
+    assert tracker.nbytes[DISK] == 0
+    assert tracker.most_in_host_memory == 400
+
+
+def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:
+    masters, weights, scalar = own(torch.ones(100), MASTERS, HOST), torch.ones(100), torch.ones(())
+    tracker.item, tracker.place = MADE, HOST
+    made = torch.ones(100)
+    tracker.item, tracker.place = OTHER, DEVICE
+    before = dict(tracker.nbytes)
+
+    def grown(compute: Callable[[], object]) -> tuple[int, int]:
+        """Bytes more on the device and on the host, while the result lives."""
+        result = compute()
+        more = tracker.nbytes[DEVICE] - before[DEVICE], tracker.nbytes[HOST] - before[HOST]
+        del result
+        return more
+
+    for on_host in (lambda: masters * 2, lambda: masters * scalar, lambda: torch._foreach_mul([masters], 2.0)):
+        assert grown(on_host) == (0, 400)
+    for on_device in (
+        lambda: masters + weights,
+        lambda: weights * 2,
+        lambda: made * 2,
+        lambda: torch.empty_like(masters, device="cpu"),
+        lambda: torch.empty(100),
+    ):
+        assert grown(on_device) == (400, 0)
+
+
+def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
+    with MemoryTracker(apart=False) as tracker:
+        weights = torch.ones(100)
+        masters = own(torch.ones(100), MASTERS, HOST)
+        assert (tracker.nbytes[DEVICE], tracker.nbytes[HOST], tracker.most_in_host_memory) == (400, 400, 800)
+        scratch = masters * 2  # from the device's allocator
+        assert tracker.nbytes[DEVICE] == 800
+    del weights, scratch
+
+
+def test_places_are_known_for_as_long_as_the_memory_lives() -> None:
+    tensor = own(torch.ones(3), STATES, DISK)
+    key = tensor.untyped_storage()._cdata
+    part = tensor[1:]
+    del tensor
+    assert place_of(part) == DISK
+    del part
+    assert key not in memory_items._elsewhere
 
 
 def test_without_a_listener_nothing_is_noted() -> None:

@@ -82,9 +82,12 @@ def make_plan(**changes: Any) -> Plan:
             Traffic(op="all_reduce", tag="stats", count=1, nbytes=12, sent=23, inter_node=20),
         ],
         "host": None,
+        "disk": None,
+        "host_peak": 0,
         "checkpoint": 90 * GB // 64,
         "flops": 368_640_000_000_000,
         "device_memory": 80 * GB,
+        "host_memory": None,
         "notes": ["The memory of a CUDA context, of NCCL and fragmentation of the allocator are not in these numbers."],
     }
     return Plan(**(fields | changes))

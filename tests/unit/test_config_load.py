@@ -52,6 +52,26 @@ FULL: dict[str, Any] = {
         "contiguous_gradients": False,
         "reduce_scatter": False,
         "ignore_unused_parameters": False,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "buffer_count": 6,
+            "pin_memory": False,
+            "ratio": 1,
+            "fast_init": True,
+            "pipeline_read": True,
+            "pipeline_write": True,
+            "pipeline": True,
+        },
+        "offload_param": {
+            "device": "none",
+            "nvme_path": "scratch",
+            "buffer_count": 2,
+            "buffer_size": 1e6,
+            "max_in_cpu": 0,
+            "pin_memory": False,
+        },
+        "sub_group_size": 1e7,
         "stage3_prefetch_bucket_size": 1e7,
         "stage3_param_persistence_threshold": 1000,
         "stage3_model_persistence_threshold": 20_000,
@@ -110,6 +130,24 @@ FULL: dict[str, Any] = {
     "desync_timeout_s": 30,
     "check_collectives": True,
     "checkpoint": {"keep_last": 3, "timeout_s": 60},
+    "aio": {
+        "block_size": 65536,
+        "queue_depth": 32,
+        "thread_count": 2,
+        "intra_op_parallelism": 2,
+        "single_submit": True,
+        "overlap_events": False,
+        "checksums": True,
+    },
+    "activation_checkpointing": {
+        "partition_activations": True,
+        "cpu_checkpointing": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 12,
+        "synchronize_checkpoint_boundary": True,
+        "profile": True,
+        "modules": ["blocks.*", "Block"],
+    },
 }
 
 NAMES = [
@@ -119,6 +157,7 @@ NAMES = [
     "zero_optimization.leaf_module.classes",
     "zero_optimization.leaf_module.names",
     "zero_optimization.leaf_module.name_suffixes",
+    "activation_checkpointing.modules",
 ]
 LISTS = [*NAMES, "elasticity.micro_batch_sizes", "comms_logger.prof_ops"]
 TEXTS = [
@@ -130,6 +169,9 @@ TEXTS = [
     *(f"wandb.{key}" for key in ("group", "team", "project")),
     "flops_profiler.output_file",
 ]
+OFFLOADS = ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"]
+PATHS = [f"{block}.nvme_path" for block in OFFLOADS]
+DEVICES = [f"{block}.device" for block in OFFLOADS]
 
 
 def errors_of(source: Any) -> dict[str, str]:
@@ -210,6 +252,22 @@ def test_defaults() -> None:
         "zero_optimization.contiguous_gradients": True,
         "zero_optimization.reduce_scatter": True,
         "zero_optimization.ignore_unused_parameters": True,
+        "zero_optimization.offload_optimizer.device": "none",
+        "zero_optimization.offload_optimizer.nvme_path": None,
+        "zero_optimization.offload_optimizer.buffer_count": 4,
+        "zero_optimization.offload_optimizer.pin_memory": True,
+        "zero_optimization.offload_optimizer.ratio": 1.0,
+        "zero_optimization.offload_optimizer.fast_init": False,
+        "zero_optimization.offload_optimizer.pipeline_read": False,
+        "zero_optimization.offload_optimizer.pipeline_write": False,
+        "zero_optimization.offload_optimizer.pipeline": False,
+        "zero_optimization.offload_param.device": "none",
+        "zero_optimization.offload_param.nvme_path": None,
+        "zero_optimization.offload_param.buffer_count": 5,
+        "zero_optimization.offload_param.buffer_size": 10**8,
+        "zero_optimization.offload_param.max_in_cpu": 10**9,
+        "zero_optimization.offload_param.pin_memory": True,
+        "zero_optimization.sub_group_size": 10**9,
         "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
         "zero_optimization.stage3_param_persistence_threshold": 100_000,
         "zero_optimization.stage3_model_persistence_threshold": None,
@@ -273,6 +331,20 @@ def test_defaults() -> None:
         "check_collectives": False,
         "checkpoint.keep_last": None,
         "checkpoint.timeout_s": 300.0,
+        "aio.block_size": 2**20,
+        "aio.queue_depth": 8,
+        "aio.thread_count": None,
+        "aio.intra_op_parallelism": None,
+        "aio.single_submit": False,
+        "aio.overlap_events": True,
+        "aio.checksums": False,
+        "activation_checkpointing.partition_activations": False,
+        "activation_checkpointing.cpu_checkpointing": False,
+        "activation_checkpointing.contiguous_memory_optimization": False,
+        "activation_checkpointing.number_checkpoints": None,
+        "activation_checkpointing.synchronize_checkpoint_boundary": False,
+        "activation_checkpointing.profile": False,
+        "activation_checkpointing.modules": (),
     }
     assert {path: get(config, path) for path in expected} == expected
     covered = set(expected) | {path for path in plain_paths() if path.startswith(("optimizer.", "scheduler."))}
@@ -414,27 +486,29 @@ INTEGERS = [
         "steps_per_print", "max_consecutive_skipped_steps", "keep_last", "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
         "stage3_max_reuse_distance", "stage3_module_granularity_threshold", "max_train_batch_size", "min_gpus",
-        "max_gpus", "num_gpus_per_node", "min_time", "profile_step", "top_modules",
+        "max_gpus", "num_gpus_per_node", "min_time", "profile_step", "top_modules", "buffer_count", "buffer_size",
+        "max_in_cpu", "sub_group_size", "queue_depth", "thread_count", "intra_op_parallelism", "number_checkpoints",
     }
 ]  # fmt: skip
 NUMBERS = [
     "fp16.loss_scale", "gradient_clipping", "gradient_predivide_factor", "checkpoint.timeout_s", "desync_timeout_s",
-    "flops_profiler.recompute_fwd_factor", "flops_profiler.peak_tflops",
+    "flops_profiler.recompute_fwd_factor", "flops_profiler.peak_tflops", "zero_optimization.offload_optimizer.ratio",
 ]  # fmt: skip
 CHOICES = [
     "elasticity.version", "elasticity.model_parallel_size", "memory_check", "flops_profiler.module_depth",
+    "aio.block_size",
 ]  # fmt: skip
 DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"]
 BOOLEANS = [
     path
     for path in plain_paths()
-    if path not in {*INTEGERS, *NUMBERS, *DTYPES, *LISTS, *TEXTS, *CHOICES}
+    if path not in {*INTEGERS, *NUMBERS, *DTYPES, *LISTS, *TEXTS, *CHOICES, *PATHS, *DEVICES}
     and not path.startswith(("optimizer.", "scheduler."))
 ]
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 26 and len(BOOLEANS) == 34
+    assert len(INTEGERS) == 35 and len(BOOLEANS) == 48
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 
@@ -527,7 +601,7 @@ def test_only_booleans_are_booleans(path: str, value: Any) -> None:
 @pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
 def test_null_only_where_it_means_something(path: str) -> None:
     default = get(load_config({}), path)
-    if default is None or path == "zero_optimization.stage3_module_granularity_threshold":
+    if default is None or path.endswith((".stage3_module_granularity_threshold", ".sub_group_size")):
         assert get(load_config(nested(path, None)), path) == default
     else:
         assert list(errors_of(nested(path, None))) == [path]
@@ -703,10 +777,75 @@ def test_null_limits_of_stage_3() -> None:
         assert f"null ({means})" in errors[f"zero_optimization.{key}"]
 
 
+# ------------------------------------------------------------------ offload
+
+
+@pytest.mark.parametrize("path", DEVICES)
+def test_where_something_rests(path: str) -> None:
+    stage = {"stage": 3}
+    for value in ("none", None, "auto"):
+        config = load_config({"zero_optimization": stage | nested(path, value)["zero_optimization"]})
+        assert get(config, path) == "none" and not get(config, path.rpartition(".")[0]).enabled
+    block = {"device": "nvme", "nvme_path": "/fast"}
+    for device in ("cpu", "nvme"):
+        zero = stage | {path.split(".")[1]: {**block, "device": device}}
+        got = get(load_config({"zero_optimization": zero}), path.rpartition(".")[0])
+        assert (got.device, got.enabled, got.nvme_path) == (device, True, "/fast")
+    for wrong in ("CPU", "gpu", "", 1, True, []):
+        sentence = errors_of(nested(path, wrong))[path]
+        assert sentence.startswith('expected "none" or "cpu" or "nvme" or null, got '), sentence
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_disk_is_a_path(path: str, tmp_path: Path) -> None:
+    for value, meant in (("a/b", "a/b"), (tmp_path, str(tmp_path)), (None, None)):
+        assert get(load_config(nested(path, value)), path) == meant
+    for wrong in ("", " ", 3, True, ["/a"], b"/a"):
+        assert errors_of(nested(path, wrong))[path].startswith("expected a path or null, got ")
+
+
+@pytest.mark.parametrize("path", [*OFFLOADS, "aio", "activation_checkpointing"])
+def test_null_is_an_absent_block_where_deepspeed_has_it(path: str) -> None:
+    assert load_config(nested(path, None)) == load_config(nested(path, {})) == load_config({})
+
+
+@pytest.mark.parametrize("ratio", [0, 0.25, 1, "0.5"])
+def test_a_part_of_the_states(ratio: Any) -> None:
+    path = "zero_optimization.offload_optimizer.ratio"
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    got = get(load_config({"zero_optimization": zero}), path)
+    assert got == float(ratio) and type(got) is float
+    for wrong in (1.001, -0.1, 80):
+        assert "expected a finite number from 0 to 1, got" in errors_of(nested(path, wrong))[path]
+
+
+def test_requests_to_a_disk_are_of_whole_blocks() -> None:
+    for value, meant in ((4096, 4096), ("1e6", None), (2**20, 2**20), (4095, None), (5000, None), (2**31, None)):
+        if meant is None:
+            sentence = errors_of({"aio": {"block_size": value}})["aio.block_size"]
+            assert "expected an integer from 4096 to 1073741824, a multiple of 4096, got" in sentence
+        else:
+            assert load_config({"aio": {"block_size": value}}).aio.block_size == meant
+    assert "write 4096 or 8192" in errors_of({"aio": {"block_size": 5000}})["aio.block_size"]
+
+
+def test_threads_have_two_names() -> None:
+    cases: list[tuple[dict[str, int], int]] = [
+        ({}, 1),
+        ({"thread_count": 3}, 3),
+        ({"intra_op_parallelism": 4}, 4),
+        ({"thread_count": 2, "intra_op_parallelism": 2}, 2),
+    ]
+    for given, threads in cases:
+        assert load_config({"aio": given}).aio.threads == threads
+    config = load_config({"aio": {"intra_op_parallelism": 4}})
+    assert load_config(config.model_dump()) == config
+
+
 # ------------------------------------------------------------------ "auto"
 
 
-@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
+@pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES, *PATHS, *DEVICES])
 def test_auto_is_the_default(path: str) -> None:
     if path != "zero_optimization.stage":
         assert get(load_config(nested(path, "auto")), path) == get(load_config({}), path)

@@ -36,7 +36,7 @@ class Owned:
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
 
-    def own(self, storage: torch.UntypedStorage, item: str) -> None:
+    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         self.storages.append(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:

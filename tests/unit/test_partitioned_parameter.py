@@ -20,6 +20,7 @@ from zerolite.runtime.zero.partitioned_parameter import (
     whole_numel,
     whole_shape,
 )
+from zerolite.runtime.zero.tiers import Tier
 
 CPU = torch.device("cpu")
 NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition", "all_gather", "partition_numel")
@@ -123,7 +124,7 @@ def test_move_rounds_into_the_new_place() -> None:
     value = torch.randn(7)
     parameter, handle = cut(value)
     place = torch.zeros(16, dtype=torch.bfloat16)
-    handle.move(place[8:15])
+    handle.move(place[8:15], Tier(CPU))
     assert torch.equal(place[8:15], value.bfloat16()) and place[15] == 0
     parameter.all_gather()
     assert parameter.dtype == torch.bfloat16 and torch.equal(parameter.data, value.bfloat16())

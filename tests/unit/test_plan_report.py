@@ -8,6 +8,7 @@ import pty
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_every_item_has_a_look_of_its_own() -> None:
 def test_the_table_holds_the_numbers_of_the_plan() -> None:
     plan = make_plan(host=make_items(optimizer_states=7 * GB))
     rows = rows_of(render_plan(plan, WIDE), "memory ")
-    assert rows["memory"] == ["at rest", "in a step", "at the peak", "on the host", "share"]
+    assert rows["memory"] == ["at rest", "in a step", "at the peak", "host", "share"]
     shown = [item for item in LOOKS if any(held[item] for held in (plan.at_rest, plan.states, plan.peak.items))]
     assert [name for name in rows if name != "memory"] == [
         *(f"{LOOKS[item].letter} {item.replace('_', ' ')}" for item in shown),
@@ -55,6 +56,46 @@ def test_the_table_holds_the_numbers_of_the_plan() -> None:
     assert rows["A activations"][:5] == ["-", "-", "10.00 GB", "-", "36.2 %"]
     assert rows["model states"][:2] == ["16.41 GB", format_size(plan.model_states)]
     assert rows["all"] == [format_size(sum(REST.values())), format_size(plan.peak.bytes), "7.00 GB", "100.0 %"]
+
+
+def offloaded(**changes: Any) -> Plan:
+    """What :func:`make_plan` has of masters and states, on host and disk."""
+    host = make_items(master_weights=30 * GB // 64, offload_buffers=2 * GB)
+    disk = make_items(optimizer_states=60 * GB // 64)
+    return make_plan(host=host, disk=disk, host_peak=3 * GB, **changes)
+
+
+def test_what_is_off_the_device_has_columns_and_a_verdict_of_its_own() -> None:
+    text = render_plan(offloaded(host_memory=100 * GB), WIDE)
+    rows = rows_of(text, "memory ")
+    assert rows["memory"] == ["at rest", "in a step", "at the peak", "host", "disk", "share"]
+    assert rows["S offload buffers"] == ["-", "-", "-", "2.00 GB", "-"]
+    assert rows["all"][2:] == ["2.47 GB", "937.50 MB", "100.0 %"]
+    told = " ".join(text.split())
+    assert "Of its host's memory the rank takes 3.00 GB at most, 8 ranks of a host 24.00 GB." in told
+    assert (
+        "That fits: 76.00 GB of its 100.00 GB are left. On disk it keeps 937.50 MB, 8 ranks of a host 7.50 GB." in told
+    )
+    told = " ".join(render_plan(offloaded(), WIDE).split())
+    assert "24.00 GB. Whether that is there depends on the host: --host-memory 512GB. On disk" in told
+    told = " ".join(render_plan(offloaded(nodes=None, host_memory=GB), WIDE).split())
+    assert "takes 3.00 GB at most; --nodes tells how many ranks share one. On disk it keeps 937.50 MB." in told
+    assert "Of its host" not in render_plan(make_plan(host_peak=3 * GB), WIDE)
+
+
+def test_a_host_that_is_too_small() -> None:
+    plan = offloaded(host_memory=20 * GB)
+    assert (plan.fits, plan.host_spare, plan.ranks_per_host) == (False, -4 * GB, 8)
+    assert (offloaded(host_memory=24 * GB).fits, offloaded(device_memory=None, host_memory=GB).fits) == (True, False)
+    assert offloaded(device_memory=None, host_memory=24 * GB).fits is None
+    assert (offloaded(nodes=None, host_memory=GB).fits, offloaded(world_size=1, nodes=None).ranks_per_host) == (True, 1)
+    text = " ".join(render_plan(plan, WIDE).split())
+    assert "It fits: 52.36 GB of 80.00 GB are free" in text
+    assert "That does not fit: it is 4.00 GB more than the host's 20.00 GB." in text
+    assert advise(plan) == [
+        "6 of these ranks on a host: its memory is enough for so many.",
+        '"nvme" as the device of offload_optimizer and offload_param: a disk holds what rests.',
+    ]
 
 
 def test_what_is_told_about_the_job() -> None:
@@ -141,6 +182,8 @@ def test_advice_follows_from_the_numbers() -> None:
         "10.00 GB less.",
         "A micro-batch of 1 instead of 4 (train_micro_batch_size_per_gpu), 8 of them in a step, needs smaller "
         "activations: about 7.50 GB less, not enough by itself.",
+        "zero_optimization.offload_optimizer on the host keeps master weights, optimizer states and gradients there: "
+        "at most 1.64 GB less, not enough by itself.",
         "Smaller buckets (zero_optimization.reduce_bucket_size): at most 1.00 GB less, not enough by itself.",
     ]
 
@@ -160,10 +203,16 @@ def test_advice_of_more_ranks_where_the_shards_are_what_is_large() -> None:
     items = make_items(compute_parameters=10 * GB, gradients=10 * GB, master_weights=20 * GB, optimizer_states=40 * GB)
     plan = make_plan(stage=3, world_size=8, peak=make_peak(items), device_memory=24 * GB)
     assert advise(plan) == [
+        "zero_optimization.offload_optimizer on the host keeps master weights, optimizer states and gradients there: "
+        "at most 70.00 GB less.",
         "32 ranks instead of 8 spread master weights, optimizer states, gradients and compute parameters further: "
-        "about 60.00 GB less, enough."
+        "about 60.00 GB less, enough.",
+        "zero_optimization.offload_param on the host keeps compute parameters there: at most 10.00 GB less, not enough "
+        "by itself.",
     ]
-    assert advise(make_plan(stage=3, peak=make_peak(items), device_memory=GB)) == []  # 80 times as many are no advice
+    # 80 times as many ranks are no advice.
+    far = make_plan(stage=3, peak=make_peak(items), device_memory=GB)
+    assert not any("ranks instead" in sentence for sentence in advise(far))
 
 
 def test_advice_where_only_the_start_is_too_large() -> None:
@@ -193,6 +242,18 @@ def test_settings_side_by_side() -> None:
     assert "The cheapest that fits in 80.00 GB is stage 2: of those that fit" in text
 
 
+def test_settings_side_by_side_with_host_and_disk() -> None:
+    (name, plain), (other, _) = make_comparison().rows
+    rows = rows_of(render_comparison(Comparison(rows=[(name, plain), (other, offloaded())], chosen=1), WIDE), "setting")
+    assert rows["setting"][5:] == ["host", "disk", "fits"]
+    assert rows["stage 0"][5:] == ["0 B", "-", "no"]
+    assert rows["stage 2"][5:] == ["3.00 GB", "937.50 MB", "yes", "<- cheapest"]
+    rows = make_comparison(device_memory=20 * GB, host_memory=10 * GB).rows
+    assert "None of them fits in 20.00 GB and a host's 10.00 GB." in render_comparison(
+        Comparison(rows=rows, chosen=None), WIDE
+    )
+
+
 def test_none_of_the_settings_fits() -> None:
     rows = make_comparison(device_memory=20 * GB).rows
     text = render_comparison(Comparison(rows=rows, chosen=None), WIDE)
@@ -218,7 +279,7 @@ LONG = {"model": "x" * 150, "batch": "y" * 200, "notes": ["z" * 130], "parameter
 @pytest.mark.parametrize("memory", [None, 20 * GB, 80 * GB])
 def test_no_line_is_wider_than_the_screen(width: int, blocks: bool, memory: int | None) -> None:
     peak = make_peak(STATES, module="m" * 300)
-    plan = make_plan(device_memory=memory, host=STATES, peak=peak, **LONG)
+    plan = make_plan(device_memory=memory, host=STATES, disk=STATES, host_memory=memory, peak=peak, **LONG)
     rows = [("a setting with a rather long name, prefetch 500M, live 1000M", plan), *make_comparison().rows]
     screen = Screen(width, blocks)
     for text in (render_plan(plan, screen), render_comparison(Comparison(rows=rows, chosen=0), screen)):
@@ -338,6 +399,7 @@ def test_tables_leave_out_columns_before_they_cut() -> None:
     "shown",
     [
         pytest.param(make_plan(), id="plan"),
+        pytest.param(offloaded(), id="offloaded"),
         pytest.param(make_plan(device_memory=None, timeline=[]), id="neither memory nor step"),
         pytest.param(make_comparison(), id="comparison"),
         pytest.param(Comparison(rows=make_comparison().rows, chosen=None), id="none chosen"),
@@ -358,6 +420,6 @@ def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_plans_survive_json() -> None:
-    plan, comparison = make_plan(), make_comparison()
+    plan, comparison = offloaded(host_memory=GB), make_comparison()
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert Comparison.model_validate_json(comparison.model_dump_json()) == comparison

@@ -188,6 +188,7 @@ class Saver:
     def _offer(self, request: SaveRequest | None) -> _Offer:
         parts = self._parts
         parts.pipeline.check_between_steps()
+        parts.pipeline.check_whole()
         parts.pipeline.settle()
         if parts.reducer.pass_open:
             parts.pipeline.end_backward(complete=False)

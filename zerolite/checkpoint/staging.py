@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from zerolite.checkpoint.planner import Shard
+from zerolite.pinned_memory import host_memory
 
 _ALIGNMENT = 64  # bytes
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    """Registered with CUDA as it is: torch's own pinned memory is rounded up to a power of two, and kept for good."""
-    memory = _huge(nbytes)
-    runtime: Any = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0:  # otherwise copies are slower, and as right
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-    return memory
-
-
-def _huge(nbytes: int) -> torch.Tensor:
-    """In huge pages where the kernel has them: a first touch costs a fifth."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(AttributeError, OSError):
-            memory.madvise(getattr(mmap, advice))
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Staging:
@@ -52,7 +31,7 @@ class Staging:
         on_cuda = next((value.device for value in values if value.device.type == "cuda"), None)
         if self._memory.numel() < position:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go before there is more
-            self._memory = _pinned(position) if on_cuda is not None else _huge(position)
+            self._memory = host_memory(position, pin=on_cuda is not None)
         staged = []
         for shard, value, place in zip(shards, values, places, strict=True):
             if shard.box is not None:

@@ -6,20 +6,24 @@ from .errors import ConfigError
 from .load import load_config
 from .models import (
     DataTypesConfig,
-    LeafModuleConfig,
     OptimizerConfig,
     SchedulerConfig,
-    ZeroConfig,
     ZeroliteConfig,
 )
+from .offload import ActivationCheckpointingConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
+from .zero import LeafModuleConfig, ZeroConfig
 
 __all__ = [
+    "ActivationCheckpointingConfig",
+    "AioConfig",
     "Bf16Config",
     "ConfigError",
     "DataTypesConfig",
     "Fp16Config",
     "LeafModuleConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "TorchAutocastConfig",

@@ -79,6 +79,68 @@ def _stage_3_reduce_scatters(config: ZeroliteConfig) -> Iterator[Contradiction]:
         )
 
 
+def _offload_has_its_stage(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    """A stage that is "auto" becomes one that has what is to be moved."""
+    zero = config.zero_optimization
+    stage = zero.stage
+    if stage == "auto":
+        return
+    if zero.offload_optimizer.enabled and stage == 0:
+        yield Contradiction(
+            ("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
+            f'expected "none" at stage 0, where every rank keeps all states, got "{zero.offload_optimizer.device}"; '
+            "use zero_optimization.stage 1, 2 or 3 or leave the block out",
+        )
+    if zero.offload_param.enabled and stage < 3:
+        yield Contradiction(
+            ("zero_optimization.offload_param.device", "zero_optimization.stage"),
+            f'expected "none" at stage {stage}, where every rank keeps parameters whole on its device, got '
+            f'"{zero.offload_param.device}"; use zero_optimization.stage 3 or leave the block out',
+        )
+
+
+def _a_disk_has_a_path(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    for name in ("offload_optimizer", "offload_param"):
+        block = getattr(config.zero_optimization, name)
+        if block.device == "nvme" and block.nvme_path is None:
+            yield Contradiction(
+                (f"zero_optimization.{name}.nvme_path", f"zero_optimization.{name}.device"),
+                f'expected the path of a folder on the disk, got nothing, and {name}.device is "nvme"; write it, such '
+                'as "/local_nvme"',
+            )
+
+
+def _a_part_is_for_the_host(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    block = config.zero_optimization.offload_optimizer
+    if block.device == "nvme" and block.ratio < 1.0:
+        yield Contradiction(
+            ("zero_optimization.offload_optimizer.ratio", "zero_optimization.offload_optimizer.device"),
+            f'expected 1 when offload_optimizer.device is "nvme", got {block.ratio:g}; leave it out, or use "cpu"',
+        )
+
+
+def _threads_have_one_number(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    one, other = config.aio.thread_count, config.aio.intra_op_parallelism
+    if one is not None and other is not None and one != other:
+        yield Contradiction(
+            ("aio.intra_op_parallelism", "aio.thread_count"),
+            f"expected aio.thread_count = {one}, of which it is another name, got {other}; leave one of the two out",
+        )
+
+
+def _one_piece_has_a_length(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    block = config.activation_checkpointing
+    if block.contiguous_memory_optimization and block.number_checkpoints is None:
+        yield Contradiction(
+            (
+                "activation_checkpointing.number_checkpoints",
+                "activation_checkpointing.contiguous_memory_optimization",
+            ),
+            "expected the number of checkpoints in one forward, got nothing, and "
+            "activation_checkpointing.contiguous_memory_optimization is true; write it, or leave the other key out",
+        )
+
+
 def _accumulation_dtype(config: ZeroliteConfig) -> Iterator[Contradiction]:
     """Gradients accumulate in fp32 or in the dtype they are computed in; any other choice loses bits for nothing."""
     given = config.data_types.grad_accum_dtype
@@ -178,6 +240,11 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _one_communication_dtype,
     _one_way_to_divide,
     _stage_3_reduce_scatters,
+    _offload_has_its_stage,
+    _a_disk_has_a_path,
+    _a_part_is_for_the_host,
+    _threads_have_one_number,
+    _one_piece_has_a_length,
     _accumulation_dtype,
     _something_is_logged,
     _elastic_needs,

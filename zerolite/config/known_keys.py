@@ -62,7 +62,6 @@ def _on_by_presence(*names: str, off: tuple[object, ...] = (), note: str = "") -
 
 
 _REMOVED = "DeepSpeed has removed it as well"
-_OFFLOAD = "offload"
 
 _ZERO: dict[str, Key | Block] = {
     # Stages 1 and 2.
@@ -76,23 +75,6 @@ _ZERO: dict[str, Key | Block] = {
     "legacy_stage1": OFF,
     "enable_sanity_checks": OFF,
     # Offload.
-    "offload_param": _switched(
-        "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", switch="device", off=("none", None)
-    ),
-    "offload_optimizer": _switched(
-        "nvme_path",
-        "buffer_count",
-        "pin_memory",
-        "pipeline",
-        "pipeline_read",
-        "pipeline_write",
-        "fast_init",
-        "ratio",
-        "super_offload",
-        "cpuadam_cores_perc",
-        switch="device",
-        off=("none", None),
-    ),
     "zenflow": _on_by_presence(
         "topk_ratio",
         "select_strategy",
@@ -105,7 +87,6 @@ _ZERO: dict[str, Key | Block] = {
         "pt_reserved_cores_perc",
         "steps_per_epoch",
     ),
-    "sub_group_size": Key(note="tunes offload, which does not run", free=True),
     "save_muon_momentum_buffer_in_memory": OFF,
     # Stage 3.
     "stage3_use_all_reduce_for_fetch_params": OFF,
@@ -226,30 +207,6 @@ _PARALLELISM: dict[str, Key | Block] = {
 }
 
 _MEMORY: dict[str, Key | Block] = {
-    "activation_checkpointing": Block(
-        {
-            "partition_activations": OFF,
-            "cpu_checkpointing": OFF,
-            "contiguous_memory_optimization": OFF,
-            "number_checkpoints": Key((None,)),
-            "synchronize_checkpoint_boundary": OFF,
-            "profile": OFF,
-        }
-    ),
-    "aio": Block(
-        dict.fromkeys(
-            (
-                "block_size",
-                "queue_depth",
-                "thread_count",
-                "intra_op_parallelism",
-                "single_submit",
-                "overlap_events",
-                "use_gds",
-            ),
-            Key(note=_OFFLOAD),
-        )
-    ),
     "hybrid_engine": _switched(
         "max_out_tokens",
         "inference_tp_size",
@@ -427,6 +384,11 @@ UNSUPPORTED: dict[str, dict[str, Key | Block]] = {
         **_REMOVED_BY_DEEPSPEED,
     },
     "zero_optimization": _ZERO,
+    "zero_optimization.offload_optimizer": {
+        "super_offload": OFF,
+        "cpuadam_cores_perc": Key(note="tunes super_offload, which does not run", free=True),
+    },
+    "aio": {"use_gds": Key((False,), "GPUDirect Storage; what is on disk passes through the host")},
     "checkpoint": _CHECKPOINT,
     "data_types": {
         "param_dtype": Key((None,)),

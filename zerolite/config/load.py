@@ -9,13 +9,14 @@ from functools import lru_cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from .batch import MICRO, TRAIN
 from .errors import ConfigError
 from .known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key, same, unsupported_paths
 from .models import ZeroliteConfig
 from .nearest import nearest_keys
-from .rules import show
+from .rules import NullIsAbsent, show
 from .source import read_source
 
 AUTO = "auto"
@@ -142,8 +143,11 @@ class _Cleaner:
             if here in _AUTO_AT_RESOLVE:
                 self.auto.add(here)
             return
-        annotation = model.model_fields[name].annotation
+        info = model.model_fields[name]
+        annotation = info.annotation
         inner = block_model(annotation)
+        if value is None and null_is_absent(info):
+            return
         if inner is not None and not (value is None and annotation is not inner):
             if isinstance(value, Mapping):
                 clean[name] = self.block(inner, value, here)
@@ -219,6 +223,10 @@ def block_model(annotation: Any) -> type[BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def null_is_absent(info: FieldInfo) -> bool:
+    return any(isinstance(item, NullIsAbsent) for item in info.metadata)
 
 
 def supported_paths(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterable[str]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
 from .known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key
-from .load import block_model
+from .load import block_model, null_is_absent
 from .models import ZeroliteConfig
 
 DEFAULT_FILE = Path("docs/configuration.md")
@@ -115,7 +115,8 @@ def _table(prefix: str, model: type[BaseModel]) -> str:
 def _type(path: str, info: FieldInfo) -> str:
     if block_model(info.annotation) is not None:
         anchor = path.replace(".", "")
-        return f"[object](#{anchor})" + ("" if info.is_required() or info.default is not None else " or null")
+        nullable = null_is_absent(info) or (not info.is_required() and info.default is None)
+        return f"[object](#{anchor})" + (" or null" if nullable else "")
     return _cell(str(_rule(info).expected))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,13 +91,14 @@ class Boolean:
 @dataclass(frozen=True)
 class Integer:
     """A whole number from minimum to maximum, both included; 1e9 is one, 1.5 and true are not. null, where allowed,
-    becomes `null_value`."""
+    becomes `null_value`. It must be a multiple of `multiple`."""
 
     minimum: int = 0
     maximum: int = MAX_INT
     nullable: bool = False
     null_means: str = ""
     null_value: int | None = None
+    multiple: int = 1
 
     @property
     def expected(self) -> str:
@@ -104,6 +106,8 @@ class Integer:
             text = f"an integer of at least {self.minimum}"
         else:
             text = f"an integer from {self.minimum} to {self.maximum}"
+        if self.multiple > 1:
+            text += f", a multiple of {self.multiple}"
         return text + (" or null" if self.nullable else "")
 
     def __call__(self, value: object) -> int | None:
@@ -119,6 +123,9 @@ class Integer:
         if not self.minimum <= number <= self.maximum:
             nearest = self.minimum if number < self.minimum else self.maximum
             _fail(self.expected, value, self._null_hint(f"the nearest allowed value is {nearest}"))
+        if number % self.multiple:
+            below = int(number) // self.multiple * self.multiple
+            _fail(self.expected, value, f"write {below} or {below + self.multiple}")
         return int(number)
 
     def _null_hint(self, remedy: str) -> str:
@@ -191,16 +198,35 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class ChoiceOrNull(Choice):
+    """One of a few words, or null, which becomes one of them."""
+
+    null_word: str = ""
+
+    @property
+    def expected(self) -> str:
+        return f"{super().expected} or null"
+
+    def __call__(self, value: object) -> str:
+        return self.null_word if value is None else super().__call__(value)
+
+
+@dataclass(frozen=True)
 class Number:
-    """A finite number of at least (or, if exclusive, above) the minimum. Integers become floats."""
+    """A finite number of at least (or, if exclusive, above) the minimum and of at most the maximum. Integers become
+    floats."""
 
     minimum: float = 0.0
     exclusive: bool = False
     nullable: bool = False
+    maximum: float = math.inf
 
     @property
     def expected(self) -> str:
-        text = f"a finite number {'above' if self.exclusive else 'of at least'} {self.minimum:g}"
+        if math.isfinite(self.maximum):
+            text = f"a finite number from {self.minimum:g} to {self.maximum:g}"
+        else:
+            text = f"a finite number {'above' if self.exclusive else 'of at least'} {self.minimum:g}"
         return text + (" or null" if self.nullable else "")
 
     def __call__(self, value: object) -> float | None:
@@ -217,6 +243,8 @@ class Number:
             _fail(self.expected, value, "write a finite number")
         if result < self.minimum or (self.exclusive and result == self.minimum):
             _fail(self.expected, value, "write a larger number")
+        if result > self.maximum:
+            _fail(self.expected, value, "write a smaller number")
         return result
 
 
@@ -279,6 +307,27 @@ class Text:
         if not isinstance(value, str) or not value.strip():
             _fail("a non-empty string", value, "write a name in quotes")
         return value
+
+
+@dataclass(frozen=True)
+class PathOrNull:
+    """A path, as a string or as an object of Python's that stands for one, or null."""
+
+    @property
+    def expected(self) -> str:
+        return "a path or null"
+
+    def __call__(self, value: object) -> str | None:
+        if value is None:
+            return None
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(path, str) or not path.strip():
+            _fail(self.expected, value, "write one in quotes")
+        return path
+
+
+class NullIsAbsent:
+    """Beside the type of a block: null stands for an absent one, which has all its defaults."""
 
 
 @dataclass(frozen=True)

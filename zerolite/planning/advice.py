@@ -11,6 +11,8 @@ from zerolite.sizes import format_size
 _PARTITIONED = {1: ("master_weights", "optimizer_states"), 2: ("gradients",), 3: ("compute_parameters",)}
 """What each stage partitions beside what those below it do."""
 
+_OFFLOADED = ("master_weights", "optimizer_states", "gradients")
+
 _WORTH = 0.05
 """Least part of what is missing that a measure must save to be named."""
 
@@ -34,6 +36,22 @@ class Measure(NamedTuple):
 
 def advise(plan: Plan, stages: bool = True) -> list[str]:
     """Sentences, those first that save the most; none if it fits or no memory was given. stages: name those too."""
+    return [*_of_device(plan, stages), *_of_host(plan)]
+
+
+def _of_host(plan: Plan) -> list[str]:
+    if plan.host_spare is None or plan.host_spare >= 0 or plan.ranks_per_host is None or plan.host_memory is None:
+        return []
+    sentences = []
+    ranks = plan.host_memory // max(plan.host_peak, 1)
+    if 1 <= ranks < plan.ranks_per_host:
+        sentences.append(f"{ranks} of these ranks on a host: its memory is enough for so many.")
+    if plan.host is not None:
+        sentences.append('"nvme" as the device of offload_optimizer and offload_param: a disk holds what rests.')
+    return sentences
+
+
+def _of_device(plan: Plan, stages: bool) -> list[str]:
     if plan.spare is None or plan.spare >= 0 or plan.device_memory is None:
         return []
     missing = -plan.spare
@@ -42,7 +60,7 @@ def advise(plan: Plan, stages: bool = True) -> list[str]:
             f"Only making the engine needs that much: a step needs {format_size(plan.step_peak.bytes)}, which fits. "
             "At stage 3, a model that is built in `with zerolite.zero.Init():` is never whole on a rank."
         ]
-    measures = [*_ranks(plan, missing), *_activations(plan, missing), *_transient(plan)]
+    measures = [*_ranks(plan, missing), *_activations(plan, missing), *_transient(plan), *_offload(plan)]
     measures += _stage(plan, missing) if stages else []
     worth = [measure for measure in measures if measure.saved >= _WORTH * missing]
     return [measure.sentence(missing) for measure in sorted(worth, key=lambda measure: -measure.saved)]
@@ -94,6 +112,19 @@ def _activations(plan: Plan, missing: int) -> list[Measure]:
             "a step, needs smaller activations"
         )
         measures.append(Measure(action, held - held * smaller // size))
+    return measures
+
+
+def _offload(plan: Plan) -> list[Measure]:
+    """What the host could hold instead."""
+    measures = []
+    held = [item for item in _OFFLOADED if plan.peak.items[item] > 0]
+    if plan.stage >= 1 and held:
+        action = f"zero_optimization.offload_optimizer on the host keeps {_listed([spoken(i) for i in held])} there"
+        measures.append(Measure(action, sum(plan.peak.items[item] for item in held), bound=True))
+    if plan.stage == 3 and plan.peak.items["compute_parameters"]:
+        action = "zero_optimization.offload_param on the host keeps compute parameters there"
+        measures.append(Measure(action, plan.peak.items["compute_parameters"], bound=True))
     return measures
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -15,41 +17,80 @@ _ROOT = Path("/sys/fs/cgroup")
 
 def available_memory(device: torch.device) -> int:
     """Bytes that this process can still allocate on ``device``: what is free there, with what torch's allocator holds
-    without using it; on the host an equal share of what is left there, and in this process's control group, for each
-    rank that starts here."""
+    without using it; on the host an equal share of what is left there for each rank that starts here."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return share_of_host(local_ranks(os.environ) or 1)
+
+
+def share_of_host(ranks: int) -> int:
+    """Bytes that this process can still allocate if ``ranks`` processes share what is left on the host and in this
+    process's control group, and not more than its own limits (``ulimit -v``, ``-d``) leave."""
     left = psutil.virtual_memory().available
     limit = control_group_left()
-    return (left if limit is None else min(left, limit)) // local_ranks(os.environ)
+    share = (left if limit is None else min(left, limit)) // ranks
+    own = own_limits_left()
+    return share if own is None else min(share, own)
 
 
-def local_ranks(environ: Mapping[str, str]) -> int:
-    """How many ranks of the job this host has, as far as the launcher says; otherwise 1."""
-    return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), 1) or 1
+def local_ranks(environ: Mapping[str, str]) -> int | None:
+    """How many ranks of the job this host has, as the launcher says; None if it does not."""
+    return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), 0) or None
+
+
+def own_limits_left() -> int | None:
+    """Bytes until this process reaches a limit of its own (RLIMIT_AS, RLIMIT_DATA). None where there is none."""
+    memory = psutil.Process().memory_info()
+    used = ((resource.RLIMIT_AS, memory.vms), (resource.RLIMIT_DATA, getattr(memory, "data", 0)))
+    limits = [(resource.getrlimit(kind)[0], nbytes) for kind, nbytes in used]
+    lefts = [max(0, limit - nbytes) for limit, nbytes in limits if limit != resource.RLIM_INFINITY]
+    return min(lefts, default=None)
+
+
+class _Version(NamedTuple):
+    """Names of files of a version of control groups."""
+
+    limit: str
+    used: str
+    droppable: str  # a line of memory.stat: pages of files
+
+
+_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Version("memory.max", "memory.current", "inactive_file")
+_NO_LIMIT = 2**60  # version 1 writes a number above this one
 
 
 def control_group_left(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes that the strictest control group (version 2) around this process leaves; pages of files that it could drop
-    count as free. None where there is no limit."""
+    """Bytes that the strictest control group around this process leaves; pages of files that it could drop count as
+    free. None where there is no limit."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    path = next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), None)
-    if path is None:
-        return None
-    own = root / path.strip("/")
-    lefts = [_left(group) for group in (own, *own.parents) if group == root or root in group.parents]
+    lefts: list[int | None] = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            lefts += _lefts(root, path, _V2)
+        elif "memory" in controllers.split(","):
+            lefts += _lefts(root / "memory", path, _V1)
     return min((left for left in lefts if left is not None), default=None)
 
 
-def _left(group: Path) -> int | None:
+def _lefts(root: Path, path: str, version: _Version) -> list[int | None]:
+    """Of the group ``path`` and of those around it."""
+    own = root / path.strip("/")
+    return [_left(group, version) for group in (own, *own.parents) if group == root or root in group.parents]
+
+
+def _left(group: Path, version: _Version) -> int | None:
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
+        limit = (group / version.limit).read_text().strip()
+        used = int((group / version.used).read_text())
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - used + int(stats.get("inactive_file", 0)))
+    if limit == "max" or int(limit) >= _NO_LIMIT:
+        return None
+    return max(0, int(limit) - used + int(stats.get(version.droppable, 0)))

@@ -135,6 +135,9 @@ def compare(plan: Plan, measured: Measurement) -> Iterator[Line]:
     known = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
     yield from _items("", plan.states, measured.states, _STATES)
     yield from _items(" at rest", plan.at_rest, measured.at_rest, known)
+    none = dict.fromkeys(ITEMS, 0)
+    yield from _items(" on the host", plan.host or none, measured.host, known)
+    yield from _items(" on disk", plan.disk or none, measured.disk, known)
     yield Line(_PEAK, plan.step_peak.bytes, measured.step_peak, exact=False)
     yield from _traffic(plan.traffic, measured.traffic)
 

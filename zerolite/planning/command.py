@@ -40,7 +40,7 @@ examples:
 --input-spec lists the tensors of a batch as name:dtype[sizes], or as dtype[sizes] if forward
 takes them in order; B is the micro-batch size of the config.
 
-The exit status is 0 if it fits, or if no --device-memory was given; 1 if it does not fit (with
+The exit status is 0 if it fits, or if no memory was given; 1 if it does not fit (with
 --compare: if nothing does), or if --check found a difference; 2, after a sentence, if it cannot
 be planned; and 130 after Ctrl-C."""
 
@@ -118,6 +118,13 @@ def _add_job(parser: _Parser) -> None:
         type=_size,
         metavar="SIZE",
         help="of each rank's device, as in 80GB or 80GiB, or auto for this machine's: tells whether the job fits",
+    )
+    add(
+        "--host-memory",
+        type=_size,
+        metavar="SIZE",
+        help="of each host, which its ranks share (--nodes): tells whether what is offloaded fits (default, if "
+        "something is: auto, this machine's)",
     )
 
 
@@ -200,13 +207,27 @@ def _find_file_problem(name: str) -> str | None:
 def find_device_memory(device: str) -> int:
     """Bytes of this machine's first CUDA device, or of its memory for "cpu". Raises PlanError where there is none."""
     if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return find_host_memory()
     import torch
 
     if not torch.cuda.is_available():
         raise PlanError("--device-memory auto: this machine has no CUDA device; give a size, as in 80GB")
     nbytes: int = torch.cuda.get_device_properties(0).total_memory
     return nbytes
+
+
+def find_host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _offloads(config: ZeroliteConfig) -> bool:
+    zero = config.zero_optimization
+    return (
+        zero.offload_optimizer.enabled
+        or zero.offload_param.enabled
+        or config.activation_checkpointing.cpu_checkpointing
+    )
 
 
 # -------------------------------------------------------------------- what it does
@@ -228,6 +249,9 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
     if options.device_memory is not None:
         auto = options.device_memory == AUTO
         given["device_memory"] = find_device_memory(options.device) if auto else options.device_memory
+    host_memory = options.host_memory or (AUTO if _offloads(config) else None)
+    if host_memory is not None:
+        given["host_memory"] = find_host_memory() if host_memory == AUTO else host_memory
     if options.batch or options.input_spec:
         given["batch"] = load_batch(options.batch) if options.batch else parse_input_spec(options.input_spec)
     if options.loss:

@@ -15,12 +15,12 @@ import torch
 from zerolite.accelerator import collector_off, dry_run, is_fake
 from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
-from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, OTHER
+from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
 from zerolite.planning.skeleton import Skeleton
 from zerolite.planning.steps import STEP, Batch, Loss, train_one_step
-from zerolite.planning.tracker import HOST, Fullest, MemoryTracker
+from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.profiling.flop_count import count_flops
 from zerolite.runtime.build import Arguments, build_engine, check_model
@@ -59,8 +59,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What was seen. Bytes of the device, and of the host where ``host`` says so; see
-    :class:`~zerolite.planning.result.Plan`."""
+    """What was seen, in bytes of the device where nothing else is said; see :class:`~zerolite.planning.result.Plan`."""
 
     model_name: str
     classes: dict[str, str]  # by qualified name of the module
@@ -69,12 +68,13 @@ class Outcome:
     initialize: Fullest
     warm_up: Fullest
     step: Fullest
-    largest: dict[str, int]
+    largest: dict[str, dict[str, int]]  # by place and item
     at_rest: dict[str, int]
     course: list[tuple[dict[str, int], str, str]]
     recorder: Recorder
     checkpoint: int
-    host: int  # what the model took where it was made, before the engine had it
+    made: int  # of the host: what the model took, before the engine had it
+    most_in_host_memory: int  # with the device's, where that is the CPU
     of_peers: int  # in the communicators' memory: what the other ranks of this host have made, and this one maps
     recurrent: bool  # whether the model has layers whose kernels are fused over time
     flops: int | None = None
@@ -85,7 +85,7 @@ def run(job: Job, points: int = 1000) -> Outcome:
 
     Raises PlanError where the model needs values or the engine refuses the job, and ConfigError.
     """
-    tracker = MemoryTracker()
+    tracker = MemoryTracker(apart=job.device == "cuda")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
         stack.enter_context(_without_warnings())
@@ -112,7 +112,8 @@ class _Run:
     def outcome(self, points: int) -> Outcome:
         tracker = self._tracker
         model = self._make_model()
-        host = tracker.items[HOST]
+        made = tracker.items[HOST][MADE]
+        tracker.forget_most()
         parameters = _numel(model.parameters())
         engine = self._make_engine(model)
         initialize = tracker.fullest
@@ -132,12 +133,13 @@ class _Run:
             initialize=initialize,
             warm_up=warm_up,
             step=tracker.fullest,
-            largest=dict(tracker.largest),
-            at_rest=dict(tracker.items),
+            largest=tracker.largest,
+            at_rest=dict(tracker.items[DEVICE]),
             course=tracker.course(points),
             recorder=recorder,
             checkpoint=engine.checkpointer.nbytes(),
-            host=host,
+            made=made,
+            most_in_host_memory=tracker.most_in_host_memory,
             of_peers=_of_peers(engine),
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
         )
@@ -154,7 +156,7 @@ class _Run:
 
     def _make_model(self) -> torch.nn.Module:
         tracker = self._tracker
-        tracker.item = HOST if self._job.device == "cuda" else COMPUTE
+        tracker.item, tracker.place = (MADE, HOST) if self._job.device == "cuda" else (COMPUTE, DEVICE)
         with explained("the model's constructor"), self._mode.constructing():
             model = self._job.make_model()
         gc.collect()  # what the constructor has left in cycles: torch.load's state dicts
@@ -169,7 +171,7 @@ class _Run:
 
     def _make_engine(self, model: torch.nn.Module) -> Engine:
         tracker, job = self._tracker, self._job
-        tracker.item = OTHER
+        tracker.item, tracker.place = OTHER, DEVICE
         with refusals():
             engine = build_engine(
                 model,

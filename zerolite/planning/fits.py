@@ -14,11 +14,19 @@ from zerolite.memory_items import ACTIVATIONS, BUCKETS, ITEMS
 from zerolite.planning.available import available_memory
 from zerolite.planning.dry_run import Job, run
 from zerolite.planning.errors import PlanError
+from zerolite.planning.host_room import (
+    Room,
+    Shortage,
+    bytes_of_parameters,
+    find_room,
+    find_shortage,
+    is_ample,
+    offloads,
+)
 from zerolite.planning.make import cheapest, plan_of, silent, with_zero
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.skeleton import Skeleton
 from zerolite.runtime.build import Arguments
-from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.sizes import format_size
 
 logger = logging.getLogger("zerolite")
@@ -39,13 +47,13 @@ def choose_stage(
     one that needs the least. Rank 0 logs why. Called on all ranks."""
     if config.zero_optimization.stage != "auto":
         return config
+    stages = _possible_stages(config)
     free = agreed_minimum(_available(model, device), comm, device)
     limit = int(free * FOR_STATES)
     most = _upper_bound(model, device)
     if most <= limit:
-        _log(comm, f"stage 0: model states need {format_size(most)} at most, of {format_size(free)}")
-        return with_zero(config, stage=0)
-    stages = [0, 1, 2] + ([3] if config.zero_optimization.reduce_scatter else [])
+        _log(comm, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(free)}")
+        return with_zero(config, stage=stages[0])
     plans, refused = [], []
     for stage in stages:
         try:
@@ -67,6 +75,21 @@ def choose_stage(
     return with_zero(config, stage=stage)
 
 
+def _possible_stages(config: ZeroliteConfig) -> list[int]:
+    """Those that the other keys do not contradict: what is to be offloaded needs a stage that has it."""
+    possible, refused = [], []
+    for stage in range(4):
+        try:
+            with_zero(config, stage=stage)
+        except ConfigError as error:
+            refused.append(error)
+        else:
+            possible.append(stage)
+    if not possible:
+        raise refused[-1]
+    return possible
+
+
 def _refusal(error: Exception) -> Exception:
     """``error`` of a dry run, if it says what is wrong with the job; otherwise a sentence about it."""
     if isinstance(error, (ConfigError, ValueError, PlanError)):
@@ -83,21 +106,23 @@ def check_memory(
     model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, comm: Communicator, device: torch.device
 ) -> None:
     """Raises MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
-    engine will need without activations. Called on all ranks; one small all-reduce while all is well."""
+    engine will need without activations, on its device or, with offload, on its host and disk. Called on all ranks; one
+    small all-reduce while all is well."""
     if config.memory_check == "off":
         return
     free = _available(model, device)
-    reason = ""
-    if _upper_bound(model, device) > free:
+    room = find_room(model, config, comm) if offloads(config) else None
+    short: Shortage | None = None
+    if _upper_bound(model, device) > free or not (room is None or is_ample(room, config, _numel(model))):
         try:
             made = _dry_run(model, config, arguments, comm, device, free)
         except Exception as error:  # on this rank alone, maybe; what is wrong with the job, the engine says
             logger.warning("memory_check: no plan can be made (%s: %s); it is tried", type(error).__name__, error)
         else:
-            reason = "" if made.fits else _reason(made, device)
-    if agreed_minimum(0 if reason else 1, comm, device):
+            short = _shortage(made, room, device)
+    if agreed_minimum(0 if short else 1, comm, device):
         return
-    message = _told(reason, comm)
+    message = _told(short, comm)
     if config.memory_check == "error":
         raise MemoryError(message)
     logger.warning("%s", message)
@@ -111,19 +136,15 @@ def agreed_minimum(value: int, comm: Communicator, device: torch.device) -> int:
 
 
 def _available(model: torch.nn.Module, device: torch.device) -> int:
-    """With the memory of the model's own parameters there, which its buckets take over."""
-    own = {}
-    for parameter in model.parameters():
-        handle = handle_of(parameter)
-        tensor = parameter.data if handle is None else handle.shard
-        if tensor.device.type == device.type and not tensor.is_meta:
-            own[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-    return available_memory(device) + sum(own.values())
+    return available_memory(device) + bytes_of_parameters(model, device.type)
+
+
+def _numel(model: torch.nn.Module) -> int:
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
 def _upper_bound(model: torch.nn.Module, device: torch.device) -> int:
-    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    return _BYTES.get(device.type, 64) * numel + sum(
+    return _BYTES.get(device.type, 64) * _numel(model) + sum(
         buffer.numel() * buffer.element_size() for buffer in model.buffers()
     )
 
@@ -159,13 +180,25 @@ def _own_share(made: Plan, of_peers: int) -> Plan:
     """``made`` without what the other ranks of the host have made of the memory that all of them map: each rank has an
     equal share of what the host has free, and counts its own."""
     peaks = [_without(of_peers, peak) for peak in (made.peak, made.initialize_peak, made.step_peak)]
-    return made.model_copy(update={"peak": max(peaks, key=lambda peak: peak.bytes)})
+    peak = max(peaks, key=lambda peak: peak.bytes)
+    return made.model_copy(update={"peak": peak, "host_peak": made.host_peak - min(of_peers, made.host_peak)})
 
 
 def _without(of_peers: int, peak: Peak) -> Peak:
     less = min(of_peers, peak.items[BUCKETS])
     items = {**peak.items, BUCKETS: peak.items[BUCKETS] - less}
     return peak.model_copy(update={"bytes": peak.bytes - less, "items": items})
+
+
+def _shortage(made: Plan, room: Room | None, device: torch.device) -> Shortage | None:
+    """On the device, or else on the host."""
+    if not made.fits:
+        return Shortage(
+            _reason(made, device),
+            'Use more ranks, a higher zero_optimization.stage ("auto" chooses), zero_optimization.offload_optimizer, '
+            "or a device with more memory",
+        )
+    return None if room is None else find_shortage(made, room)
 
 
 def _reason(made: Plan, device: torch.device) -> str:
@@ -180,14 +213,15 @@ def _reason(made: Plan, device: torch.device) -> str:
     )
 
 
-def _told(reason: str, comm: Communicator) -> str:
-    """The same on all ranks: the first one's reason that has one, and which ranks have."""
-    reasons = [reason] if comm.world_size == 1 else HostGroup(comm, "memory").gather(reason)
-    short = [rank for rank, of_rank in enumerate(reasons) if of_rank]
+def _told(short: Shortage | None, comm: Communicator) -> str:
+    """The same on all ranks: the first one's shortage that has one, and which ranks have."""
+    shortages = [short] if comm.world_size == 1 else HostGroup(comm, "memory").gather(short)
+    told = {rank: of_rank for rank, of_rank in enumerate(shortages) if of_rank is not None}
+    ranks = list(told)
+    reason, remedy = told[ranks[0]]
     return (
-        f"zerolite.initialize: {reasons[short[0]]} (memory_check; on {name_ranks(short)} of {comm.world_size}). Use "
-        'more ranks, a higher zero_optimization.stage ("auto" chooses), or a device with more memory; `zerolite plan` '
-        'shows what each stage needs. "memory_check": "warn" tries it all the same'
+        f"zerolite.initialize: {reason} (memory_check; on {name_ranks(ranks)} of {comm.world_size}). {remedy}; "
+        '`zerolite plan` shows what each stage needs. "memory_check": "warn" tries it all the same'
     )
 
 

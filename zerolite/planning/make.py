@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.memory_items import BUFFERS, ITEMS, MODEL_STATES
+from zerolite.config.contradictions import find_contradictions
+from zerolite.memory_items import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
 from zerolite.planning.dry_run import Job, Loss, Outcome, run
 from zerolite.planning.errors import PlanError, RefusedError
 from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan
@@ -48,6 +49,7 @@ def plan(
     rank: int = 0,
     device: str = "cuda",
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     batch: Callable[..., Any] | None = None,
     loss: Loss | None = None,
 ) -> Plan:
@@ -56,18 +58,18 @@ def plan(
     The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated.
     model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the meta
     device. nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them. device:
-    "cuda" or "cpu", for which communicators and habits are those of the plan. device_memory: bytes, or
-    text such as "80GB".
+    "cuda" or "cpu", for which communicators and habits are those of the plan. device_memory: of each rank's device,
+    host_memory: of each host, which its ranks share: bytes, or text such as "80GB".
     batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by name;
     the tensors may be real. None: no forward is run, and activations are not in the numbers. loss: from the model's
     output to a scalar; by default the output itself, its ``loss``, or the mean of its first floating tensor.
 
     Raises PlanError where the model does what needs values, or where the engine refuses the job (RefusedError),
-    ConfigError for the config, ValueError for the other
-    arguments. Needs no process group and starts none; may be called anywhere.
+    ConfigError for the config, ValueError for the other arguments. Needs no process group and starts none; may be
+    called anywhere.
     """
     _check_places(world_size, nodes, rank, device)
-    device_memory = None if device_memory is None else _parsed(device_memory)
+    memory = _parsed("device_memory", device_memory), _parsed("host_memory", host_memory)
     resolved = silent(load_config(config)).resolve(world_size)
     if resolved.zero_optimization.stage == "auto":
         raise PlanError(
@@ -83,7 +85,7 @@ def plan(
         batch=of_micro_batch(batch, resolved.train_micro_batch_size_per_gpu),
         loss=loss,
     )
-    return plan_of(job, run(job), nodes, device_memory)
+    return plan_of(job, run(job), nodes, *memory)
 
 
 def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_size: int, **options: Any) -> Comparison:
@@ -91,9 +93,10 @@ def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_s
     :func:`plan`. Settings that the engine refuses are left out; if that is all of them, raises what :func:`plan`
     does."""
     rows, refused, left_out = [], [], []
-    for name, changed in _variants(load_config(config)):
+    loaded = load_config(config)
+    for name, keys in _variants():
         try:
-            rows.append((name, plan(model_fn, changed, world_size, **options)))
+            rows.append((name, plan(model_fn, with_zero(loaded, **keys), world_size, **options)))
         except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
             refused.append(error)
             left_out.append(f"{name} is left out: {error}")
@@ -117,22 +120,26 @@ def cheapest(plans: list[Plan]) -> int | None:
 
 
 def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
-    """``config`` with other values in its ``zero_optimization`` block."""
-    return config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=keys)})
+    """``config`` with other values in its ``zero_optimization`` block. Raises ConfigError if they contradict it."""
+    changed = config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=keys)})
+    found = find_contradictions(changed)
+    if found:
+        raise ConfigError([(entry.paths[0], entry.sentence) for entry in found])
+    return changed
 
 
-def _variants(config: ZeroliteConfig) -> Iterator[tuple[str, ZeroliteConfig]]:
+def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of settings, and their keys of ``zero_optimization``."""
     for stage in range(4):
-        chosen = with_zero(config, stage=stage)
-        yield f"stage {stage}", chosen
+        yield f"stage {stage}", {"stage": stage}
         if stage in (1, 2):
             for numel in (_SMALL, _LARGE):
                 sizes = {"reduce_bucket_size": numel, "allgather_bucket_size": numel}
-                yield f"stage {stage}, buckets of {numel / 1e6:.0f}M", with_zero(chosen, **sizes)
+                yield f"stage {stage}, buckets of {numel / 1e6:.0f}M", {"stage": stage, **sizes}
         if stage == 3:
             for numel in (_SMALL, _LARGE):
                 sizes = {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 2 * numel}
-                yield f"stage 3, prefetch {numel / 1e6:.0f}M, live {2 * numel / 1e6:.0f}M", with_zero(chosen, **sizes)
+                yield f"stage 3, prefetch {numel / 1e6:.0f}M, live {2 * numel / 1e6:.0f}M", {"stage": stage, **sizes}
 
 
 def silent(config: ZeroliteConfig) -> ZeroliteConfig:
@@ -157,11 +164,11 @@ def _check_places(world_size: int, nodes: int | None, rank: int, device: str) ->
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
 
 
-def _parsed(device_memory: int | str) -> int:
+def _parsed(name: str, size: int | str | None) -> int | None:
     try:
-        return parse_size(device_memory)
+        return None if size is None else parse_size(size)
     except ValueError as error:
-        raise ValueError(f"plan: device_memory: {error}") from None
+        raise ValueError(f"plan: {name}: {error}") from None
 
 
 def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callable[[], Any] | None:
@@ -186,11 +193,14 @@ def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callab
 # -------------------------------------------------------------------- what is told
 
 
-def plan_of(job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None) -> Plan:
-    """What ``outcome`` of ``job`` says; nodes and device_memory as in :func:`plan`."""
+def plan_of(
+    job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None, host_memory: int | None = None
+) -> Plan:
+    """What ``outcome`` of ``job`` says; nodes, device_memory and host_memory as in :func:`plan`."""
     config = job.config
     peaks = [_peak(fullest, outcome) for fullest in (outcome.initialize, outcome.warm_up, outcome.step)]
-    states = dict.fromkeys(ITEMS, 0) | {item: outcome.largest[item] for item in (*MODEL_STATES, BUFFERS)}
+    on_device = outcome.largest[DEVICE]
+    states = dict.fromkeys(ITEMS, 0) | {item: on_device[item] for item in (*MODEL_STATES, BUFFERS)}
     return Plan(
         model=outcome.model_name,
         stage=config.zero_optimization.chosen_stage,
@@ -211,16 +221,23 @@ def plan_of(job: Job, outcome: Outcome, nodes: int | None, device_memory: int | 
         step_peak=peaks[2],
         timeline=[Moment(items=items, phase=phase, module=module) for items, phase, module in outcome.course],
         traffic=summarize(outcome.recorder.calls, job.world_size, nodes),
-        host=None,
+        host=_any(_items(outcome.largest[HOST])),
+        disk=_any(_items(outcome.largest[DISK])),
+        host_peak=outcome.most_in_host_memory,
         checkpoint=outcome.checkpoint,
         flops=outcome.flops,
         device_memory=device_memory,
+        host_memory=host_memory,
         notes=_notes(job, outcome),
     )
 
 
 def _items(items: dict[str, int]) -> Items:
     return {item: items[item] for item in ITEMS}
+
+
+def _any(items: Items) -> Items | None:
+    return items if any(items.values()) else None
 
 
 def _peak(fullest: Fullest, outcome: Outcome) -> Peak:
@@ -277,9 +294,9 @@ def _notes(job: Job, outcome: Outcome) -> list[str]:
         notes.append(
             "Tensors of the plan are on the CPU, so attention and the like allocate what their CPU kernels do."
         )
-        if outcome.host:
+        if outcome.made:
             notes.append(
-                f"Before the engine has it, the model takes {format_size(outcome.host)} of host memory in every "
+                f"Before the engine has it, the model takes {format_size(outcome.made)} of host memory in every "
                 "process; zerolite.zero.Init partitions it while it is made."
             )
     return notes

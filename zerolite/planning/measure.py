@@ -6,7 +6,8 @@ import contextlib
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,18 @@ from torch.utils._pytree import tree_map_only
 from zerolite.accelerator import collector_off, default_device, is_fake
 from zerolite.comm import local_rank, record
 from zerolite.config import load_config
-from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER, listeners
+from zerolite.memory_items import (
+    ACTIVATIONS,
+    BUFFERS,
+    DEVICE,
+    DISK,
+    HOST,
+    ITEMS,
+    MODEL_STATES,
+    OTHER,
+    PLACES,
+    listeners,
+)
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.make import ConfigLike, of_micro_batch, silent
 from zerolite.planning.result import Items, Traffic
@@ -41,6 +53,8 @@ class Measurement(BaseModel):
     world_size: int
     device: str = Field(description="cuda or cpu")
     states: Items = Field(description="model states and buffers, each item at its largest within the step")
+    host: Items = Field(description="what rests on the host or passes through it, each item at its largest")
+    disk: Items = Field(description="the same of the disk")
     at_rest: Items = Field(description='held after the step; "other" is what the allocator counts beyond the items')
     step_peak: int = Field(description="the most that the allocator had given out at once")
     inside_operators: int = Field(
@@ -77,13 +91,17 @@ def measure(
         with collector_off(), record() as recorder, asked.asking():
             train_one_step(engine, made, loss, asked.around)
         account.end_step()
+        asked.ask()
         held = engine.memory_report().items
     at_rest = {**held, ACTIVATIONS: 0, OTHER: account.at_rest - sum(held.values())}
+    most = asked.most
     return Measurement(
         rank=engine.rank,
         world_size=engine.world_size,
         device=engine.device.type,
-        states=dict.fromkeys(ITEMS, 0) | {item: max(held[item], asked.most[item]) for item in (*MODEL_STATES, BUFFERS)},
+        states=dict.fromkeys(ITEMS, 0) | {item: most[DEVICE][item] for item in (*MODEL_STATES, BUFFERS)},
+        host=most[HOST],
+        disk=most[DISK],
         at_rest=at_rest,
         step_peak=account.peak,
         inside_operators=account.inside_operators,
@@ -108,13 +126,12 @@ def _made_on(device: torch.device, batch: Batch | None) -> Batch:
 
 
 class _Asked:
-    """The most of each item that the engine held when it was asked: whenever a part of it says that it allocates, and
-    before every update, when all gradients have been reduced."""
+    """The most of each item in each place that the engine held when it was asked: whenever a part of it says that it
+    allocates, and before every update, when all gradients have been reduced."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._device = engine.device.type
-        self.most = dict.fromkeys(ITEMS, 0)
+        self.most = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -124,25 +141,27 @@ class _Asked:
         finally:
             listeners.remove(self)
 
-    def own(self, storage: torch.UntypedStorage, item: str) -> None:
-        self._ask({storage._cdata: Holding(item, storage.nbytes(), storage.device.type)})
+    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        there = HOST if place == DEVICE and storage.device.type != self._engine.device.type else place
+        self.ask({storage._cdata: Holding(item, storage.nbytes(), there)})
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        self._ask({})
+        self.ask()
 
     @contextlib.contextmanager
     def around(self, phase: str) -> Iterator[None]:
         if phase == STEP and self._engine.is_gradient_accumulation_boundary():
             self._engine.reduce_gradients()
-            self._ask({})
+            self.ask()
         yield
 
-    def _ask(self, allocated: dict[int, Holding]) -> None:
+    def ask(self, allocated: Mapping[int, Holding] = MappingProxyType({})) -> None:
         """allocated: what nobody holds yet."""
-        items = dict.fromkeys(ITEMS, 0)
-        for item, nbytes, device in (holdings(self._engine.memory_parts) | allocated).values():
-            items[item] += nbytes if device == self._device else 0
-        self.most = {item: max(nbytes, items[item]) for item, nbytes in self.most.items()}
+        now = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
+        for item, nbytes, place in (holdings(self._engine.memory_parts) | dict(allocated)).values():
+            now[place][item] += nbytes
+        for place, items in self.most.items():
+            items.update({item: max(nbytes, now[place][item]) for item, nbytes in items.items()})
 
 
 class _DeviceAccount:

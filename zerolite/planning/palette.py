@@ -31,11 +31,12 @@ LOOKS = {
     "optimizer_states": Look("O", (0x44, 0xAA, 0x99)),
     "communication_buckets": Look("B", (0x88, 0x22, 0x55)),
     "gathered_parameters": Look("L", (0xAA, 0x44, 0x99)),
+    "offload_buffers": Look("S", (0x66, 0x66, 0x66)),
     "activations": Look("A", (0xCC, 0x66, 0x77)),
     "other": Look("X", (0xDD, 0xDD, 0xDD)),
 }
 """Of every item of zerolite.memory_items.ITEMS, in their order. The colours are Paul Tol's "muted" scheme
-(https://personal.sron.nl/~pault/), which people with any common colour blindness can tell apart."""
+(https://personal.sron.nl/~pault/), which people with any common colour blindness can tell apart, and a dark grey."""
 
 
 def spoken(item: str) -> str:

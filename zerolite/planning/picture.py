@@ -75,10 +75,12 @@ def _title(plan: Plan) -> str:
 
 
 def _bars_of(plan: Plan) -> list[tuple[str, Items]]:
+    elsewhere = [("on the\nhost", plan.host), ("on disk", plan.disk)]
     return [
         ("at rest", plan.at_rest),
         ("making\nthe engine", plan.initialize_peak.items),
         ("peak of\na step", plan.step_peak.items),
+        *((name, items) for name, items in elsewhere if items is not None),
     ]
 
 

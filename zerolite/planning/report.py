@@ -72,9 +72,10 @@ def _memory(plan: Plan, screen: Screen) -> list[str]:
     """The items, and where the peak is."""
     columns = [plan.at_rest, plan.states, plan.peak.items]
     heads = ["at rest", "in a step", "at the peak"]
-    if plan.host is not None:
-        columns.append(plan.host)
-        heads.append("on the host")
+    for held, head in ((plan.host, "host"), (plan.disk, "disk")):
+        if held is not None:
+            columns.append(held)
+            heads.append(head)
     items = [item for item in LOOKS if any(column[item] for column in columns)]
     rows = [["memory", *heads, "share"]]
     for item in items:
@@ -121,11 +122,17 @@ def _where(peak: Peak) -> str:
 
 
 def _verdict(plan: Plan, screen: Screen) -> list[str]:
-    """Whether it fits, a bar of the items against the device's memory, and what to try."""
+    """Whether it fits on the device and on the host, and what to try."""
+    advice = [line for sentence in advise(plan) for line in screen.paragraph(sentence, "  ", "- ")]
+    return [*_of_device(plan, screen), *_of_host(plan, screen), *advice]
+
+
+def _of_device(plan: Plan, screen: Screen) -> list[str]:
+    """A sentence, and a bar of the items against the device's memory."""
     if plan.device_memory is None or plan.spare is None:
         return screen.paragraph("Whether it fits depends on the memory of the device: --device-memory 80GB.")
     memory, spare = format_size(plan.device_memory), format_size(abs(plan.spare))
-    if plan.fits:
+    if plan.spare >= 0:
         lines = screen.paragraph(f"It fits: {spare} of {memory} are free at the peak.")
     else:
         largest = max(plan.peak.items, key=lambda item: plan.peak.items[item])
@@ -134,9 +141,34 @@ def _verdict(plan: Plan, screen: Screen) -> list[str]:
             f"It does not fit: the peak is {spare} more than the {memory} of the device. What takes the most is "
             f"{spoken(largest)}, {size}."
         )
-    lines += [_against_memory(plan.peak.items, plan.device_memory, plan.device_memory, screen, screen.width)]
-    advice = advise(plan)
-    return lines + [line for sentence in advice for line in screen.paragraph(sentence, "  ", "- ")]
+    return [*lines, _against_memory(plan.peak.items, plan.device_memory, plan.device_memory, screen, screen.width)]
+
+
+def _of_host(plan: Plan, screen: Screen) -> list[str]:
+    """What the rank, and all ranks of its host, take of the host's memory and disk, where that was asked or is much."""
+    if plan.host is None and plan.disk is None and plan.host_memory is None:
+        return []
+    ranks = plan.ranks_per_host
+    text = f"Of its host's memory the rank takes {format_size(plan.host_peak)} at most"
+    if ranks is None:
+        text += "; --nodes tells how many ranks share one."
+    else:
+        text += f", {counted(ranks, 'rank')} of a host {format_size(ranks * plan.host_peak)}."
+        text += _host_fits(plan)
+    if plan.disk is not None:
+        nbytes = sum(plan.disk.values())
+        text += f" On disk it keeps {format_size(nbytes)}"
+        text += "." if ranks is None else f", {counted(ranks, 'rank')} of a host {format_size(ranks * nbytes)}."
+    return screen.paragraph(text)
+
+
+def _host_fits(plan: Plan) -> str:
+    if plan.host_memory is None or plan.host_spare is None:
+        return " Whether that is there depends on the host: --host-memory 512GB."
+    memory, spare = format_size(plan.host_memory), format_size(abs(plan.host_spare))
+    if plan.host_spare >= 0:
+        return f" That fits: {spare} of its {memory} are left."
+    return f" That does not fit: it is {spare} more than the host's {memory}."
 
 
 def _against_memory(items: Items, memory: int | None, largest: int, screen: Screen, width: int) -> str:
@@ -233,15 +265,21 @@ def _amounts(plan: Plan, screen: Screen) -> list[str]:
 
 
 def _settings(comparison: Comparison, screen: Screen) -> list[str]:
-    rows = [["setting", "states", "at rest", "peak", "sent", "collectives", "fits", ""]]
+    rows = [["setting", "states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits", ""]]
     for index, (setting, plan) in enumerate(comparison.rows):
         at_rest = format_size(sum(plan.at_rest.values()))
         count = sum(entry.count for entry in plan.traffic)
         fits = {None: "?", True: "yes", False: "no"}[plan.fits]
         sizes = [format_size(plan.model_states), at_rest, format_size(plan.peak.bytes), format_size(plan.sent)]
         mark = "<- cheapest" if index == comparison.chosen else ""
-        rows.append([setting, *sizes, f"{count:,}", fits, mark])
-    return table(rows, screen.width, left=(0, 7), optional=(5, 2, 1, 4))
+        away = [format_size(plan.host_peak), _size(sum((plan.disk or {}).values()))]
+        rows.append([setting, *sizes, f"{count:,}", *away, fits, mark])
+    plans = [plan for _, plan in comparison.rows]
+    unseen = {7} if not any(plan.disk for plan in plans) else set()
+    unseen |= {6} if not any(plan.host or plan.disk or plan.host_memory for plan in plans) else set()
+    shown = [[cell for column, cell in enumerate(row) if column not in unseen] for row in rows]
+    last = len(shown[0]) - 1
+    return table(shown, screen.width, left=(0, last), optional=(5, 2, 1, 4, *range(6, last - 1)))
 
 
 def _side_by_side(comparison: Comparison, screen: Screen) -> list[str]:
@@ -272,7 +310,9 @@ def _choice(comparison: Comparison, screen: Screen) -> list[str]:
             f"step, {format_size(plan.sent)} per rank."
         )
     setting, plan = min(comparison.rows, key=lambda row: row[1].peak.bytes)
-    lines = screen.paragraph(f"None of them fits in {format_size(memory)}. The smallest is {setting}.")
+    host = comparison.rows[0][1].host_memory
+    both = "" if host is None else f" and a host's {format_size(host)}"
+    lines = screen.paragraph(f"None of them fits in {format_size(memory)}{both}. The smallest is {setting}.")
     advice = advise(plan, stages=False)  # the other stages are above
     return lines + [line for sentence in advice for line in screen.paragraph(sentence, "  ", "- ")]
 

@@ -62,8 +62,11 @@ class Plan(_Frozen):
     states: model states and buffers, each item at its largest within a step: what figure 1 of the ZeRO paper counts.
     at_rest: what is held between two steps. peak: of all phases; initialize_peak: while the engine is made;
     step_peak: of a step that follows the plan of the steps before it. timeline: that step, at most 1000 points.
-    host: what rests on the host (offload), None if that is nothing. checkpoint: what this rank writes. flops: of one
-    rank's forward and backward in one step, None without a batch.
+    All these are the device's. host, disk: what rests there or passes through (offload), each item at its largest
+    within a step; None if that is nothing. host_peak: the most that the rank takes of its host's memory at once: these
+    items, or the model before the engine has it; with device "cpu" the device's too. checkpoint: what this rank writes.
+    flops: of one rank's forward and backward in one step, None without a batch. device_memory: of each rank's device.
+    host_memory: of each host, which its ranks share.
     """
 
     model: str
@@ -86,9 +89,12 @@ class Plan(_Frozen):
     timeline: list[Moment]
     traffic: list[Traffic]
     host: Items | None
+    disk: Items | None
+    host_peak: int
     checkpoint: int
     flops: int | None
     device_memory: int | None
+    host_memory: int | None
     notes: list[str] = Field(description="sentences: what was assumed, and what is not in the numbers")
 
     @property
@@ -102,7 +108,24 @@ class Plan(_Frozen):
         return None if self.device_memory is None else self.device_memory - self.peak.bytes
 
     @property
+    def ranks_per_host(self) -> int | None:
+        """None if the number of nodes was not given."""
+        nodes = 1 if self.world_size == 1 else self.nodes
+        return None if nodes is None else self.world_size // nodes
+
+    @property
+    def host_spare(self) -> int | None:
+        """Bytes of a host's memory left when all its ranks take the most, negative if they are too many; None if its
+        memory or the number of nodes was not given."""
+        if self.host_memory is None or self.ranks_per_host is None:
+            return None
+        return self.host_memory - self.ranks_per_host * self.host_peak
+
+    @property
     def fits(self) -> bool | None:
+        """Whether the device and the host are large enough; None if what was given does not tell."""
+        if self.host_spare is not None and self.host_spare < 0:
+            return False
         return None if self.spare is None else self.spare >= 0
 
     @property

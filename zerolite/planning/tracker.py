@@ -14,10 +14,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from zerolite.accelerator import is_fake
-from zerolite.memory_items import ITEMS, OTHER, listeners
+from zerolite.memory_items import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 
-HOST = "host"
-"""Memory that is not the device's: what a model is made in, until an engine takes it over."""
+MADE = "made"
+"""An item of the host's memory beside those of an engine: what a model is made in, until one takes it over."""
 
 
 class Place(NamedTuple):
@@ -34,6 +34,9 @@ class Fullest(NamedTuple):
     nbytes: int
     items: dict[str, int]
     place: Place
+
+
+_NOWHERE = Place("", "", "")
 
 
 class ModulesAtWork:
@@ -103,25 +106,39 @@ class _Known(NamedTuple):
     ref: weakref.ref[torch.UntypedStorage]
     nbytes: int
     item: str
+    place: str
+
+
+class _Fresh(NamedTuple):
+    """The storage that was made last, of which nobody may have said yet whose it is."""
+
+    key: int
+    where: Place
 
 
 class MemoryTracker(TorchDispatchMode):
     """Follows every storage that operators make, until it dies.
 
-    ``item`` is what new storages belong to, unless a part of the engine says otherwise (zerolite.memory_items), and
-    ``phase`` what is going on; the caller sets both. Memory inside an operator is not seen.
+    ``item`` is what new storages belong to and ``place`` where they are, unless a part of the engine says otherwise
+    (zerolite.memory_items), and ``phase`` what is going on; the caller sets all three. Memory inside an operator is not
+    seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = True) -> None:
+        """apart: whether the device has memory of its own. The results of operators are then where their operands are,
+        and the host's memory does not hold the device's."""
         super().__init__()
-        self.item = OTHER
+        self.item, self.place = OTHER, DEVICE
         self.phase = "initialize"
         self.modules = ModulesAtWork()
-        self.items = dict.fromkeys((*ITEMS, HOST), 0)  # bytes now
-        self.nbytes = 0  # of the device
-        self.fullest = Fullest(0, dict.fromkeys(ITEMS, 0), Place("", "", ""))
-        self.largest = dict(self.items)  # bytes of each item at its own most
+        self.items = {place: dict.fromkeys((*ITEMS, MADE), 0) for place in PLACES}  # bytes now
+        self.nbytes = dict.fromkeys(PLACES, 0)  # the sums of these
+        self.most_in_host_memory = 0  # bytes, since the beginning or :meth:`forget_most`
+        self.largest = self._now()  # bytes of each item at its own most
+        self._apart = apart
         self._known: dict[int, _Known] = {}
+        self._fresh: _Fresh | None = None
+        self._fullest = Fullest(0, self._on_device(), _NOWHERE)
         self._op = ""
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
         self._before: dict[str, int] = {}
@@ -140,27 +157,54 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._op = func
         out = func(*args, **(kwargs or {}))
+        before = self.place
+        if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and (kwargs or {}).get("device") is None:
+            self.place = self._place_of_result(args)
         if isinstance(out, torch.Tensor):
             self._see(out)
         elif isinstance(out, (tuple, list)):
             for value in out:
                 if isinstance(value, torch.Tensor):
                     self._see(value)
-        self._op = ""
+        self._op, self.place = "", before
         return out
+
+    def _place_of_result(self, args: Any) -> str:
+        """The host, if what an engine keeps off the device is among the operands and nothing but numbers is on it."""
+        operands = [value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+        known = [
+            self._known.get(operand.untyped_storage()._cdata)
+            for operand in operands
+            if isinstance(operand, torch.Tensor) and operand.layout is torch.strided and operand.dim() > 0
+        ]
+        places = {entry.place for entry in known if entry is not None and entry.item != MADE}
+        return HOST if places and DEVICE not in places else self.place
+
+    @property
+    def fullest(self) -> Fullest:
+        """Of the device."""
+        self._settle()
+        return self._fullest
 
     def measure_from_here(self) -> None:
         """Begin anew with the fullest moment and the items' largest."""
-        self.fullest = Fullest(self.nbytes, self._on_device(), Place(self.phase, "", ""))
-        self.largest = dict(self.items)
+        self._settle()
+        self._fullest = Fullest(self.nbytes[DEVICE], self._on_device(), Place(self.phase, "", ""))
+        self.largest = self._now()
+
+    def forget_most(self) -> None:
+        """Begin anew with the most in the host's memory."""
+        self.most_in_host_memory = self._in_host_memory()
 
     def record(self) -> None:
         """Begin to keep every change, for :meth:`course`."""
+        self._settle()
         self._events, self._before = [], self._on_device()
 
     def course(self, points: int) -> list[tuple[dict[str, int], str, str]]:
         """(bytes by item, phase, module) at no more than ``points`` moments since :meth:`record`: of equal numbers of
         changes the fullest one."""
+        self._settle()
         events, self._events = self._events or [], None
         width = max(1, -(-len(events) // points))
         items, total = dict(self._before), sum(self._before.values())
@@ -177,28 +221,38 @@ class MemoryTracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- what the engine says
 
-    def own(self, storage: torch.UntypedStorage, item: str) -> None:
-        known = self._known.get(storage._cdata)
+    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        key = storage._cdata
+        known = self._known.get(key)
         if known is None:
-            self._count(storage, item)
-        elif known.item != item:
-            self._known[storage._cdata] = known._replace(item=item)
-            self._change(known.item, -known.nbytes)
-            self._change(item, known.nbytes)
+            self._count(storage, item, place)
+        elif (known.item, known.place) != (item, place):
+            fresh = self._fresh is not None and self._fresh.key == key
+            if not fresh:
+                self._settle()
+            self._known[key] = known._replace(item=item, place=place)
+            self._change(known.item, known.place, -known.nbytes)
+            self._change(item, place, known.nbytes)
+            if not fresh:
+                self._tell(known.item, known.place, -known.nbytes, self._here())
+                self._tell(item, place, known.nbytes, self._here())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(storage._cdata)
         if known is None:
-            self._count(storage, self.item)
+            self._count(storage, self.item, self.place)
         elif known.nbytes != storage.nbytes():
+            self._settle()
+            more = storage.nbytes() - known.nbytes
             self._known[storage._cdata] = known._replace(nbytes=storage.nbytes())
-            self._change(known.item, storage.nbytes() - known.nbytes)
+            self._change(known.item, known.place, more)
+            self._tell(known.item, known.place, more, self._here())
 
     def claim(self, tensors: Iterable[torch.Tensor], item: str) -> None:
-        """These are memory of ``item``."""
+        """These are memory of ``item`` on the device."""
         for tensor in tensors:
             for inner in _plain(tensor):
-                self.own(inner.untyped_storage(), item)
+                self.own(inner.untyped_storage(), item, DEVICE)
 
     # ---------------------------------------------------------------- inside
 
@@ -212,39 +266,59 @@ class MemoryTracker(TorchDispatchMode):
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(storage._cdata)
         if known is None:
-            self._count(storage, self.item)
+            self._count(storage, self.item, self.place)
         elif known.nbytes != storage.nbytes():
             self.resized(storage)
 
-    def _count(self, storage: torch.UntypedStorage, item: str) -> None:
+    def _count(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        """It is told when the next change comes: until then it may be said that it is somewhere else."""
+        self._settle()
         key, nbytes = storage._cdata, storage.nbytes()
-        self._known[key] = _Known(weakref.ref(storage, lambda _: self._gone(key)), nbytes, item)
-        self._change(item, nbytes)
+        self._known[key] = _Known(weakref.ref(storage, lambda _: self._gone(key)), nbytes, item, place)
+        self._change(item, place, nbytes)
+        self._fresh = _Fresh(key, self._here())
+
+    def _settle(self) -> None:
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None:
+            _, nbytes, item, place = self._known[fresh.key]
+            self._tell(item, place, nbytes, fresh.where)
 
     def _gone(self, key: int) -> None:
+        self._settle()
         known = self._known.pop(key)
-        self._change(known.item, -known.nbytes)
+        self._change(known.item, known.place, -known.nbytes)
+        self._tell(known.item, known.place, -known.nbytes, self._here())
 
-    def _change(self, item: str, nbytes: int) -> None:
-        if not nbytes:
+    def _change(self, item: str, place: str, nbytes: int) -> None:
+        items, largest = self.items[place], self.largest[place]
+        items[item] += nbytes
+        largest[item] = max(largest[item], items[item])
+        self.nbytes[place] += nbytes
+        self.most_in_host_memory = max(self.most_in_host_memory, self._in_host_memory())
+
+    def _tell(self, item: str, place: str, nbytes: int, where: Place) -> None:
+        """What has changed, to the fullest moment and to the course of the device."""
+        if place != DEVICE or not nbytes:
             return
-        self.items[item] += nbytes
-        if self.items[item] > self.largest[item]:
-            self.largest[item] = self.items[item]
-        if item == HOST:
-            return
-        self.nbytes += nbytes
-        fuller = self.nbytes > self.fullest.nbytes
-        if not fuller and self._events is None:
-            return
-        module = self.modules.now()
-        if fuller:
-            self.fullest = Fullest(self.nbytes, self._on_device(), Place(self.phase, module, str(self._op)))
+        if self.nbytes[DEVICE] > self._fullest.nbytes:
+            self._fullest = Fullest(self.nbytes[DEVICE], self._on_device(), where)
         if self._events is not None:
-            self._events.append((item, nbytes, self.phase, module))
+            self._events.append((item, nbytes, where.phase, where.module))
+
+    def _here(self) -> Place:
+        if self._events is None and self.nbytes[DEVICE] <= self._fullest.nbytes:
+            return _NOWHERE
+        return Place(self.phase, self.modules.now(), str(self._op))
+
+    def _in_host_memory(self) -> int:
+        return self.nbytes[HOST] + (0 if self._apart else self.nbytes[DEVICE])
 
     def _on_device(self) -> dict[str, int]:
-        return {item: self.items[item] for item in ITEMS}
+        return {item: self.items[DEVICE][item] for item in ITEMS}
+
+    def _now(self) -> dict[str, dict[str, int]]:
+        return {place: dict(items) for place, items in self.items.items()}
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

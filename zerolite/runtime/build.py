@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from zerolite.comm import (
 )
 from zerolite.config import ZeroliteConfig
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.activation_checkpointing import attach
+from zerolite.runtime.activation_checkpointing.clock import describe
 from zerolite.runtime.agreement import check_initialize, check_made_optimizer
 from zerolite.runtime.arguments import (
     OWNERS,
@@ -55,18 +57,23 @@ from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.memory_report import MemoryParts
 from zerolite.runtime.monitoring import start_monitoring
+from zerolite.runtime.offload import tiers_of
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Names
 from zerolite.runtime.precision import GraphBoundary, Precision
+from zerolite.runtime.state_offload import StateOffload
 from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.wall_clock import around
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
 from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel
 from zerolite.runtime.zero.publisher import Publisher
+from zerolite.runtime.zero.resting_gradients import RestingGradients
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stage3 import PartitionedModel, make_whole
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
+from zerolite.runtime.zero.transfers import Transfers
 from zerolite.runtime.zero.weak_hook import WeakHook
 
 
@@ -141,6 +148,8 @@ class _Assembly:
         self.comm, self.device = comm, device
         self.partitioned: PartitionedModel | None = None
         self.communication = communication_dtypes(model, config, precision)
+        self.tiers = tiers_of(config, device, kind, comm.rank)
+        self.transfers = Transfers(self.tiers)
 
     def build(self, make_inner: Any, groups: Groups, broadcast_buffers: bool, adopts: bool) -> Engine:
         """make_inner, groups: of the optimizer. adopts: whether parameters that are unfrozen later join its group."""
@@ -168,11 +177,12 @@ class _Assembly:
         model, config, precision, comm, device = self.model, self.config, self.precision, self.comm, self.device
         self.buffer: ParameterBuffer
         if self.policy.shard_parameters:
-            self.partitioned = PartitionedModel(model, comm, second_communicator(comm, device), device)
-            self.buffer = partitioned_buffer(self.partitioned, trained, self.specs, config, precision, comm, device)
+            gathers, transfers = second_communicator(comm, device), self.transfers
+            self.partitioned = PartitionedModel(model, comm, gathers, device, self.tiers, transfers)
+            self.buffer = partitioned_buffer(self.partitioned, trained, self.specs, config, precision, comm, self.tiers)
         else:
             layout = PartitionLayout.build(self.specs, comm.world_size, bucket_numel(self.specs, config))
-            self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer)
+            self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer, self.tiers)
             _fill(self.buffer, precision, comm, device)
 
     def _make_pipeline(self, trained: list[torch.nn.Parameter], make_inner: Any, groups: Groups) -> None:
@@ -184,8 +194,9 @@ class _Assembly:
         reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index, keep)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         closes = self.window.next_backward_closes
-        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides)
-        choose = kernel_chooser(comm, self.device)
+        resting = RestingGradients(self.tiers, self.transfers)
+        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting)
+        choose = kernel_chooser(comm, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
         self.publisher = Publisher(
             buffer,
@@ -205,6 +216,7 @@ class _Assembly:
             self.scaler,
             step_options(config, numel),
             self.device,
+            self.transfers,
         )
 
     def _make_engine(self, broadcast_buffers: bool) -> Engine:
@@ -236,14 +248,26 @@ class _Assembly:
         pipeline.on_applied = lambda: _step_scheduler(known())
         pipeline.on_settled = lambda norm: _print_progress(known(), norm)
         hooks = _watch_loading(model, pipeline)
+        hooks += self._checkpoint_activations(engine)
         self.monitoring = start_monitoring(engine, model, pipeline, reducer, self.scaler, self.comm)
         hooks += self.monitoring.hooks
         self.fp32.attach()
         if self.partitioned is not None:
             hooks += start_stage3(self.partitioned, engine, pipeline, self.publisher, reducer)
+        engine.state_offload = StateOffload(engine.memory_parts, pipeline, engine.coordinator)
+        weakref.finalize(engine, self.tiers.close)
         weakref.finalize(engine, _remove_hooks, reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
         for parameter in trained:
             OWNERS[parameter] = known
+
+    def _checkpoint_activations(self, engine: Engine) -> list[Any]:
+        """Before other hooks of forward, which then see what they see where the model itself calls the checkpoint."""
+        settings, known, pipeline = self.config.activation_checkpointing, weakref.ref(engine), self.pipeline
+        attached = attach(self.model, settings, self.device, functools.partial(_print_checkpointing, known))
+        engine.activation_checkpointing = attached
+        if settings.profile:
+            around(pipeline, "update", lambda: None, lambda: attached.end_step(pipeline.global_steps))
+        return list(attached.handles)
 
     def _let_grow(self, engine: Engine, adopts: bool) -> None:
         """What needs to know of parameters that are trained from some step on: all that there is by now."""
@@ -324,7 +348,7 @@ def _parameter_specs(
 def _fill(buffer: ParameterBuffer, precision: Precision, comm: Communicator, device: torch.device) -> None:
     """Fill the buckets that are not filled yet: whole parameters, with rank 0's values, or shards."""
     if isinstance(buffer, PartitionedParameterBuffer):
-        buffer.fill_from_shards(device, precision.compute_dtype, precision.master_dtype)
+        buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
         return
     buckets = buffer.layout.buckets[len(buffer.compute) :]
     indices = [slot.index for bucket in buckets for slot in bucket.slots]
@@ -425,6 +449,12 @@ def _remove_hooks(*lists: list[Any]) -> None:
 
 
 # -------------------------------------------------------------------- lines for people
+
+
+def _print_checkpointing(known: weakref.ref[Engine], step: int, times: Mapping[str, float]) -> None:
+    engine = known()
+    if engine is not None and engine.rank == 0:
+        print(describe(step, times), flush=True)
 
 
 def _print_progress(engine: Engine | None, norm: float) -> None:

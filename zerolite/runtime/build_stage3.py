@@ -16,7 +16,7 @@ from zerolite.runtime.full_state import guard_state_dict
 from zerolite.runtime.precision import Precision
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
-from zerolite.runtime.zero.fetch_schedule import FetchLimits
+from zerolite.runtime.zero.fetch_plan import FetchLimits
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
@@ -24,6 +24,7 @@ from zerolite.runtime.zero.module_hooks import leaf_rule
 from zerolite.runtime.zero.partitioned_parameter import handle_of, move_shard
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, units_of_buckets
+from zerolite.runtime.zero.tiers import Tiers
 
 
 def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig) -> int:
@@ -41,19 +42,21 @@ def partitioned_buffer(
     config: ZeroliteConfig,
     precision: Precision,
     comm: Communicator,
-    device: torch.device,
+    tiers: Tiers,
 ) -> ParameterBuffer:
-    """Stage 3: shards in sliced buckets, one for each unit."""
+    """Stage 3: shards in sliced buckets, one for each unit, where ``tiers`` says."""
     partitioned.plan(_stage3_options(config))
     layout = sliced_layout(partitioned, trained, specs, config, comm)
-    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard)
-    buffer.fill_from_shards(device, precision.compute_dtype, precision.master_dtype)
+    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, tiers, _stays)
+    buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
     in_layout = {id(p) for p in trained}
-    for parameter, handle in zip(partitioned.parameters, partitioned.handles, strict=True):
-        dtype = precision.compute_dtype(parameter)
-        if id(parameter) not in in_layout and handle.shard.dtype != dtype:
-            handle.move(torch.empty_like(handle.shard, dtype=dtype))
+    partitioned.place_frozen(in_layout, precision.compute_dtype, tiers, bucket_numel(specs, config))
     return buffer
+
+
+def _stays(parameter: torch.nn.Parameter) -> bool:
+    handle = handle_of(parameter)
+    return handle is not None and handle.persistent
 
 
 def sliced_layout(
@@ -80,6 +83,7 @@ def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
             prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
             max_live_numel=zero.stage3_max_live_parameters,
             max_reuse_distance=zero.stage3_max_reuse_distance,
+            read_numel=zero.offload_param.buffer_count * zero.offload_param.buffer_size,
         ),
     )
 

@@ -133,12 +133,14 @@ class CheckpointMethods:
         ``torch.float16`` these rounded; other floating tensors are cast. Raises ValueError for another dtype. Called on
         all ranks.
         """
+        self._pipeline.check_here()
         return full_state_dict(self.module, self._comm, rank0_only, dtype, self._masters())
 
     def load_full_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
         """Take rank 0's ``state`` (other ranks may pass None) as the module's values, at every stage; master weights
         follow. Optimizer states stay. Raises RuntimeError on all ranks, before anything is changed, if shapes differ
         or, with ``strict``, names are missing or unexpected. Called on all ranks."""
+        self._pipeline.check_here()
         loaded = set(load_full_state_dict(self.module, state, self._comm, self.device, strict))
         named = self._module.named_parameters(remove_duplicate=False)
         self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
@@ -154,6 +156,7 @@ class CheckpointMethods:
         exclude_frozen_parameters: only what trains, such as adapters. Raises CheckpointError on all ranks if rank 0,
         which writes, cannot; what was there is left then. Called on all ranks.
         """
+        self._pipeline.check_here()
         computes = self._precision.compute or self._precision.autocast
         dtype = computes if computes in HALF else torch.bfloat16
         assert dtype is not None

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from zerolite.monitor import Monitor, StepLog
 from zerolite.profiling.comms_logger import CommsLogger
 from zerolite.runtime import metrics
 from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.activation_checkpointing import Attached
 from zerolite.runtime.checkpoint_methods import CheckpointMethods
 from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
@@ -27,6 +28,7 @@ from zerolite.runtime.memory_report import MemoryParts, MemoryReport, memory_rep
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Parts
 from zerolite.runtime.precision import GraphBoundary, Precision
+from zerolite.runtime.state_offload import StateOffload
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -96,6 +98,8 @@ class Engine(CheckpointMethods):
         self.call_module: Callable[..., Any] = module  # what __call__ calls: flops_profiler counts around it
         self.parts = Parts(module, comm, reducer, pipeline.counters)  # what a message about this rank's position names
         self.memory_parts: MemoryParts  # what holds tensors
+        self.state_offload: StateOffload
+        self.activation_checkpointing: Attached  # keeps what checkpoints of activations use
         self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
         self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
 
@@ -270,6 +274,34 @@ class Engine(CheckpointMethods):
         a table for people, ``str(report)``, and plain data, ``report.to_dict()``. Of this rank alone: nothing is sent
         and the device is not waited for."""
         return memory_report(self.memory_parts)
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Bring what this engine holds on its device to the host, between two steps, so that something else has the
+        device's memory until :meth:`reload_states`: another model, or generation with this one.
+
+        include: some of "optim_states", "hp_params" (master weights that are separate), "lp_params" (what the modules
+        compute with), "lp_grads" and "contiguous_grad_buffer", DeepSpeed's names; None: all. Without "lp_params" the
+        module can still compute under ``torch.no_grad()``. pin_memory: registered with CUDA, for fast copies.
+        non_blocking: return while copies are still under way; the device's memory is free for what is queued after
+        them. What rests at another tier already (``offload_optimizer``, ``offload_param``) stays there.
+
+        Raises RuntimeError between ``update`` and ``publish``, inside :meth:`join` and if states are out already;
+        whatever trains, saves, loads or reads meanwhile raises RuntimeError as well. Called on all ranks.
+        """
+        if self._join is not None:
+            raise RuntimeError("engine.offload_states: expected a call outside of engine.join()")
+        self.state_offload.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undo :meth:`offload_states`; nothing if it has not been called. non_blocking: return while copies are under
+        way, which the device waits for. Called on all ranks."""
+        self.state_offload.reload(non_blocking)
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's; returns the norm before.

@@ -114,23 +114,46 @@ class StatsCollector:
         self._fragments = list(fragments)
         self._comm = comm
         self._device = device
-        self._launches: dict[tuple[torch.dtype, ...], list[_Launch]] = {}
+        self._launches: dict[tuple[torch.dtype | None, ...], list[_Launch]] = {}
+        self._noted: dict[int, torch.Tensor] = {}  # by bucket: squares by parameter, of those that the device has left
         self._all_used = torch.ones(self._count, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def note(self, bucket: int, gradient: torch.Tensor) -> None:
+        """Sum the squares of a bucket's mean gradient now, before it leaves the device; counts instead of its ``part``
+        until another gradient is noted for the bucket, or :meth:`forget`."""
+        sums = torch.zeros(self._count, dtype=torch.float64, device=self._device)
+        dtypes: list[torch.dtype | None] = [None] * (bucket + 1)
+        dtypes[bucket] = gradient.dtype
+        for launch in self._plan(tuple(dtypes)):
+            torch.ops.zerolite.squares_(sums, [gradient], launch.table)
+        self._noted[bucket] = sums
+
+    def noted(self, bucket: int) -> bool:
+        return bucket in self._noted
+
+    def forget(self, bucket: int | None = None) -> None:
+        """What was noted of a bucket (None: of all) does not hold any more."""
+        if bucket is None:
+            self._noted.clear()
+        else:
+            self._noted.pop(bucket, None)
 
     @torch.no_grad()
     def collect(
         self,
-        parts: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor | None],
         used: set[int],
         probes: Sequence[torch.Tensor],
         vote: int | None = 0,
         weighted: bool | None = None,
         weight: float = 0.0,
     ) -> StatsVector:
-        """``parts[b]``: this rank's part of bucket ``b``'s mean gradient. ``used``: parameters that got a gradient
-        here. ``probes``: 0-dim tensors that are not finite if something of this rank's was not. ``vote``: a number from
-        0 to 2^20, compared with that of the others; None abstains. ``weighted``, ``weight``: whether this rank's
-        backwards have weights (None: it had none), and their sum. Called once per step, on all ranks."""
+        """``parts[b]``: this rank's part of bucket ``b``'s mean gradient; None where that was noted. ``used``:
+        parameters that got a gradient here. ``probes``: 0-dim tensors that are not finite if something of this rank's
+        was not. ``vote``: a number from 0 to 2^20, compared with that of the others; None abstains. ``weighted``,
+        ``weight``: whether this rank's backwards have weights (None: it had none), and their sum. Called once per step,
+        on all ranks."""
         count, comm = self._count, self._comm
         values = torch.zeros(2 * count + comm.world_size + 6, dtype=torch.float64, device=self._device)
         numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
@@ -138,8 +161,11 @@ class StatsCollector:
             values[-4:-2] = 1.0
         else:
             values[-6:] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        for launch in self._plan(tuple(part.dtype for part in parts)):
+        for launch in self._plan(tuple(None if part is None else part.dtype for part in parts)):
             torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
+        for bucket, squares in self._noted.items():
+            if parts[bucket] is None:
+                values[:count] += squares
         values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
         if probes:
             values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()
@@ -150,13 +176,13 @@ class StatsCollector:
         summed = torch.cat([values, total])
         return StatsVector(summed, count, comm.world_size, used, weight if weighted else None)
 
-    def _plan(self, dtypes: tuple[torch.dtype, ...]) -> list[_Launch]:
+    def _plan(self, dtypes: tuple[torch.dtype | None, ...]) -> list[_Launch]:
         """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not
         show once the result is rounded to single, and neither does the stage, which decides what each rank sums."""
         plan = self._launches.get(dtypes)
         if plan is None:
             plan = []
-            for dtype in dict.fromkeys(dtypes):
+            for dtype in dict.fromkeys(dtype for dtype in dtypes if dtype is not None):
                 buckets = tuple(bucket for bucket, other in enumerate(dtypes) if other == dtype)
                 place = {bucket: i for i, bucket in enumerate(buckets)}
                 segments = [

@@ -15,12 +15,17 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from zerolite.accelerator import default_device
+from zerolite.accelerator import default_device, is_dry_run
 from zerolite.comm import create_communicator, init_distributed, local_rank
-from zerolite.config import load_config
+from zerolite.config import ZeroliteConfig, load_config
+from zerolite.config.offload import OffloadOptimizerConfig
 from zerolite.runtime.full_state import guard_module, guard_state_dict
+from zerolite.runtime.offload import tiers_of
 from zerolite.runtime.zero.partition_parameters import GatherOnUse, partition, partition_model, take_rank0
-from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.runtime.zero.partitioned_parameter import Home, handle_of
+from zerolite.runtime.zero.shard_reader import ShardReader
+from zerolite.runtime.zero.tiers import HostTier, Tier, Tiers
+from zerolite.runtime.zero.transfers import Transfers
 
 
 class Init:
@@ -31,8 +36,11 @@ class Init:
         engine = zerolite.initialize(model, config)
 
     module: an existing model, partitioned at once; no context needed. config_dict_or_path: the training config,
-    checked now; below stage 3 nothing is partitioned (with stage "auto" it is, until the engine has chosen).
-    remote_device: where parts rest: None or this process's device type. dtype: of the parts; by default the parameters'
+    checked now; below stage 3 nothing is partitioned (with stage "auto" it is, until the engine has chosen). With
+    zero_optimization.offload_param parts rest on the host or on disk as soon as they are cut, so that a model may be
+    larger than what the device has, or the host; ``zerolite.initialize`` gives them their place again.
+    remote_device: where parts rest, instead: "none" or this process's device for the device, "cpu" for the host, "nvme"
+    for the disk that the config names; None: as the config says. dtype: of the parts; by default the parameters'
     own, so that the master weights are exact. enabled: False for a context that does nothing.
 
     Rank 0's values are everyone's. Initialisation code of the model itself (``apply``, loops over parameters) finds
@@ -56,9 +64,9 @@ class Init:
             raise ValueError(f"zero.Init: expected module to be a torch.nn.Module or None, got {type(module).__name__}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"zero.Init: expected dtype to be a floating torch.dtype or None, got {dtype!r}")
-        if config_dict_or_path is not None:
-            stage = load_config(config_dict_or_path).zero_optimization.stage
-            enabled = enabled and stage in (3, "auto")
+        config = None if config_dict_or_path is None else load_config(config_dict_or_path)
+        if config is not None:
+            enabled = enabled and config.zero_optimization.stage in (3, "auto")
         self._enabled = enabled
         self._dtype = dtype
         self._built: dict[int, torch.nn.Module] = {}  # modules that got parameters and have not been partitioned
@@ -68,14 +76,10 @@ class Init:
             return
         init_distributed()
         self._device = default_device(local_rank())
-        if remote_device not in (None, "none", self._device.type, str(self._device)):
-            raise ValueError(
-                f"zero.Init: expected remote_device to be None or '{self._device.type}', got {remote_device!r}; "
-                "offloading parameters is not supported yet"
-            )
         self._comm = create_communicator(self._device)  # until an engine takes the parameters over
+        self._home = _home(remote_device, config, self._device, self._comm.rank)
         if module is not None:
-            partition_model(module, self._comm, self._device, dtype)
+            partition_model(module, self._comm, self._device, dtype, self._home)
             guard_state_dict(module)
 
     def __enter__(self) -> Init:
@@ -135,10 +139,46 @@ class Init:
                         continue
                     if not parameter.is_meta:
                         take_rank0(parameter, self._comm, self._device)
-                        partition(parameter, name, self._comm, self._device, self._dtype)
+                        partition(parameter, name, self._comm, self._device, self._dtype, self._home)
                 if module._parameters:
                     guard_module(module)
                 self._built.pop(id(module), None)
+
+
+def _home(remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, rank: int) -> Home | None:
+    """Where parts rest until an engine takes them over; None: on ``device``. Raises ValueError for ``remote_device``,
+    OSError for a disk that cannot be used."""
+    chosen: str = "none" if config is None else config.zero_optimization.offload_param.device
+    if remote_device in ("cpu", "nvme") and remote_device != chosen:
+        if remote_device == "nvme":
+            raise ValueError(
+                'zero.Init: remote_device "nvme" needs a config that says where the disk is; pass '
+                "config_dict_or_path with zero_optimization.offload_param.device and nvme_path"
+            )
+        chosen = remote_device
+    elif remote_device in ("none", device.type, str(device)):
+        chosen = "none"
+    elif remote_device not in (None, chosen):
+        raise ValueError(
+            f"zero.Init: expected remote_device to be None, 'none', 'cpu', 'nvme' or '{device.type}', got "
+            f"{remote_device!r}"
+        )
+    if chosen == "none":
+        return None
+    host = HostTier(pin=False, fake=is_dry_run())  # the engine gives them other memory
+    tiers = Tiers(device, Tier(device), host, apart=device.type != "cpu")
+    if chosen == "nvme" and config is not None:
+        tiers = tiers_of(_only_parameters(config), device, device.type, rank)
+    reader = ShardReader(tiers, Transfers(tiers))
+    return lambda numel: (tiers.place_parameters(numel), reader)
+
+
+def _only_parameters(config: ZeroliteConfig) -> ZeroliteConfig:
+    """``config`` without an optimizer that rests elsewhere."""
+    zero = config.zero_optimization
+    return config.model_copy(
+        update={"zero_optimization": zero.model_copy(update={"offload_optimizer": OffloadOptimizerConfig()})}
+    )
 
 
 def _under_construction() -> set[int]:

@@ -21,20 +21,21 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel_chooser(
-    comm: Communicator, device: torch.device
+    comm: Communicator, device: torch.device, updates: Sequence[torch.device]
 ) -> Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]:
     """A function from an optimizer and the dtypes of its masters to the kernels' rule, or to None where torch's own
-    implementation updates.
+    implementation updates. device: of collectives. updates: every one on which something is updated.
 
     If one rank cannot have the kernels, none uses them: at stage 0 all ranks must compute the same bits. Called on all
     ranks; one small all-reduce.
     """
-    reason = None if comm.peers_agree else why_unavailable(device)  # a dry run launches none
+    reasons = {} if comm.peers_agree else {on: why_unavailable(on) for on in updates}  # a dry run launches none
+    lacking, reason = next(((on, why) for on, why in reasons.items() if why is not None), (device, None))
     missing = torch.tensor([0.0 if reason is None else comm.rank + 1.0], dtype=torch.float64, device=device)
     comm.all_reduce_max(missing, tag="kernels")
     somewhere = host_value(missing)
     if somewhere == comm.rank + 1 and os.environ.get("ZEROLITE_KERNELS") != "0":
-        _warn_once(_warning(device, reason or "", comm))
+        _warn_once(_warning(lacking, reason or "", comm))
 
     def choose(optimizer: Optimizer, masters: Sequence[torch.dtype]) -> UpdateRule | None:
         rule = rule_of(optimizer)

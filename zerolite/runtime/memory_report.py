@@ -22,18 +22,25 @@ from zerolite.memory_items import (
     BUCKETS,
     BUFFERS,
     COMPUTE,
+    DEVICE,
     GATHERED,
+    HOST,
     ITEMS,
     MASTERS,
     MODEL_STATES,
     OTHER,
     PERSISTENT,
+    PLACES,
+    STAGING,
     STATES,
+    place_of,
 )
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.runtime.zero.released_parameter import opened
 from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.runtime.zero.transfers import Transfers
 from zerolite.sizes import format_size
 
 HELD = tuple(item for item in ITEMS if item not in (ACTIVATIONS, OTHER))
@@ -45,18 +52,19 @@ class MemoryReport:
     """One rank's memory at one moment, in bytes.
 
     items: what the engine holds on its device, by name (:data:`zerolite.memory_items.ITEMS`, those of :data:`HELD`).
-    host: the same of what it holds on the host while its device is another. other: the rest of what the allocator has
-    given out on the device, activations among it; None on the CPU, where nobody counts. allocated, reserved: given out
-    by torch's allocator on the device, and held by it; their peaks since the process began or
-    torch.cuda.reset_peak_memory_stats(). device_free, device_total: of the whole device, all processes together. These
-    six are None on the CPU. resident, resident_peak: memory of this process on the host, everything that it has loaded
-    among it, what it shares with others too.
+    host, disk: the same of what rests there (offload) or passes through, also where the device is the CPU. other: the
+    rest of what the allocator has given out on the device, activations among it; None on the CPU, where nobody counts.
+    allocated, reserved: given out by torch's allocator on the device, and held by it; their peaks since the process
+    began or torch.cuda.reset_peak_memory_stats(). device_free, device_total: of the whole device, all processes
+    together. These six are None on the CPU. resident, resident_peak: memory of this process on the host, everything
+    that it has loaded among it, what it shares with others too, and pages of a file on disk that are in memory.
     """
 
     rank: int
     device: str
     items: dict[str, int]
     host: dict[str, int]
+    disk: dict[str, int]
     other: int | None
     allocated: int | None
     allocated_peak: int | None
@@ -84,7 +92,8 @@ class MemoryReport:
     def __str__(self) -> str:
         rows = [(item.replace("_", " "), nbytes) for item, nbytes in self.items.items() if nbytes]
         rows.append(("all of these", self.total))
-        rows += [(f"{item.replace('_', ' ')} (host)", nbytes) for item, nbytes in self.host.items() if nbytes]
+        for place, held in (("host", self.host), ("disk", self.disk)):
+            rows += [(f"{item.replace('_', ' ')} ({place})", nbytes) for item, nbytes in held.items() if nbytes]
         named = {
             "other": self.other,
             "allocated": self.allocated,
@@ -104,7 +113,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The parts of an engine that hold tensors."""
+    """The parts of an engine that hold tensors. transfers: of an engine that keeps something off its device."""
 
     module: torch.nn.Module
     buffer: ParameterBuffer
@@ -112,21 +121,22 @@ class MemoryParts:
     optimizer: ShardedOptimizer
     comm: Communicator
     device: torch.device
+    transfers: Transfers | None = None
 
 
 class Holding(NamedTuple):
-    """One storage. device: its type."""
+    """One storage. place: of :data:`zerolite.memory_items.PLACES`."""
 
     item: str
     nbytes: int
-    device: str
+    place: str
 
 
 def memory_report(parts: MemoryParts) -> MemoryReport:
     """What ``parts`` hold now. On this rank alone: nothing is sent, and the device is not waited for."""
-    items, host = dict.fromkeys(HELD, 0), dict.fromkeys(HELD, 0)
-    for item, nbytes, device in holdings(parts).values():
-        (items if device == parts.device.type else host)[item] += nbytes
+    items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in PLACES]
+    for item, nbytes, place in holdings(parts).values():
+        held[PLACES.index(place)][item] += nbytes
     allocator = _allocator(parts.device)
     allocated = allocator["allocated"]
     resident = psutil.Process().memory_info().rss
@@ -135,6 +145,7 @@ def memory_report(parts: MemoryParts) -> MemoryReport:
         device=str(parts.device),
         items=items,
         host=host,
+        disk=disk,
         other=None if allocated is None else allocated - sum(items.values()),
         resident=resident,
         resident_peak=max(_resident_peak(), resident),  # the kernel counts the two separately
@@ -150,8 +161,14 @@ def holdings(parts: MemoryParts) -> dict[int, Holding]:
             continue
         storage = tensor.untyped_storage()
         if storage._cdata not in found:
-            found[storage._cdata] = Holding(item, storage.nbytes(), tensor.device.type)
+            found[storage._cdata] = Holding(item, storage.nbytes(), _place(tensor, parts.device))
     return found
+
+
+def _place(tensor: torch.Tensor, device: torch.device) -> str:
+    """Where the memory of ``tensor`` is, for an engine on ``device``."""
+    place = place_of(tensor)
+    return HOST if place == DEVICE and tensor.device.type != device.type else place
 
 
 def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
@@ -162,7 +179,9 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     for parameter in parts.module.parameters():
         handle = handle_of(parameter)
         if handle is None:
-            yield COMPUTE, parameter.data
+            with opened():  # while engine.offload_states() holds it refuses everybody else
+                data = parameter.data
+            yield COMPUTE, data
             continue
         communicators[id(handle.comm)] = handle.comm
         yield COMPUTE, handle.shard
@@ -173,6 +192,8 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     for comm in communicators.values():
         yield from ((BUCKETS, tensor) for tensor in comm.memory())
     yield from parts.reducer.memory()
+    if parts.transfers is not None:
+        yield from ((STAGING, tensor) for tensor in parts.transfers.pool.memory())
 
 
 def _allocator(device: torch.device) -> dict[str, int | None]:

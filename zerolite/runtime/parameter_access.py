@@ -207,6 +207,7 @@ class ParameterAccess:
     # ---------------------------------------------------------------- states
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
+        self._pipeline.check_here()
         own = {index: self._optimizer.method.state_of(piece) for index, piece in self._pieces(indices).items()}
         kinds = self._agree([_kind(own.get(index), name) for index in indices])
         for index, kind in zip(indices, kinds, strict=True):
@@ -226,6 +227,7 @@ class ParameterAccess:
         return [found.get(index) for index in indices]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
+        self._pipeline.check_here()
         method = self._optimizer.method
         piece = self._pieces([index]).get(index)
         own = method.state_of(piece) if piece is not None else None
@@ -276,7 +278,7 @@ class ParameterAccess:
 
     def _agree(self, values: list[float]) -> list[float]:
         """The largest over ranks."""
-        device = self._buffer.master[0].device
+        device = self._buffer.tiers.device
         agreed = torch.tensor(values, dtype=torch.float64, device=device)
         self._comm.all_reduce_max(agreed, tag="access")
         return [float(value) for value in HostRead(agreed).get().tolist()]
@@ -293,7 +295,7 @@ class ParameterAccess:
         ranges = [self._ranges(index) for index in indices]
         widths = [max((numel for _, numel in of_ranks), default=0) for of_ranks in ranges]
         row = sum(widths)
-        full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.master[0].device)
+        full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.tiers.device)
         own = self._comm.part(full)
         position = 0
         for index, width in zip(indices, widths, strict=True):
@@ -322,7 +324,7 @@ class ParameterAccess:
 
     def _empty(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         shape = whole_shape(self._buffer.parameters[index])
-        return torch.empty(shape, dtype=dtype, device=self._buffer.master[0].device)
+        return torch.empty(shape, dtype=dtype, device=self._buffer.tiers.device)
 
 
 # What a rank knows of a state, in an order in which the largest is what all know together.

@@ -7,7 +7,7 @@ first backward, before anything can change it, and the loss scaler is told the o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.runtime.zero.transfers import Transfers
+from zerolite.runtime.zero.update_sweep import UpdateSweep
 
 logger = logging.getLogger("zerolite")
 
@@ -37,8 +39,8 @@ logger = logging.getLogger("zerolite")
 class StepOptions:
     """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients.
     max_skipped_in_a_row: raise after so many, 0 for never. ignore_unused: whether parameters without any gradient
-    are fine. update_numel: master elements that are updated in one call where torch's optimizer does it; a larger
-    bucket is a call of its own."""
+    are fine. update_numel: master elements that are updated in one call on the device where torch's optimizer does it;
+    a larger bucket is a call of its own."""
 
     max_norm: float
     check_finite: bool
@@ -81,6 +83,7 @@ class StepPipeline:
         scaler: LossScaler | None,
         options: StepOptions,
         device: torch.device,
+        transfers: Transfers,
     ) -> None:
         self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
         self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
@@ -102,22 +105,27 @@ class StepPipeline:
         self._unsettled: _Unsettled | None = None
         self._unpublished = False  # masters are ahead of the parameters
         self.commands: Commands = unannounced
+        self.away = False  # engine.offload_states() has emptied what is worked on here
         self._last_vote = 0  # for this rank's trace, in the last step's statistics
         self._agreed = True  # whether all ranks gave the same
         self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a backward
+        numel = options.update_numel
+        self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, transfers, numel)
+        self._torn = ""  # why masters are not all of one step
         self.count_buckets()
         self._begin_window()
 
     def count_buckets(self) -> None:
         """Look at the layout anew: it has other buckets than before. Between steps."""
-        layout, one_launch = self._buffer.layout, self._optimizer.method.one_launch
+        layout = self._buffer.layout
         fragments = list(layout.fragments(self._buffer.rank))
         self._collector = StatsCollector(layout, fragments, self._comm, self._device)
-        numels = [master.numel() for master in self._buffer.master]
-        self._chunks = _chunks(numels, sum(numels) if one_launch else self._options.update_numel)
+        self._reducer.resting.on_leaving = self._collector.note
+        self._sweep.plan()
 
     def _begin_window(self) -> None:
         self._stats: StatsVector | None = None
+        self._collector.forget()
         self._max_norm = self._options.max_norm
         self._loss_scale: float | None = None
         self._flush_factor = 1.0
@@ -132,6 +140,7 @@ class StepPipeline:
         call it, and has divided (or not) the loss by the number of micro-batches. ``weight``: by which it multiplies
         the loss instead, in units of :meth:`weight_unit`.
         """
+        self.check_here()
         if self._updated:
             self.zero_grad()
         if self._reducer.pass_open:
@@ -201,6 +210,7 @@ class StepPipeline:
     def on_gradient_set(self, index: int, given: bool) -> None:
         """Somebody has put another value into the reduced gradient of a parameter, or taken it out."""
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
+        self._collector.forget(self._buffer.layout.slots[index].bucket)
         self._stats = None
 
     def _look_at_grads(self) -> None:
@@ -209,6 +219,7 @@ class StepPipeline:
             self.zero_grad()
 
     def stats(self) -> StatsVector:
+        self.check_here()
         if self._stats is None:
             self._look_at_grads()
             with self.commands(Command.STATS):
@@ -219,7 +230,8 @@ class StepPipeline:
     def _collect(self) -> None:
         if self._stats is None:
             self.reduce()
-            parts = [self._reducer.owned_part(b.index) for b in self._buffer.layout.buckets]
+            noted, part = self._collector.noted, self._reducer.owned_part
+            parts = [None if noted(b.index) else part(b.index) for b in self._buffer.layout.buckets]
             self._last_vote = _vote(self.trace)
             self._stats = self._collector.collect(
                 parts,
@@ -288,12 +300,14 @@ class StepPipeline:
     def refresh_written(self) -> None:
         """Masters follow the values that somebody has loaded into parameters, or put in their place by ``p.data =
         values``. Raises RuntimeError if those have another shape or dtype."""
+        self.check_here()
         if not self._unpublished:
             self._publisher.wait_all()
             self._buffer.bring_home()
             self.collect_writes()
         if self._written:
             self._buffer.refresh_masters(self._written)
+            self._buffer.tiers.written_in_place()
             self._written.clear()
 
     def follow_writes(self) -> None:
@@ -301,6 +315,7 @@ class StepPipeline:
         self.refresh_written()
         for bucket in () if self._unpublished else range(len(self._buffer.layout.buckets)):
             self._buffer.follow(bucket)
+        self._buffer.tiers.written_in_place()
 
     def _decide_on_trace(self) -> None:
         """Let stage 3 follow its recorded trace once all ranks have been seen to have the same. One step after it was
@@ -328,11 +343,13 @@ class StepPipeline:
     def on_masters_loaded(self) -> None:
         """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
         self._written.clear()
+        self._buffer.tiers.written_in_place()
         self.zero_grad()
         self.publish()
 
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
+        self.check_here()
         with self.commands(Command.PUBLISH):
             for bucket in range(len(self._buffer.layout.buckets)):
                 self._publisher.publish_bucket(bucket)
@@ -400,7 +417,9 @@ class StepPipeline:
     # ---------------------------------------------------------------- checkpoints
 
     def check_between_steps(self) -> None:
-        """Raises RuntimeError while an update is in the middle: between ``update`` and ``publish``."""
+        """Raises RuntimeError while an update is in the middle, between ``update`` and ``publish``, and while
+        ``engine.offload_states()`` holds."""
+        self.check_here()
         if self._unpublished:
             raise RuntimeError(
                 "a checkpoint was asked for between engine.update() and engine.publish(), where master weights are "
@@ -418,11 +437,12 @@ class StepPipeline:
         return {"counters": counters, "window": window, "loss_scaler": self._scaler and self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`, after :meth:`zero_grad`. A loss scale of another precision is left out. Raises
-        ValueError if what was saved makes no sense."""
+        """Inverse of :meth:`state_dict`, after :meth:`zero_grad`, when all values have been loaded. A loss scale of
+        another precision is left out. Raises ValueError if what was saved makes no sense."""
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
         self.counters.load_state_dict(state["counters"])
+        self._torn = ""
         window = state["window"]
         if window is not None:
             self._window.load_state_dict(window["counts"])
@@ -444,6 +464,8 @@ class StepPipeline:
     def _may_skip_on_device(self) -> bool:
         """True on CUDA if the optimizer takes a skip flag there and no rank-dependent choice needs the host."""
         if self._device.type != "cuda" or not self._optimizer.method.can_skip_on_device:
+            return False
+        if not self._sweep.all_on_device:
             return False
         return len(self._reducer.used) == len(self._buffer.layout.slots)
 
@@ -467,17 +489,30 @@ class StepPipeline:
         found_inf: torch.Tensor | None,
         publish: bool,
     ) -> None:
+        self.check_whole()
+        self._optimizer.method.begin(used)
         self._unpublished = not publish
-        for chunk in self._chunks:
-            gradients = [self._reducer.reduced(bucket) for bucket in chunk]
-            self._publisher.wait(chunk)
-            rounded = self._optimizer.update(chunk, gradients, factor, used, found_inf, publish)
-            for bucket in chunk:
-                self._reducer.release(bucket)
-                if publish:
-                    self._publisher.publish_bucket(bucket, rounded)
-        if publish:
-            self._publisher.end_step()
+        try:
+            self._sweep.run(factor, used, found_inf, publish)
+        except BaseException as error:
+            self._torn = f"{type(error).__name__}: {error}"
+            raise
+
+    def check_here(self) -> None:
+        """Raises RuntimeError while what is worked on here is away."""
+        if self.away:
+            raise RuntimeError(
+                "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() "
+                "before it is trained, saved, loaded or read"
+            )
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
+        if self._torn:
+            raise RuntimeError(
+                f"an update has failed in its middle ({self._torn}), so some weights are a step ahead of others; they "
+                "cannot be trained on, nor saved. Start again from the last checkpoint"
+            )
 
     def _settle(self, outcome: GradStats, divisor: float) -> None:
         self._agreed = outcome.agreed
@@ -501,16 +536,3 @@ def _vote(trace: TraceCheck | None) -> int:
     """A number from 1 to 2^20 for a trace that waits to be compared; 0 if there is none."""
     waiting = trace.candidate_hash if trace is not None else 0
     return waiting % 1_048_573 + 1 if waiting else 0
-
-
-def _chunks(numels: Sequence[int], limit: int) -> list[list[int]]:
-    """Consecutive buckets that are updated together: at most ``limit`` elements, or one bucket."""
-    chunks: list[list[int]] = []
-    size = 0
-    for bucket, numel in enumerate(numels):
-        if not chunks or size + numel > limit:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(bucket)
-        size += numel
-    return chunks

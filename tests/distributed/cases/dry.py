@@ -38,7 +38,7 @@ class Allocations(TorchDispatchMode):
                 self.made.append(nbytes)
         return out
 
-    def own(self, storage: torch.UntypedStorage, item: str) -> None:
+    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         if storage.nbytes() > SMALL:
             self.named.append((storage.nbytes(), item))
 

@@ -10,9 +10,10 @@ from zerolite.accelerator import address
 from zerolite.memory_items import COMPUTE, MASTERS, own
 from zerolite.rounding import follow
 from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
+from zerolite.runtime.zero.tiers import Tier, Tiers
 
-MoveShard = Callable[[torch.nn.Parameter, torch.Tensor], None]
-"""Copy a parameter's shard into the given memory, which becomes its ``ds_tensor``."""
+MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Tier], None]
+"""Copy a parameter's shard into the given memory, of that tier, which becomes its ``ds_tensor``."""
 
 
 def strided_view(flat: torch.Tensor, slot: Slot, like: torch.Tensor) -> torch.Tensor:
@@ -83,12 +84,19 @@ class ParameterBuffer:
 
     ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this
     rank updates: its part of the bucket (``shard=True``) or the whole. Where masters need no other dtype than the
-    compute parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing.
+    compute parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing. Other masters rest at the tier
+    of the optimizer (``tiers``).
     """
 
     def __init__(
-        self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], rank: int, shard: bool
+        self,
+        layout: PartitionLayout,
+        parameters: Sequence[torch.nn.Parameter],
+        rank: int,
+        shard: bool,
+        tiers: Tiers,
     ) -> None:
+        self.tiers = tiers
         self.rank = rank
         self.shard = shard
         self.compute: list[torch.Tensor] = []
@@ -99,6 +107,7 @@ class ParameterBuffer:
     def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take another layout, which begins with the buckets that are filled; ``fill`` does the others."""
         self.layout = layout
+        self.tiers.divide(layout)
         self.parameters = list(parameters)
         self.fragments: list[list[Fragment]] = [[] for _ in layout.buckets]
         for fragment in layout.fragments(self.rank) if self.shard else layout.full_fragments():
@@ -133,12 +142,22 @@ class ParameterBuffer:
             if kept == dtype:
                 self.master.append(self._owned(bucket, compute))
             else:
-                self.master.append(own(self._owned(bucket, flat).to(kept, copy=True), MASTERS))
+                self.master.append(self._new_master(bucket.index, self._owned(bucket, flat), kept))
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 strides = dense_strides(parameter.data)
                 start = compute.storage_offset() + slot.start
                 parameter.data = compute.as_strided(parameter.shape, strides, start)
                 self._homes[slot.index] = (address(parameter.data), parameter.data)
+
+    def _new_master(self, bucket: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.tiers.of_optimizer(bucket).zeros(values.numel(), dtype, MASTERS).copy_(values)
+
+    def tier_of_master(self, bucket: int) -> Tier:
+        return self.tiers.of_optimizer(bucket) if self.separate_master(bucket) else self.tier_of_compute(bucket)
+
+    def tier_of_compute(self, bucket: int) -> Tier:
+        """Of this rank's range of the compute parameters."""
+        return self.tiers.on_device
 
     def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
         if not self.shard:
@@ -186,7 +205,7 @@ class ParameterBuffer:
         masters round to. The kernels do it while they update."""
         if self.separate_master(bucket):
             master = self.master[bucket]
-            followed = follow(master, self.owned_compute(bucket))
+            followed = follow(master, self.owned_compute(bucket).to(master.device))
             if followed is not master:
                 master.copy_(followed)
 
@@ -208,33 +227,56 @@ class PartitionedParameterBuffer(ParameterBuffer):
     ``ds_tensor`` is a view of it."""
 
     def __init__(
-        self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], rank: int, move: MoveShard
+        self,
+        layout: PartitionLayout,
+        parameters: Sequence[torch.nn.Parameter],
+        rank: int,
+        move: MoveShard,
+        tiers: Tiers,
+        stays: Callable[[torch.nn.Parameter], bool],
     ) -> None:
-        super().__init__(layout, parameters, rank, shard=True)
+        """stays: whether a parameter stays whole on the device."""
+        super().__init__(layout, parameters, rank, shard=True, tiers=tiers)
+        self._stays = stays
+        self._compute_tiers: list[Tier] = []
         self._move = move
 
     @torch.no_grad()
     def fill_from_shards(
         self,
-        device: torch.device,
         compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
         master_dtype: Callable[[torch.dtype], torch.dtype],
     ) -> None:
         """Move every shard into its row, one bucket at a time, and take the masters from the values before any
         rounding. Buckets that are filled stay as they are."""
+        self._place()
         for bucket in self.layout.buckets[len(self.compute) :]:
             members = [self.parameters[slot.index] for slot in bucket.slots]
             dtype = compute_dtype(members[0])
             kept = master_dtype(dtype)
             numel = bucket.numel // self.layout.world_size
-            compute = own(torch.zeros(numel, dtype=dtype, device=device), COMPUTE)
-            master = compute if kept == dtype else own(torch.zeros(numel, dtype=kept, device=device), MASTERS)
+            tier = self._compute_tiers[bucket.index]
+            compute = tier.zeros(numel, dtype, COMPUTE)
+            master = compute
+            if kept != dtype:
+                master = self.tiers.of_optimizer(bucket.index).zeros(numel, kept, MASTERS)
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 if master is not compute:
                     master.narrow(0, slot.start, slot.part).copy_(parameter.ds_tensor)  # type: ignore[attr-defined]
-                self._move(parameter, compute.narrow(0, slot.start, slot.part))
+                self._move(parameter, compute.narrow(0, slot.start, slot.part), tier)
             self.compute.append(compute)
             self.master.append(master)
 
     def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
         return full
+
+    def _place(self) -> None:
+        """Choose the tiers of new buckets: what a forward uses first, the last buckets, before the others."""
+        tiers = []
+        for bucket in reversed(self.layout.buckets[len(self.compute) :]):
+            stays = all(self._stays(self.parameters[slot.index]) for slot in bucket.slots)
+            tiers.append(self.tiers.place_parameters(bucket.numel // self.layout.world_size, stays))
+        self._compute_tiers += reversed(tiers)
+
+    def tier_of_compute(self, bucket: int) -> Tier:
+        return self._compute_tiers[bucket]

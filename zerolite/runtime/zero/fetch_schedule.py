@@ -1,4 +1,5 @@
-"""What stage 3 gathers, prefetches and releases, decided from ids and element counts alone. Standard library only.
+"""What stage 3 reads, gathers, prefetches and releases, decided from ids and element counts alone. Standard library
+only.
 
 A *unit* is a module (or a subtree) with its parameters; a *use* is one execution of one unit, forward or backward; a
 *trace* is the events of a step in order: ENTER unit, LEAVE unit. The first step of a kind ("train", "eval", ...) is
@@ -10,255 +11,21 @@ Sizes are in elements. Persistent parameters are always there: they are neither 
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from zerolite.runtime.zero.fetch_plan import END, Fetch, FetchLimits, FetchPlan, Residency, plan_step
 
-@dataclass(frozen=True)
-class FetchLimits:
-    """Limits in elements: in flight ahead of their use, live or in flight at a time, and between two uses of what is
-    kept for reuse."""
-
-    prefetch_numel: int
-    max_live_numel: int
-    max_reuse_distance: int
-
-
-class Fetch(NamedTuple):
-    """The answer to an ENTER, parameter ids, to be carried out in this order."""
-
-    release: tuple[int, ...]  # drop these first; one of them may still be in flight
-    launch: tuple[int, ...]  # gather these now, in one launch
-    prefetch: tuple[tuple[int, ...], ...]  # then start these, one launch per inner tuple
-    wait: tuple[int, ...]  # then wait for these: launched now or in flight
-
-
-_NOTHING = Fetch((), (), (), ())
 _LONGEST = 1 << 20  # events that are recorded: forwards that no backward follows never end their step
-_END = 1 << 62  # no unit has this id, so it matches no event
-
-
-@dataclass(frozen=True)
-class FetchPlan:
-    """A trace with one answer per event. ENTER of unit u is written u, LEAVE of it ~u.
-
-    `events` is the trace and an end mark; `fetches[i]` answers event i if it is an ENTER, `releases[i]` if it is a
-    LEAVE, and `final` is what the end of the step releases.
-    """
-
-    trace: tuple[int, ...]
-    events: tuple[int, ...]
-    fetches: tuple[Fetch, ...]
-    releases: tuple[tuple[int, ...], ...]
-    final: tuple[int, ...]
-    serial: int = 0
-
-
-class _Residency:
-    """What is live, in flight, needed by open uses and held, as events change it."""
-
-    def __init__(self, units: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
-        self.units, self.numels, self.max_live_numel = units, numels, max_live_numel
-        self.live: set[int] = set()
-        self.flight: set[int] = set()
-        self.total = 0  # elements live and in flight
-        self.open: list[int] = []  # units, outermost first
-        self.needs = [0] * len(numels)  # open uses of each parameter
-        self.held: dict[int, int] = {}  # how many times
-        self.due: dict[int, int] = {}  # index of the ENTER that a parameter without an open use is kept for, if known
-
-    def size(self, parameters: Iterable[int]) -> int:
-        return sum(self.numels[p] for p in parameters)
-
-    def enter(self, unit: int) -> Fetch:
-        """Begins a use; the answer without prefetches."""
-        wait = tuple(p for p in self.units[unit] if p not in self.live)
-        launch = tuple(p for p in wait if p not in self.flight)
-        self.begin_use(unit)
-        release = self._make_room(self.size(launch))
-        self.start(launch)
-        self.settle(wait)
-        return Fetch(release, launch, (), wait)
-
-    def begin_use(self, unit: int) -> None:
-        self.open.append(unit)
-        for p in self.units[unit]:
-            self.needs[p] += 1
-
-    def end_use(self, unit: int) -> tuple[int, ...]:
-        """Ends the latest open use of `unit`, if there is one; gives the parameters that no open use needs any more."""
-        if unit not in self.open:
-            return ()
-        del self.open[len(self.open) - 1 - self.open[::-1].index(unit)]
-        for p in self.units[unit]:
-            self.needs[p] -= 1
-        return tuple(p for p in self.units[unit] if not self.needs[p])
-
-    def start(self, parameters: Sequence[int]) -> None:
-        self.flight.update(parameters)
-        self.total += self.size(parameters)
-
-    def settle(self, parameters: Sequence[int]) -> None:
-        self.flight.difference_update(parameters)
-        self.live.update(parameters)
-
-    def make_live(self, parameter: int) -> None:
-        """The caller has gathered it, or has waited for it where it was in flight."""
-        if parameter not in self.live and parameter not in self.flight:
-            self.start((parameter,))
-        self.settle((parameter,))
-
-    def release(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        """Drops those that are there and not held, and gives them back."""
-        released = tuple(p for p in parameters if p not in self.held and (p in self.live or p in self.flight))
-        self.live.difference_update(released)
-        self.flight.difference_update(released)
-        self.total -= self.size(released)
-        return released
-
-    def _make_room(self, size: int) -> tuple[int, ...]:
-        """Releases what no open use needs, the farthest next use first, until `size` more elements fit."""
-        released: list[int] = []
-        if self.total + size > self.max_live_numel:
-            idle = [p for p in self.live | self.flight if not self.needs[p] and p not in self.held]
-            for p in sorted(idle, key=lambda p: (-self.due.get(p, 0), p)):
-                if self.total + size <= self.max_live_numel:
-                    break
-                released.extend(self.release((p,)))
-        return tuple(released)
-
-    def end_all(self) -> tuple[int, ...]:
-        """Ends all uses and releases everything that is not held."""
-        self.open.clear()
-        self.needs = [0] * len(self.numels)
-        return self.release(sorted(self.live | self.flight))
-
-
-class _Arrival(NamedTuple):
-    """How a parameter comes to a use: `closed` is the LEAVE that ended its last use (-1: none; the index of this use
-    itself: it is inside an open one), `kept` whether it may be kept since then."""
-
-    parameter: int
-    closed: int
-    kept: bool
-
-
-class _LookAhead:
-    """What follows from a trace alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave, parameter]`
-    for those to keep."""
-
-    def __init__(
-        self, trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
-    ) -> None:
-        self.arrivals: list[tuple[_Arrival, ...]] = []
-        self.next_use: dict[tuple[int, int], int] = {}
-        sizes = [sum(numels[p] for p in unit) for unit in units]
-        entered = 0  # elements of all units entered so far
-        entered_at: list[int] = []
-        open_uses = [0] * len(units)
-        needs = [0] * len(numels)
-        closed_at: dict[int, int] = {}
-        for index, event in enumerate(trace):
-            entered_at.append(entered)
-            arrivals = []
-            if event >= 0:
-                for p in units[event]:
-                    closed = index if needs[p] else closed_at.get(p, -1)
-                    kept = bool(needs[p])
-                    if not kept and closed >= 0 and max_reuse_distance:
-                        kept = entered - entered_at[closed] <= max_reuse_distance
-                        if kept:
-                            self.next_use[closed, p] = index
-                    arrivals.append(_Arrival(p, closed, kept))
-                    needs[p] += 1
-                open_uses[event] += 1
-                entered += sizes[event]
-            elif open_uses[~event]:
-                open_uses[~event] -= 1
-                for p in units[~event]:
-                    needs[p] -= 1
-                    closed_at[p] = index
-            self.arrivals.append(tuple(arrivals))
-
-
-class _Planner:
-    """Walks a trace with a state and what follows from it."""
-
-    def __init__(
-        self, trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], limits: FetchLimits
-    ) -> None:
-        self.trace, self.limits = trace, limits
-        self.look_ahead = _LookAhead(trace, units, numels, limits.max_reuse_distance)
-        self.state = _Residency(units, numels, limits.max_live_numel)
-        self.frontier = 0  # every ENTER before this index is provided for
-
-    def enter(self, index: int, unit: int) -> Fetch:
-        return self.state.enter(unit)._replace(prefetch=self._prefetch(index))
-
-    def leave(self, index: int, unit: int) -> tuple[int, ...]:
-        state = self.state
-        released: list[int] = []
-        for p in state.end_use(unit):
-            next_use = self.look_ahead.next_use.get((index, p))
-            if next_use is not None and state.total - state.size(state.flight) <= self.limits.max_live_numel:
-                state.due[p] = next_use
-            else:
-                released.extend(state.release((p,)))
-        return tuple(released)
-
-    def _prefetch(self, now: int) -> tuple[tuple[int, ...], ...]:
-        """Starts the units of the ENTERs after `now`, in order, up to the first that must wait."""
-        state, launches = self.state, []
-        ahead = state.size(state.flight)
-        self.frontier = max(self.frontier, now + 1)
-        while self.frontier < len(self.trace) and ahead < self.limits.prefetch_numel:
-            missing = self._missing(self.frontier, now)
-            if missing is None:
-                break
-            if missing:
-                size = state.size(missing)
-                if state.total + size > self.limits.max_live_numel:
-                    break
-                ahead += size
-                state.start(missing)
-                state.due.update((p, self.frontier) for p in missing)
-                launches.append(missing)
-            self.frontier += 1
-        return tuple(launches)
-
-    def _missing(self, use: int, now: int) -> tuple[int, ...] | None:
-        """What has to be gathered for a later use; None where it is too early for it, because a parameter will be
-        released between `now` and that use."""
-        missing = []
-        for p, closed, kept in self.look_ahead.arrivals[use]:
-            present = p in self.state.live or p in self.state.flight
-            if closed > now and not (present and kept):
-                return None
-            if not present:
-                missing.append(p)
-        return tuple(missing)
-
-
-def plan_step(
-    trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], limits: FetchLimits
-) -> FetchPlan:
-    """Plans a step. `trace` holds u for ENTER u and ~u for LEAVE u; `units` lists each unit's parameters without the
-    persistent ones, each once; `numels` is indexed by parameter id."""
-    planner = _Planner(trace, units, numels, limits)
-    fetches, releases = [], []
-    for index, event in enumerate(trace):
-        fetches.append(planner.enter(index, event) if event >= 0 else _NOTHING)
-        releases.append(planner.leave(index, ~event) if event < 0 else ())
-    return FetchPlan(tuple(trace), (*trace, _END), tuple(fetches), tuple(releases), planner.state.end_all())
 
 
 class FetchSchedule:
     """Answers the events of a step; see the module.
 
     units: the parameter ids of each unit, by unit id; a parameter may belong to several. numels: elements of each
-    parameter, by parameter id. persistent: ids of the parameters that always stay whole. Raises ValueError for an id
-    without an entry in `numels`.
+    parameter, by parameter id. persistent: ids of the parameters that always stay whole. on_disk: see
+    :func:`~zerolite.runtime.zero.fetch_plan.plan_step`; answers say ahead of a gather what to read for it once there is
+    a plan. Raises ValueError for an id without an entry in `numels`.
 
     Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
     rank calls, in this order: begin_step, then enter and leave for each use, then end_step; afterwards, where
@@ -267,11 +34,17 @@ class FetchSchedule:
     """
 
     def __init__(
-        self, units: Sequence[Sequence[int]], numels: Sequence[int], persistent: Collection[int], limits: FetchLimits
+        self,
+        units: Sequence[Sequence[int]],
+        numels: Sequence[int],
+        persistent: Collection[int],
+        limits: FetchLimits,
+        on_disk: Mapping[int, int] | None = None,
     ) -> None:
         self._numels = tuple(numels)
         self._persistent = frozenset(persistent)
         self._limits = limits
+        self._on_disk = dict(on_disk or {})
         for unit, parameters in enumerate(units):
             for p in parameters:
                 self._check(p, f"unit {unit}")
@@ -284,12 +57,12 @@ class FetchSchedule:
         # The plan that is followed, and its parts for the hot path.
         self._plan: FetchPlan | None = None
         self._position = 0
-        self._events: tuple[int, ...] = (_END,)
+        self._events: tuple[int, ...] = (END,)
         self._fetches: tuple[Fetch, ...] = ()
         self._releases: tuple[tuple[int, ...], ...] = ()
         self._following = False
         # The state on demand; empty while a plan is followed.
-        self._state = _Residency(self._units, self._numels, limits.max_live_numel)
+        self._state = Residency(self._units, self._numels, limits.max_live_numel)
         # The events of this step, on demand.
         self._kind: str | None = None  # None: outside of a step
         self._recording = False
@@ -394,7 +167,7 @@ class FetchSchedule:
 
     def _stop_following(self) -> None:
         self._plan, self._position = None, 0
-        self._events, self._fetches, self._releases = (_END,), (), ()
+        self._events, self._fetches, self._releases = (END,), (), ()
 
     def _depart(self) -> None:
         """Leaves the plan, if one is followed: from here on this step is served on demand and recorded."""
@@ -408,9 +181,9 @@ class FetchSchedule:
         self._count = position
         self._last = self._trace[-1] if self._trace else None
 
-    def _replay(self, plan: FetchPlan, position: int) -> _Residency:
+    def _replay(self, plan: FetchPlan, position: int) -> Residency:
         """The state before event `position` of a plan."""
-        state = _Residency(self._units, self._numels, self._limits.max_live_numel)
+        state = Residency(self._units, self._numels, self._limits.max_live_numel)
         for event, fetch, releases in zip(plan.trace[:position], plan.fetches, plan.releases, strict=False):
             state.release(fetch.release)
             for launch in (fetch.launch, *fetch.prefetch):
@@ -499,7 +272,7 @@ class FetchSchedule:
         Called by all ranks."""
         for kind, trace in self._waiting():
             self._serial += 1
-            plan = plan_step(trace, self._units, self._numels, self._limits)
+            plan = plan_step(trace, self._units, self._numels, self._limits, self._on_disk)
             self._plans[kind] = replace(plan, serial=self._serial)
             del self._candidates[kind]
 

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from zerolite.memory_items import STATES, own
+from zerolite.memory_items import STATES
 from zerolite.runtime.zero.buffer import ParameterBuffer
-from zerolite.runtime.zero.pieces import Groups, Piece, State
+from zerolite.runtime.zero.pieces import Groups, Hand, Piece, State
+from zerolite.runtime.zero.spans import Span
 
 Flat = list[torch.Tensor]
 
@@ -49,22 +50,24 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class _Launch:
-    """Buckets that go together, and their segments. ``rows``: for each row of scalars its param group, and by how many
-    steps its parameters lag behind those that were updated every time."""
+    """Spans that go together, by their numbers, and their segments. ``rows``: for each row of scalars its param group,
+    and by how many steps its parameters lag behind those that were updated every time."""
 
-    buckets: tuple[int, ...]
+    members: tuple[int, ...]
     table: torch.Tensor
     rows: tuple[tuple[int, int], ...]
 
 
 class FlatUpdate:
-    """States of the pieces in flat tensors laid out like the master buckets, allocated by the first update.
+    """States of the pieces in flat tensors laid out like the master buckets, at the optimizer's tier, allocated by the
+    first update.
 
     Steps are counted on the host, for all pieces together: ``_missed`` has the pieces that were left out of some of
     them because their parameters got no gradient. Counting does not stop at 2^24, as it does in torch's fp32 tensors.
     """
 
     one_launch = True
+    cuts_buckets = True
     can_skip_on_device = True
 
     def __init__(
@@ -105,17 +108,8 @@ class FlatUpdate:
             flats += self._new_states(groups, first)
         self._fresh = False
 
-    @torch.no_grad()
-    def update(
-        self,
-        buckets: Sequence[int],
-        gradients: Sequence[torch.Tensor],
-        factor: float | torch.Tensor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None,
-        publish: bool,
-    ) -> bool:
-        """See :meth:`ShardedOptimizer.update`. True: with ``publish`` the compute parameters have been written."""
+    def begin(self, used: frozenset[int] | None) -> None:
+        """See :class:`UpdateMethod`. Raises ValueError for a param group that the kernels cannot follow."""
         groups = self._groups()
         for index, group in enumerate(groups):
             key = self._rule.unsupported(group)
@@ -124,22 +118,47 @@ class FlatUpdate:
                     f"optimizer.param_groups[{index}]['{key}'] is {group[key]!r}, which zerolite's kernels cannot "
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
-        states = self._allocated(groups)
-        by_bucket = dict(zip(buckets, gradients, strict=True))
+        self._allocated(groups)
         self._count(used, groups)
-        on_host = isinstance(factor, float)
-        for bucket in () if publish else buckets:
-            self._buffer.follow(bucket)
-        for launch in self._plan(tuple(buckets), gradients, publish):
+
+    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
+        return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
+
+    @torch.no_grad()
+    def update(
+        self,
+        spans: Sequence[Span],
+        gradients: Sequence[torch.Tensor],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+        hands: Sequence[Hand] | None = None,
+    ) -> bool:
+        """See :class:`UpdateMethod`. True: with ``publish`` the compute parameters have been written."""
+        groups = self._groups()
+        buffer, on_host = self._buffer, isinstance(factor, float)
+        for span in () if publish or hands is not None else spans:
+            buffer.follow(span.bucket)
+        for launch in self._plan(tuple(spans), gradients, publish):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             if on_host:
                 scalars[:, 0] *= factor
-            outs = [self._buffer.owned_compute(b) for b in launch.buckets if self._writes(b, publish)]
+            if hands is None:
+                buckets = [spans[i].bucket for i in launch.members]
+                masters = [buffer.master[b] for b in buckets]
+                states = [[state[b] for b in buckets] for state in self._states or ()]
+                outs = [buffer.owned_compute(b) for b in buckets if self._writes(b, publish)]
+            else:
+                held = [hands[i] for i in launch.members]
+                masters = [hand.master for hand in held]
+                states = [[hand.states[name] for hand in held] for name in self._rule.states if self._states]
+                outs = [hand.out for hand in held if hand.out is not None]
             self._rule.launch(
-                [self._buffer.master[b] for b in launch.buckets],
-                [by_bucket[b] for b in launch.buckets],
-                [[state[b] for b in launch.buckets] for state in states],
+                masters,
+                [gradients[i] for i in launch.members],
+                states,
                 outs,
                 launch.table,
                 scalars.float(),
@@ -219,7 +238,7 @@ class FlatUpdate:
         flats: Flat = []
         buckets = zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True)
         for master, dtype, members in list(buckets)[first:]:
-            flat = own(torch.zeros_like(master, dtype=dtype), STATES)
+            flat = self._buffer.tiers.of_optimizer(first + len(flats)).zeros(master.numel(), dtype, STATES)
             for piece in members:
                 value = self._rule.initial(groups[piece.group])
                 if value:
@@ -259,36 +278,40 @@ class FlatUpdate:
     def _writes(self, bucket: int, publish: bool) -> bool:
         return publish and self._buffer.separate_master(bucket)
 
-    def _plan(self, buckets: tuple[int, ...], gradients: Sequence[torch.Tensor], publish: bool) -> list[_Launch]:
+    def _plan(self, spans: tuple[Span, ...], gradients: Sequence[torch.Tensor], publish: bool) -> list[_Launch]:
         dtypes = tuple(gradient.dtype for gradient in gradients)
-        key = (buckets, dtypes, publish)
+        key = (spans, dtypes, publish)
         plan = self._launches.get(key)
         if plan is None:
             kinds: dict[tuple[Any, ...], list[int]] = {}
-            for bucket, dtype in zip(buckets, dtypes, strict=True):
+            for member, (span, dtype) in enumerate(zip(spans, dtypes, strict=True)):
+                bucket = span.bucket
                 out = self._buffer.compute[bucket].dtype if self._writes(bucket, publish) else None
                 kind = (self._buffer.master[bucket].dtype, dtype, self._state_dtypes[bucket], out)
-                kinds.setdefault(kind, []).append(bucket)
-            plan = [launch for members in kinds.values() if (launch := self._launch(members)) is not None]
-            self._launches[key] = plan
+                kinds.setdefault(kind, []).append(member)
+            made = (self._launch(spans, members) for members in kinds.values())
+            plan = self._launches[key] = [launch for launch in made if launch is not None]
         return plan
 
-    def _launch(self, buckets: list[int]) -> _Launch | None:
+    def _launch(self, spans: Sequence[Span], members: list[int]) -> _Launch | None:
         """Neighbours of one group and one count of steps are one segment."""
         rows: dict[tuple[int, int], int] = {}
         segments: list[list[int]] = []
-        for tensor, bucket in enumerate(buckets):
+        for tensor, member in enumerate(members):
+            bucket, low, high, _ = spans[member]
             for piece in self._pieces[bucket]:
                 fragment = piece.fragment
-                if self._used is not None and fragment.slot.index not in self._used:
+                start = max(fragment.shard_start, low)
+                numel = min(fragment.shard_start + fragment.numel, high) - start
+                if numel <= 0 or (self._used is not None and fragment.slot.index not in self._used):
                     continue
                 scalars = (piece.group, self._missed.get(fragment.slot.index, 0))
                 row = rows.setdefault(scalars, len(rows))
                 last = segments[-1] if segments else None
-                if last and last[0] == tensor and last[3] == row and last[1] + last[2] == fragment.shard_start:
-                    last[2] += fragment.numel
+                if last and last[0] == tensor and last[3] == row and last[1] + last[2] == start - low:
+                    last[2] += numel
                 else:
-                    segments.append([tensor, fragment.shard_start, fragment.numel, row])
+                    segments.append([tensor, start - low, numel, row])
         if not segments:
             return None
-        return _Launch(tuple(buckets), torch.tensor(segments, dtype=torch.int64, device="cpu"), tuple(rows))
+        return _Launch(tuple(members), torch.tensor(segments, dtype=torch.int64, device="cpu"), tuple(rows))

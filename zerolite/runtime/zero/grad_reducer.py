@@ -30,6 +30,7 @@ from zerolite.runtime.zero.buffer import destinations, zero_slot
 from zerolite.runtime.zero.held_gradient import HeldGradient, ShownGradients
 from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import PartitionLayout, Slot
+from zerolite.runtime.zero.resting_gradients import RestingGradients
 
 
 class GradReducer:
@@ -44,8 +45,10 @@ class GradReducer:
         options: ReductionOptions,
         pass_reduces: Callable[[], bool],
         strides: Sequence[tuple[int, ...]],
+        resting: RestingGradients,
     ) -> None:
         self.layout = layout
+        self.resting = resting
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
         self.used: set[int] = set()  # parameters that got a gradient in this window
         self.shown = ShownGradients()
@@ -424,13 +427,14 @@ class GradReducer:
         state.pending = None
         if options.shard and not options.use_reduce_scatter:
             total = self._comm.part(total).clone()
-        dtype = self._reduced_dtype(state)
+        dtype, bucket = self._reduced_dtype(state), state.bucket.index
         if state.reduced is None:
-            state.reduced = own(total.to(dtype), GRADIENTS)
+            mean = total.to(dtype)
         else:
-            state.reduced = own(state.reduced.to(dtype), GRADIENTS).add_(total)
+            mean = self.resting.fetch(bucket, state.reduced).to(dtype).add_(total)
+        state.reduced = self.resting.keep(bucket, mean)
         sent, state.sent = state.sent, None
-        if sent is not None and address(state.reduced) != address(sent):
+        if sent is not None and address(mean) != address(sent):
             self._give_back(sent)
 
     def _reduced_dtype(self, state: BucketState) -> torch.dtype:
@@ -474,7 +478,7 @@ class GradReducer:
         """The tensors that are kept here now, and the items of memory that they belong to; small ones are left out."""
         local, travelling = self._item(), self._travelling()
         for state in self._states:
-            if state.reduced is not None:
+            if state.reduced is not None and not self.resting.away(state.bucket.index):
                 yield GRADIENTS, state.reduced
             if state.local is not None:
                 yield (BUCKETS if state.staged else local), state.local
@@ -484,6 +488,7 @@ class GradReducer:
             if state.pending is not None:
                 yield from ((BUCKETS, tensor) for tensor in state.pending.memory())
         yield from ((travelling, bucket) for bucket in self._pool.memory())
+        yield from ((GRADIENTS, home) for home in self.resting.memory())
 
     @property
     def follows_units(self) -> bool:
@@ -512,22 +517,25 @@ class GradReducer:
             # Both reductions are one contribution, kept as a single one would be.
             for state in late_states:
                 assert state.reduced is not None
-                state.reduced = state.reduced.to(self._own_dtype(state))
+                mean = self.resting.fetch(state.bucket.index, state.reduced)
+                if mean.dtype != self._own_dtype(state):
+                    state.reduced = self.resting.keep(state.bucket.index, mean.to(self._own_dtype(state)))
         if self._plan is not None:
             self._plan.learn(values[len(self._states) :])
 
     # ---------------------------------------------------------------- what the step reads
 
     def reduced(self, bucket: int) -> torch.Tensor:
-        """The mean gradient of the window: the full bucket at stage 0, this rank's part above. Valid after
-        :meth:`finish`."""
+        """The mean gradient of the window where it rests: the full bucket at stage 0, this rank's part above. Valid
+        after :meth:`finish`."""
         value = self._states[bucket].reduced
         assert value is not None, "reduced() is read after finish()"
+        self.resting.wait(bucket)
         return value
 
     def owned_part(self, bucket: int) -> torch.Tensor:
-        """This rank's part of the mean gradient, at every stage."""
-        value = self.reduced(bucket)
+        """This rank's part of the mean gradient, at every stage, on the device."""
+        value = self.resting.fetch(bucket, self.reduced(bucket))
         return value if self._options.shard else self._comm.part(value)
 
     # ---------------------------------------------------------------- what a checkpoint of a window keeps
@@ -544,6 +552,7 @@ class GradReducer:
                 slot = self.layout.slots[index]
                 local[index] = state.local.narrow(0, slot.start, slot.numel)
         reduced = {state.bucket.index: state.reduced for state in self._states if state.reduced is not None}
+        self.resting.wait_all()
         return WindowSums(local, reduced, self._passes_in_local, self._passes_in_window)
 
     def new_sums(
@@ -566,7 +575,9 @@ class GradReducer:
             made.local[index] = state.local.narrow(0, slot.start, slot.numel)
         for bucket, dtype in reduced.items():
             numel = self._states[bucket].bucket.numel // (self._comm.world_size if self._options.shard else 1)
-            made.reduced[bucket] = torch.zeros(numel, dtype=dtype, device=device)
+            away = self.resting.away(bucket)
+            place = self.resting.home(bucket, numel, dtype).zero_() if away else None
+            made.reduced[bucket] = torch.zeros(numel, dtype=dtype, device=device) if place is None else place
             self._states[bucket].reduced = made.reduced[bucket]
         self._passes_in_local, self._passes_in_window = passes_in_local, passes_in_window
         return made

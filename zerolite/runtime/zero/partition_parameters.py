@@ -19,6 +19,7 @@ from zerolite.runtime.zero.module_hooks import external_parameters
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
+    Home,
     PartitionedParameter,
     gather,
     handle_of,
@@ -30,13 +31,19 @@ _off: Callable[[], Any] = torch._C.DisableTorchFunction  # no mode sees the torc
 
 
 def partition(
-    parameter: torch.nn.Parameter, name: str, comm: Communicator, device: torch.device, dtype: torch.dtype | None = None
+    parameter: torch.nn.Parameter,
+    name: str,
+    comm: Communicator,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    home: Home | None = None,
 ) -> PartitionedParameter:
-    """Cut a plain parameter, equal on all ranks, into parts on ``device``, in ``dtype`` if it is floating. Its
-    identity, attributes and strides stay. Called on all ranks, in the same order."""
+    """Cut a plain parameter, equal on all ranks, into parts for use on ``device``, in ``dtype`` if it is floating. Its
+    identity, attributes and strides stay. home: where the parts rest, by default on ``device``. Called on all ranks,
+    in the same order."""
     if dtype is not None and parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
-    handle = PartitionedParameter(parameter, name, comm, device)
+    handle = PartitionedParameter(parameter, name, comm, device, home)
     parameter.__deepcopy__ = functools.partial(_deepcopy, handle)  # type: ignore[method-assign]
     return handle
 
@@ -49,11 +56,11 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
     with _off():
         _commit_all()
         parameter = handle.parameter
-        values = torch.empty_strided(handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.shard.device)
+        values = torch.empty_strided(handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.device)
         copied = torch.nn.Parameter(values, parameter.requires_grad)
         del values
         vars(copied).update(users_attributes(parameter))
-        partition(copied, handle.name, handle.comm, handle.shard.device).shard.copy_(handle.shard)
+        partition(copied, handle.name, handle.comm, handle.device, home=handle.home).shard.copy_(handle.shard)
     memo[id(parameter)] = copied
     return copied
 
@@ -76,19 +83,24 @@ def _broadcast(flat: torch.Tensor, comm: Communicator, tag: str, source: int) ->
 
 @torch.no_grad()
 def partition_model(
-    model: torch.nn.Module, comm: Communicator, device: torch.device, dtype: torch.dtype | None = None
+    model: torch.nn.Module,
+    comm: Communicator,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    home: Home | None = None,
 ) -> None:
     """Partition every plain parameter of ``model``; rank 0's values are everyone's. Modules on the meta device are
-    materialised one by one, children first. Called on all ranks, with equal models."""
+    materialised one by one, children first. home: where the parts rest, by default on ``device``. Called on all ranks,
+    with equal models."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
     different = differing(plain, comm, device)
     for parameter, differs in zip(plain, different, strict=True):
         if differs:
             take_rank0(parameter, comm, device)
-        partition(parameter, names[id(parameter)], comm, device, dtype)
+        partition(parameter, names[id(parameter)], comm, device, dtype, home)
     for name, module in _children_first(model):
-        _materialise(name, module, names, comm, device, dtype)
+        _materialise(name, module, names, comm, device, dtype, home)
 
 
 def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -115,6 +127,7 @@ def _materialise(
     comm: Communicator,
     device: torch.device,
     dtype: torch.dtype | None,
+    home: Home | None,
 ) -> None:
     """Give a module's own meta parameters and buffers memory and values, then partition them. Own parameters that
     have values (tied ones, from their first owner) keep them."""
@@ -144,7 +157,7 @@ def _materialise(
         broadcast_into(buffer, comm, device, "initial_sync")
     for parameter in meta:
         take_rank0(parameter, comm, device)
-        partition(parameter, names[id(parameter)], comm, device, dtype)
+        partition(parameter, names[id(parameter)], comm, device, dtype, home)
 
 
 # -------------------------------------------------------------------- parameters that initialisation code touches
@@ -255,8 +268,8 @@ class GatherOnUse(TorchFunctionMode):
             if (data.shape, data.dtype, dense_strides(data)) != (handle.shape, handle.shard.dtype, handle.strides):
                 handle.make_whole()
                 parameter.data = data
-                take_rank0(parameter, handle.comm, handle.shard.device)
-                partition(parameter, handle.name, handle.comm, handle.shard.device, self._dtype)
+                take_rank0(parameter, handle.comm, handle.device)
+                partition(parameter, handle.name, handle.comm, handle.device, self._dtype, handle.home)
                 continue
             _bring_home(handle)
             _broadcast(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
@@ -335,7 +348,7 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         with _off():
             _commit_all()
-            lasting = [h for h in self._handles if h.comm.world_size == 1 or h.status is not NOT_AVAILABLE]
+            lasting = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
             _hold(self._handles)
             for handle in self._handles:
                 handle.exposed = True  # the block may keep aliases of the values
@@ -394,7 +407,7 @@ class GatheredParameters:
             return None
         comm = self._handles[0].comm
         fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
-        bad = torch.tensor([not fit for fit in fits], dtype=torch.int64, device=self._handles[0].shard.device)
+        bad = torch.tensor([not fit for fit in fits], dtype=torch.int64, device=self._handles[0].device)
         comm.broadcast(bad, "parameters", source)
         wrong = [handle for handle, flag in zip(self._handles, host_values(bad), strict=True) if flag]
         if wrong:
@@ -419,7 +432,7 @@ class GatheredParameters:
         """The parameters that some rank has changed; they are taken back."""
         if not self._digests:
             return []
-        device = self._handles[0].shard.device
+        device = self._handles[0].device
         flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for position, handle in enumerate(self._handles):
             if id(handle) not in self._digests:

@@ -21,8 +21,10 @@ import torch
 from zerolite.accelerator import address
 from zerolite.comm import Communicator
 from zerolite.comm.flight import Mismatch
+from zerolite.memory_items import DISK
 from zerolite.runtime.zero.buffer import take_values
-from zerolite.runtime.zero.fetch_schedule import Fetch, FetchLimits, FetchSchedule
+from zerolite.runtime.zero.fetch_plan import Fetch, FetchLimits
+from zerolite.runtime.zero.fetch_schedule import FetchSchedule
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
@@ -33,6 +35,7 @@ from zerolite.runtime.zero.partitioned_parameter import (
     launch,
     refresh,
 )
+from zerolite.runtime.zero.shard_reader import ShardReader
 
 _current_graph_task = torch._C._current_graph_task_id
 
@@ -88,12 +91,16 @@ class PartitionedParameterCoordinator:
         unit_names: Sequence[str],
         units: Sequence[Sequence[int]],
         limits: FetchLimits,
+        reader: ShardReader,
     ) -> None:
         self.handles = list(handles)
         self.units = [Unit(index, name) for index, name in enumerate(unit_names)]
         self._index = {id(handle): index for index, handle in enumerate(self.handles)}
         persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
-        self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
+        on_disk = {i: handle.shard.numel() for i, handle in enumerate(self.handles) if handle.tier.place == DISK}
+        numels = [handle.numel for handle in self.handles]
+        self.schedule = FetchSchedule(units, numels, persistent, limits, on_disk)
+        self.reader = reader
         self._stack: list[Use] = []  # forward uses under way
         self._backward: list[Use] = []  # backward uses under way
         self._recomputed: list[Use] = []  # forward uses that ended inside a backward and are still needed
@@ -316,6 +323,7 @@ class PartitionedParameterCoordinator:
         self._step_open = False
         self._release(self.schedule.end_step())
         self._let_strays_go()
+        self.reader.forget()
 
     def sweep(self) -> None:
         """End everything under way and release all that nobody holds: after an exception, and when values have
@@ -327,6 +335,7 @@ class PartitionedParameterCoordinator:
         self._tasks.clear()
         self._release(self.schedule.forget())
         self._let_strays_go()
+        self.reader.forget()
 
     def _let_strays_go(self) -> None:
         if self._strays:
@@ -350,16 +359,16 @@ class PartitionedParameterCoordinator:
             if address(handle.parameter) != place:
                 take_values(handle.name, handle.parameter, view)
         if self._shards:
-            torch._foreach_copy_(self._shards, self._parts)
+            self.reader.write(self._shards, self._parts)
 
     def look_at_whole(self) -> None:
         """Find the trained parameters that stay whole, and their parts."""
         kept = [handle for handle in self.handles if handle.persistent and handle.on_written is not None]
         self._whole = [(handle, handle.view, address(handle.view)) for handle in kept]
         self._parts, self._shards = [], []
-        if kept and kept[0].comm.world_size > 1:
-            self._parts = [handle.own_part() for handle in kept]
-            self._shards = [handle.shard[: len(part)] for handle, part in zip(kept, self._parts, strict=True)]
+        apart = [handle for handle in kept if handle.storage is not None]
+        self._parts = [handle.own_part() for handle in apart]
+        self._shards = [handle.shard[: len(part)] for handle, part in zip(apart, self._parts, strict=True)]
 
     # ---------------------------------------------------------------- uses that no hook sees
 
@@ -424,7 +433,7 @@ class PartitionedParameterCoordinator:
     # ---------------------------------------------------------------- doing it
 
     def _execute(self, fetch: Fetch) -> None:
-        release, starting, prefetch, needed = fetch
+        release, starting, prefetch, needed, read = fetch
         try:
             if release:
                 self._release(release)
@@ -432,6 +441,8 @@ class PartitionedParameterCoordinator:
                 self._launch(starting)
             for ahead in prefetch:
                 self._launch(ahead)
+            if read:
+                self.reader.ahead([self.handles[index] for index in read])
             for index in needed:
                 started = self.handles[index].launch
                 if started is not None:

@@ -5,6 +5,9 @@ the parameter is gathered, to nothing when it is released (where a user may have
 memory and there is a new ``full``). Autograd may hold views of a weight (``x @
 w.t()``); they keep the storage, not the parameter's ``data``, so only this frees the memory and brings it back under
 them. ``param.data`` is a view of ``full`` while the parameter is available and an empty tensor of shape [0] otherwise.
+
+The shard may rest elsewhere than on the device that computes (see tiers.py); ``full`` is always there. A gather then
+begins with bringing the shard (see shard_reader.py).
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.comm import Communicator, Pending
-from zerolite.memory_items import COMPUTE, GATHERED, PERSISTENT, listeners, own, resize
+from zerolite.memory_items import COMPUTE, DEVICE, GATHERED, PERSISTENT, listeners, own, resize
 from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.released_parameter import close, open_again
+from zerolite.runtime.zero.shard_reader import Arrival, ShardReader
+from zerolite.runtime.zero.tiers import Tier
 
 _ids = itertools.count()
 
@@ -38,14 +43,21 @@ class ZeroParamStatus(enum.Enum):
 AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
 
 
+Home = Callable[[int], tuple[Tier, ShardReader]]
+"""Where a shard of so many elements is to rest, and what brings it to the device from there."""
+
+
 class _Launch:
     """One gather of several parameters, until somebody needs one of them."""
 
-    __slots__ = ("members", "pending")
+    __slots__ = ("arrival", "members", "pending")
 
-    def __init__(self, members: Sequence[PartitionedParameter], pending: Pending | None) -> None:
+    def __init__(
+        self, members: Sequence[PartitionedParameter], pending: Pending | None, arrival: Arrival | None
+    ) -> None:
         self.members = members
         self.pending = pending
+        self.arrival = arrival  # of the shards that have rested elsewhere
 
 
 class PartitionedParameter:
@@ -54,6 +66,7 @@ class PartitionedParameter:
     __slots__ = (
         "__weakref__",
         "comm",
+        "device",
         "empty",
         "exposed",
         "full",
@@ -66,21 +79,32 @@ class PartitionedParameter:
         "numel",
         "on_written",
         "persistent",
+        "reader",
         "ref",
         "shape",
         "shard",
         "status",
         "storage",
         "strides",
+        "tier",
         "view",
     )
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, comm: Communicator, device: torch.device) -> None:
-        """Cut ``parameter``, whose values are the same on all ranks, on ``device``; keeps its dtype."""
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        comm: Communicator,
+        device: torch.device,
+        home: Home | None = None,
+    ) -> None:
+        """Cut ``parameter``, whose values are the same on all ranks, for use on ``device``; keeps its dtype. home:
+        where the part rests, by default there."""
         self.ref = weakref.ref(parameter)
         self.name = name
         self.key = 0  # tells gathers apart where ranks compare what they launch; equal on all ranks
         self.comm = comm
+        self.device = device
         self.shape = parameter.shape
         self.numel = parameter.numel()
         self.strides = dense_strides(parameter.data)
@@ -91,23 +115,30 @@ class PartitionedParameter:
         self.manager: Any = None  # weak reference to the coordinator that gathers it
         self.on_written: Callable[[], None] | None = None  # somebody wrote new values: masters must follow
         part = -(-self.numel // comm.world_size)
+        tier: Tier
+        self.reader: ShardReader | None
+        tier, self.reader = (Tier(device), None) if home is None else home(part)
         values = flattened(parameter.data)
-        shard = torch.zeros(part, dtype=parameter.dtype, device=device)
+        shard = tier.zeros(part, parameter.dtype, COMPUTE)
         mine = values[comm.rank * part : (comm.rank + 1) * part]
         shard[: mine.numel()].copy_(mine)
         self.status = AVAILABLE
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
         del values, mine
-        self._adopt(parameter, shard)
+        self._adopt(parameter, shard, tier)
         self._expose(parameter)
         self._set_status(parameter, NOT_AVAILABLE)
 
     # ---------------------------------------------------------------- memory
 
-    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
-        """``shard`` [ceil(numel / world_size)] is this rank's part from now on; its dtype is the parameter's."""
-        self.shard = own(shard, COMPUTE)
-        self.empty = torch.empty(0, dtype=shard.dtype, device=shard.device)
+    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor, tier: Tier) -> None:
+        """``shard`` [ceil(numel / world_size)] of ``tier`` is this rank's part from now on; its dtype is the
+        parameter's."""
+        if self.reader is not None:
+            self.reader.forget()
+        self.shard = own(shard, COMPUTE, tier.place)
+        self.tier = tier
+        self.empty = torch.empty(0, dtype=shard.dtype, device=self.device)
         self._allocate()
         open_again(parameter)
         parameter.data = self.empty
@@ -115,27 +146,27 @@ class PartitionedParameter:
         parameter.ds_tensor = shard  # type: ignore[attr-defined]
 
     def _allocate(self) -> None:
-        """A new ``full``, without memory yet."""
+        """A new ``full``, without memory yet; on one rank it is the shard, if that is on the device."""
         self.exposed = False
         self.storage: torch.UntypedStorage | None = None
-        if self.comm.world_size == 1:
+        if self.comm.world_size == 1 and self.tier.place == DEVICE:
             self.full = self.shard
         else:
             shard = self.shard
-            self.full = torch.empty(shard.numel() * self.comm.world_size, dtype=shard.dtype, device=shard.device)
+            self.full = torch.empty(shard.numel() * self.comm.world_size, dtype=shard.dtype, device=self.device)
             self.storage = self.full.untyped_storage()
         self.nbytes = self.full.numel() * self.full.element_size()
         self.view = self.full.as_strided(self.shape, self.strides)
         if self.storage is not None:
             resize(self.storage, 0)
 
-    def move(self, place: torch.Tensor) -> None:
-        """Copy the shard, rounded to ``place``'s dtype, into ``place``, which is the shard from now on."""
+    def move(self, place: torch.Tensor, tier: Tier) -> None:
+        """Copy the shard, rounded to ``place``'s dtype, into ``place``, of ``tier``, which is the shard from now on."""
         parameter = self.parameter
         whole = self.status is AVAILABLE
         self.release()
         place.copy_(self.shard)
-        self._adopt(parameter, place)
+        self._adopt(parameter, place, tier)
         self._set_status(parameter, NOT_AVAILABLE)
         if whole:
             gather([self])
@@ -162,6 +193,12 @@ class PartitionedParameter:
             f"parameter '{self.name}' is partitioned over ranks and cannot be pickled; save engine.full_state_dict(), "
             "or a whole copy: copy.deepcopy(engine.module)"
         )
+
+    @property
+    def home(self) -> Home | None:
+        """For parameters that take the place of this one; None: on the device that computes."""
+        tier, reader = self.tier, self.reader
+        return None if reader is None else lambda numel: (tier, reader)
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -225,9 +262,11 @@ class PartitionedParameter:
 
     def write(self) -> None:
         """The whole values have been changed, alike on all ranks: this rank's part follows, and so do masters."""
-        if self.comm.world_size > 1:
+        if self.storage is not None:
             part = self.own_part()
             self.shard[: part.numel()].copy_(part)
+            if self.reader is not None:
+                self.reader.written(self)
         if self.on_written is not None:
             self.on_written()
 
@@ -269,11 +308,11 @@ def handle_of(tensor: Any) -> PartitionedParameter | None:
     return getattr(tensor, "_zero_handle", None)
 
 
-def move_shard(parameter: torch.nn.Parameter, place: torch.Tensor) -> None:
-    """Bring a partitioned parameter's shard to ``place``, in its dtype."""
+def move_shard(parameter: torch.nn.Parameter, place: torch.Tensor, tier: Tier) -> None:
+    """Bring a partitioned parameter's shard to ``place``, of ``tier``, in its dtype."""
     handle = handle_of(parameter)
     assert handle is not None
-    handle.move(place)
+    handle.move(place, tier)
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
@@ -303,22 +342,28 @@ def launch(members: Sequence[PartitionedParameter]) -> None:
     manager = members[0].manager() if members[0].manager is not None else None
     if manager is not None and manager.before_launch is not None:
         manager.before_launch([member.key - 1 for member in members])
-    pending = None
+    reader, pending, arrival = members[0].reader, None, None
     try:
-        if comm.world_size > 1:
-            for member in members:
+        moved = [member for member in members if member.storage is not None]
+        if moved:
+            for member in moved:
                 resize(member.storage, member.nbytes)  # type: ignore[arg-type]
             if listeners:
-                for member in members:
+                for member in moved:
                     own(member.full, PERSISTENT if member.persistent else GATHERED)
             with _undispatched():
-                fulls, shards = [member.full for member in members], [member.shard for member in members]
-                pending = comm.gather_shards(fulls, shards, "parameters", members[0].key)
+                fulls, shards = [member.full for member in moved], [member.shard for member in moved]
+                if reader is None:
+                    pending = comm.gather_shards(fulls, shards, "parameters", members[0].key)
+                else:
+                    arrival = reader.bring(moved, alone=comm.world_size == 1)
+                    with reader.arriving():
+                        pending = comm.gather_shards(fulls, arrival.shards, "parameters", members[0].key)
     except BaseException:
         for member in members:
             member.drop()
         raise
-    started = _Launch(members, pending)
+    started = _Launch(members, pending, arrival)
     for member in members:
         member.launch = started
         member.status = INFLIGHT
@@ -331,6 +376,8 @@ def finish(started: _Launch) -> None:
         if started.pending is not None:
             with _undispatched():
                 started.pending.wait()
+                if started.arrival is not None:
+                    started.arrival.end()
     except BaseException:
         for member in started.members:
             member.drop()

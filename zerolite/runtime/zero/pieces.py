@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
 from zerolite.runtime.zero.layout import Fragment
 from zerolite.runtime.zero.partitioned_parameter import whole_shape
+from zerolite.runtime.zero.spans import Span
 
 Groups = list[dict[str, Any]]
 State = dict[str, Any]  # of one parameter, as in torch's optimizer.state[parameter]
@@ -30,29 +31,56 @@ class Piece:
     position: int
 
 
+class Hand(NamedTuple):
+    """A span within reach of its update: copies, where what they are of rests elsewhere. states: by name, those of
+    :meth:`UpdateMethod.states_of`. out: this rank's range of the compute parameters, where masters are others and it is
+    to be written."""
+
+    span: Span
+    gradient: torch.Tensor
+    master: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+    out: torch.Tensor | None
+
+
 class UpdateMethod(Protocol):
     """How the pieces are updated; states are kept here.
 
-    one_launch: whether all buckets are best updated in one call. can_skip_on_device: whether ``found_inf`` is taken.
-    state_names: of the states that have a value for each element; None if only the states there are tell. make_state:
-    a piece's states with these numbers, and the tensors, of these shapes and dtypes where that is free, that the caller
-    fills; without any the piece is as if never updated. memory: the states' tensors.
+    one_launch: whether all buckets are best updated in one call. cuts_buckets: whether a span may be a part of a
+    bucket. can_skip_on_device: whether ``found_inf`` is taken. begin: before the updates of a step, once, with the
+    parameters that take part. states_of: a bucket's states that are laid out like its master, where they rest; those
+    there are. update: the pieces in ``spans`` from ``factor × gradient``; True if, with ``publish``, the result has
+    also been rounded into this rank's range of the compute parameters. Its ``gradients`` are laid out like the masters,
+    in any floating dtype, and may be scaled in place; parameters that are not in ``used`` (None: all are) are left
+    alone, as torch leaves alone those whose ``grad`` is None; ``found_inf`` is 0-dim fp32 on the device, not zero to
+    skip the update there; ``hands`` are what it works on where that is not what rests. state_names: of the states that
+    have a value for each element; None if only the states there are tell. make_state: a piece's states with these
+    numbers, and the tensors, of these shapes and dtypes where that is free, that the caller fills; without any the
+    piece is as if never updated. memory: the states' tensors.
     """
 
     @property
     def one_launch(self) -> bool: ...
 
     @property
+    def cuts_buckets(self) -> bool: ...
+
+    @property
     def can_skip_on_device(self) -> bool: ...
+
+    def begin(self, used: frozenset[int] | None) -> None: ...
+
+    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]: ...
 
     def update(
         self,
-        buckets: Sequence[int],
+        spans: Sequence[Span],
         gradients: Sequence[torch.Tensor],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
         publish: bool,
+        hands: Sequence[Hand] | None = None,
     ) -> bool: ...
 
     def forget_last(self) -> None: ...

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zerolite.memory_items import STATES, listeners, own
+from zerolite.accelerator import address
+from zerolite.memory_items import DISK, STATES, listeners, own
+from zerolite.rounding import follow
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.layout import Fragment
-from zerolite.runtime.zero.pieces import Piece, State
+from zerolite.runtime.zero.pieces import Hand, Piece, State
+from zerolite.runtime.zero.spans import Span
 
 
 class PiecewiseUpdate:
     """The inner optimizer steps over the pieces of some buckets at a time and keeps their states."""
 
     one_launch = False
+    cuts_buckets = False
 
     def __init__(
         self,
@@ -32,6 +36,8 @@ class PiecewiseUpdate:
         self._pieces: list[list[Piece]] = []
         self._update_dtypes: list[torch.dtype] = []
         self._sizes: list[list[int]] = []
+        # States on disk, by bucket and name, laid out like the masters; those of the pieces are views of them.
+        self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
         step: Any = type(inner).step
         # Without torch's wrapper: hooks on the user's optimizer are of a whole step.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -45,28 +51,37 @@ class PiecewiseUpdate:
             self._pieces.append(members)
             self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
             self._unbind(bucket)
+            self._rest_states(members)
+
+    def begin(self, used: frozenset[int] | None) -> None:
+        """See :class:`UpdateMethod`."""
+
+    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
+        return self._on_disk.get(bucket, {})
 
     @torch.no_grad()
     def update(
         self,
-        buckets: Sequence[int],
+        spans: Sequence[Span],
         gradients: Sequence[torch.Tensor],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
         publish: bool,
+        hands: Sequence[Hand] | None = None,
     ) -> bool:
-        """See :meth:`ShardedOptimizer.update`. False: only masters have been written."""
+        """See :class:`UpdateMethod`. False without ``hands``: only masters have been written."""
         pieces: list[Piece] = []
-        for bucket, gradient in zip(buckets, gradients, strict=True):
+        held = dict(zip((span.bucket for span in spans), hands, strict=True)) if hands is not None else {}
+        for (bucket, *_), gradient in zip(spans, gradients, strict=True):
             here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
             if not here:
                 continue
-            self._buffer.follow(bucket)
+            self._follow(bucket, held.get(bucket))
             gradient = gradient.to(self._update_dtypes[bucket])
             if isinstance(factor, torch.Tensor) or factor != 1.0:
                 gradient.mul_(factor)
-            self._bind(bucket)
+            self._bind(bucket, held.get(bucket))
             if len(here) > 1 and self._buffer.shard:
                 parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
                 for piece in here:
@@ -75,18 +90,29 @@ class PiecewiseUpdate:
                 for piece in here:
                     piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
             pieces += here
-        if not pieces:
-            return False
         try:
             with self._only(pieces), self._skipping(found_inf):
-                self._step(self._inner)
-                self._name_states()
+                if pieces:
+                    self._step(self._inner)
+                    self._name_states()
         finally:
             for piece in pieces:
                 piece.tensor.grad = None
             for bucket in {piece.fragment.slot.bucket for piece in pieces}:
-                self._unbind(bucket)
-        return False
+                self._unbind(bucket, held.get(bucket))
+        for hand in held.values():
+            if hand.out is not None:
+                hand.out.copy_(hand.master)
+        return hands is not None
+
+    def _follow(self, bucket: int, hand: Hand | None) -> None:
+        """Masters take what somebody has written into the parameters; where they are in hand, from what is in hand."""
+        if hand is None:
+            self._buffer.follow(bucket)
+        elif hand.out is not None:
+            followed = follow(hand.master, hand.out)
+            if followed is not hand.master:
+                hand.master.copy_(followed)
 
     def _name_states(self) -> None:
         """Say whose memory the states are, to whoever listens."""
@@ -118,10 +144,14 @@ class PiecewiseUpdate:
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         self._inner.state.pop(piece.tensor, None)
         if state:
+            device = self._device_of(piece)
             self._inner.state[piece.tensor] = {
-                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                key: _copy(value, device if key != "step" else value.device)
+                if isinstance(value, torch.Tensor)
+                else value
                 for key, value in state.items()
             }
+            self._rest_states([piece])
 
     state_names = None
 
@@ -130,7 +160,7 @@ class PiecewiseUpdate:
     ) -> dict[str, torch.Tensor]:
         """See :class:`UpdateMethod`."""
         group = self._inner.param_groups[piece.group]
-        device = self._buffer.master[piece.fragment.slot.bucket].device
+        device = self._device_of(piece)
         parameter = self._buffer.parameters[piece.fragment.slot.index]
 
         def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -148,8 +178,37 @@ class PiecewiseUpdate:
         }
         self._inner.state.pop(piece.tensor, None)
         if own or places:
-            self._inner.state[piece.tensor] = {**own, **places}
+            state = self._inner.state[piece.tensor] = {**own, **places}
+            self._rest_states([piece])
+            places = {name: state[name] for name in places}
         return places
+
+    def _device_of(self, piece: Piece) -> torch.device:
+        """Where the piece is updated."""
+        tiers, bucket = self._buffer.tiers, piece.fragment.slot.bucket
+        return torch.device("cpu") if tiers.updates_on_host(bucket) else tiers.device
+
+    def _rest_states(self, pieces: Iterable[Piece]) -> None:
+        """States that have a value for each element are where the pieces are updated, or on disk where the tier is."""
+        for piece in pieces:
+            bucket = piece.fragment.slot.bucket
+            tier, state = self._buffer.tiers.of_optimizer(bucket), self._inner.state.get(piece.tensor) or {}
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != piece.fragment.numel:
+                    continue
+                if tier.place != DISK:
+                    state[name] = value.to(self._device_of(piece))
+                    continue
+                view = self._buffer.piece(piece.fragment, self._disk_flat(bucket, name, value.dtype))
+                if address(view) != address(value):
+                    state[name] = view.copy_(value)
+
+    def _disk_flat(self, bucket: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        flats = self._on_disk.setdefault(bucket, {})
+        if name not in flats or flats[name].dtype != dtype:
+            numel = self._buffer.master[bucket].numel()
+            flats[name] = self._buffer.tiers.of_optimizer(bucket).zeros(numel, dtype, STATES)
+        return flats[name]
 
     @contextlib.contextmanager
     def _only(self, pieces: Sequence[Piece]) -> Iterator[None]:
@@ -187,20 +246,51 @@ class PiecewiseUpdate:
         """True if the update works on a copy of the bucket in hand."""
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
-    def _bind(self, bucket: int) -> None:
-        if self._temporary(bucket):
-            exact = self._buffer.master[bucket].to(self._update_dtypes[bucket])
-            for piece in self._pieces[bucket]:
-                piece.tensor.data = self._buffer.piece(piece.fragment, exact)
-
-    def _unbind(self, bucket: int) -> None:
-        if not self._temporary(bucket):
+    def _bind(self, bucket: int, hand: Hand | None) -> None:
+        """Let the pieces be views of the master in hand, or of a copy in the dtype of the update, and their states of
+        those in hand."""
+        temporary = self._temporary(bucket)
+        if not temporary and hand is None:
             return
-        master = self._buffer.master[bucket]
+        master = self._buffer.master[bucket] if hand is None else hand.master
+        exact = master.to(self._update_dtypes[bucket])
         for piece in self._pieces[bucket]:
-            if piece.tensor.numel():
-                self._buffer.piece(piece.fragment, master).copy_(piece.tensor)
-                piece.tensor.data = piece.tensor.new_empty(0)
+            piece.tensor.data = self._buffer.piece(piece.fragment, exact)
+            if hand is not None and hand.states:
+                state = self._inner.state.get(piece.tensor) or {}
+                held = {name: flat for name, flat in hand.states.items() if name in state}
+                state.update({name: self._buffer.piece(piece.fragment, flat) for name, flat in held.items()})
+
+    def _unbind(self, bucket: int, hand: Hand | None = None) -> None:
+        """The reverse. What the update has not written in place reaches what is in hand."""
+        pieces = self._pieces[bucket]
+        if hand is not None:
+            for piece in pieces:
+                self._put_back(piece, hand.states)
+        if self._temporary(bucket):
+            master = self._buffer.master[bucket] if hand is None else hand.master
+            for piece in pieces:
+                if piece.tensor.numel():
+                    self._buffer.piece(piece.fragment, master).copy_(piece.tensor)
+                    piece.tensor.data = piece.tensor.new_empty(0)
+        elif hand is not None:
+            for piece in pieces:
+                piece.tensor.data = self._buffer.piece(piece.fragment, self._buffer.master[bucket])
+        if hand is not None:
+            self._rest_states(pieces)
+
+    def _put_back(self, piece: Piece, held: Mapping[str, torch.Tensor]) -> None:
+        state = self._inner.state.get(piece.tensor) or {}
+        for name, flat in held.items():
+            if name in state:
+                view = self._buffer.piece(piece.fragment, flat)
+                if address(state[name]) != address(view):
+                    view.copy_(state[name])
+                state[name] = self._buffer.piece(piece.fragment, self._on_disk[piece.fragment.slot.bucket][name])
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, copy=True)
 
 
 def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:

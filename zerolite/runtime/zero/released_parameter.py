@@ -40,6 +40,39 @@ class ReleasedParameter(torch.nn.Parameter):
         )
 
 
+class AwayParameter(torch.nn.Parameter):
+    """The class of a whole parameter whose memory has been given away for a time: reading it would read nothing."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _HARMLESS or function in _COUNTS:
+                return function(*args, **(kwargs or {}))
+            if function is Tensor.__repr__:
+                return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"
+        away = find_argument((args, kwargs), AwayParameter)
+        raise RuntimeError(
+            f"parameter '{'?' if away is None else vars(away)[_NAME]}' is on the host, where engine.offload_states() "
+            "has brought it; call engine.reload_states() before it is used"
+        )
+
+
+_NAME = "_away_name"
+
+
+def put_away(parameter: Any, name: str) -> None:
+    """From here on ``parameter``, of torch's own class, refuses to be used."""
+    vars(parameter)[_NAME] = name
+    parameter.__class__ = AwayParameter
+
+
+def take_back(parameter: Any) -> None:
+    """Undo :func:`put_away`, if it was done."""
+    if type(parameter) is AwayParameter:
+        parameter.__class__ = torch.nn.Parameter
+        del vars(parameter)[_NAME]
+
+
 def _getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 

@@ -213,24 +213,6 @@ class ShardedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- the update
 
-    def update(
-        self,
-        buckets: Sequence[int],
-        gradients: Sequence[torch.Tensor],
-        factor: float | torch.Tensor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None = None,
-        publish: bool = False,
-    ) -> bool:
-        """Update the pieces of some buckets from ``factor × gradient``. True if, with ``publish``, the result has also
-        been rounded into this rank's range of the compute parameters.
-
-        ``gradients``: laid out like the buckets' masters, any floating dtype; may be scaled in place. ``used``: indices
-        of the parameters that got a gradient (None: all); the others are left alone, as torch leaves alone parameters
-        whose ``grad`` is None. ``found_inf``: 0-dim fp32 on the device, not zero to skip the update there.
-        """
-        return self.method.update(buckets, gradients, factor, used, found_inf, publish)
-
     def mark_called(self) -> None:
         """What torch's schedulers look for before they warn that step() was never called."""
         self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]

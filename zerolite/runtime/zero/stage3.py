@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.runtime.zero.fetch_schedule import FetchLimits
+from zerolite.memory_items import COMPUTE, DEVICE
+from zerolite.runtime.zero.fetch_plan import FetchLimits
 from zerolite.runtime.zero.layout import PartitionLayout
 from zerolite.runtime.zero.module_hooks import UnitPlan, attach, plan_units
 from zerolite.runtime.zero.partition_parameters import partition_model
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.runtime.zero.partitioned_parameter import PartitionedParameter, gather, handle_of, whole_numel
+from zerolite.runtime.zero.shard_reader import ShardReader
+from zerolite.runtime.zero.tiers import Tiers
+from zerolite.runtime.zero.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,19 @@ class PartitionedModel:
     """A model at stage 3, in the order in which it is built: partitioned, then planned, then started. All of it is
     called on all ranks in the same order."""
 
-    def __init__(self, model: torch.nn.Module, comm: Communicator, gathers: Communicator, device: torch.device) -> None:
-        """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        comm: Communicator,
+        gathers: Communicator,
+        device: torch.device,
+        tiers: Tiers,
+        transfers: Transfers,
+    ) -> None:
+        """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers. Shards rest on the
+        device until they are given a place; some of them have been given one by ``zero.Init``."""
         self.model = model
+        self.reader = ShardReader(tiers, transfers)
         partition_model(model, comm, device)
         self.parameters = list(model.parameters())
         self.handles: list[PartitionedParameter] = []
@@ -47,6 +61,8 @@ class PartitionedModel:
             handle.comm, handle.name = gathers, names[id(parameter)]
             handle.persistent, handle.manager, handle.on_written = False, None, None
             handle.release()
+            if tiers.parameters.place != DEVICE or handle.reader is not None:
+                handle.reader = self.reader
             self.handles.append(handle)
 
     def plan(self, options: Stage3Options) -> list[UnitPlan]:
@@ -60,15 +76,51 @@ class PartitionedModel:
         self._limits = options.limits
         return self.plans
 
+    @torch.no_grad()
+    def place_frozen(
+        self,
+        trained: Collection[int],
+        compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
+        tiers: Tiers,
+        limit: int,
+    ) -> None:
+        """Bring the shards of parameters that are not in ``trained`` (ids) to their tier, in their dtype: those of a
+        unit next to each other, and those that stay whole in groups of at most ``limit`` elements of the whole."""
+        frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
+        handles = {id(p): h for p, h in zip(self.parameters, self.handles, strict=True)}
+        for group in bucket_groups(frozen, self.plans, limit):
+            by_dtype: dict[torch.dtype, list[PartitionedParameter]] = {}
+            for index in group:
+                by_dtype.setdefault(compute_dtype(frozen[index]), []).append(handles[id(frozen[index])])
+            for dtype, members in by_dtype.items():
+                _place_together(members, dtype, tiers)
+
     def start(self) -> PartitionedParameterCoordinator:
         """Gather what stays whole, install the hooks. Shards are where they belong by now."""
         gather([handle for handle in self.handles if handle.persistent])
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         units = [[index_of[id(parameter)] for parameter in plan.parameters] for plan in self.plans]
         names = [plan.name for plan in self.plans]
-        self.coordinator = PartitionedParameterCoordinator(self.handles, names, units, self._limits)
+        self.coordinator = PartitionedParameterCoordinator(self.handles, names, units, self._limits, self.reader)
         self.hooks: list[Any] = attach(self.model, self.plans, self.coordinator)
         return self.coordinator
+
+
+def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype, tiers: Tiers) -> None:
+    """One piece of memory for the shards of ``members``. On the device they have memory of their own, and keep it if
+    it is of ``dtype``."""
+    numel = sum(member.shard.numel() for member in members)
+    tier = tiers.place_parameters(numel, stays=all(member.persistent for member in members))
+    if tier.place == DEVICE:
+        for member in members:
+            if member.shard.dtype != dtype or member.tier.place != DEVICE:
+                member.move(tier.zeros(member.shard.numel(), dtype, COMPUTE), tier)
+        return
+    row = tier.zeros(numel, dtype, COMPUTE)
+    start = 0
+    for member in members:
+        member.move(row.narrow(0, start, member.shard.numel()), tier)
+        start += member.shard.numel()
 
 
 def bucket_groups(trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan], limit: int) -> list[list[int]]:

@@ -1,0 +1,234 @@
+"""Training at stage 3 with shards at every tier, and what is where meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.growth import Frozen
+from tests.distributed.cases.training import KINDS, snapshot
+from zerolite.comm import Communicator
+from zerolite.memory_items import COMPUTE, GATHERED, STAGING, listeners
+from zerolite.runtime import build
+from zerolite.runtime.offload import tiers_of
+from zerolite.runtime.zero.shard_reader import ShardReader
+from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
+
+
+class External(nn.Module):
+    """A weight that another module uses in its forward, registered as external."""
+
+    class User(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(13))
+            self.outside = [weight]
+            register_external_parameter(self, weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.outside[0].t() + self.bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.user = self.User(self.first.weight)
+        self.last = nn.Linear(26, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(torch.cat([self.first(x), self.user(x)], dim=1)))
+
+
+MODELS: dict[str, Any] = {
+    "OddModel": models.OddModel,
+    "Frozen": Frozen,
+    "External": External,
+    "SharedCheckpointed": models.SharedCheckpointed,
+    "PrimeMlp": models.PrimeMlp,
+}
+
+
+class Boom(Exception):
+    pass
+
+
+def compare(
+    model: str, configs: dict[str, dict[str, Any]], steps: int = 4, apart: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """What each of several configs gives, by name. apart: of those, device and host are taken for different memories,
+    as where the device is a GPU."""
+    results = {}
+    for name, config in configs.items():
+        with _apart() if name in apart else contextlib.nullcontext():
+            results[name] = run(model, config, steps)
+    return results
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    def tiers(config: Any, device: torch.device, kind: str, rank: int) -> Any:
+        return tiers_of(config, device, "cuda", rank)
+
+    with mock.patch.object(build, "tiers_of", tiers):
+        yield
+
+
+def run(model: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train with everything between the steps that users do: evaluations, an exception in a forward, a write into
+    parameters."""
+    loss_of, batch_of = KINDS.get(model, (models.square_loss, models.float_batch))
+    engine = zerolite.initialize(models.build(MODELS[model]), config)
+    result: dict[str, Any] = {"losses": [], "norms": [], "evaluated": []}
+    with zerolite.comm.record() as calls:
+        for step in range(steps):
+            if step == 1:
+                _fail_in_forward(engine, loss_of, batch_of)
+            if step == 2:
+                _write(engine)
+            for micro in range(engine.gradient_accumulation_steps):
+                loss = loss_of(engine, batch_of(step, micro, dist.get_rank()))
+                engine.backward(loss)
+                engine.step()
+                result["losses"].append(loss.item())
+            result["norms"].append(engine.get_global_grad_norm())
+            with torch.no_grad():
+                result["evaluated"].append(loss_of(engine, batch_of(step, 7, dist.get_rank())).item())
+            _nothing_is_whole(engine)
+    result["calls"] = [(call.op, call.tag, call.numel) for call in calls.calls]
+    result["followed"] = engine.coordinator.schedule.following
+    result["places"] = sorted({handle.tier.place for handle in engine.coordinator.handles})
+    result["parameters"] = snapshot(engine)
+    return result
+
+
+def _fail_in_forward(engine: Any, loss_of: Any, batch_of: Any) -> None:
+    def raise_it(module: nn.Module, args: Any, outputs: Any) -> None:
+        raise Boom
+
+    leaf = [module for module in engine.module.modules() if isinstance(module, nn.Linear)][1]
+    hook = leaf.register_forward_hook(raise_it)
+    try:
+        loss_of(engine, batch_of(0, 0, dist.get_rank()))
+    except Boom:
+        pass
+    else:
+        raise AssertionError("the forward went through")
+    hook.remove()
+
+
+def _write(engine: Any) -> None:
+    parameters = [p for _, p in sorted(engine.module.named_parameters())][:3]
+    with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        if dist.get_rank() == 0:
+            for parameter in parameters:
+                parameter.mul_(1.25)
+
+
+def _nothing_is_whole(engine: Any) -> None:
+    reader = engine.coordinator.reader
+    assert not any(reader.is_ahead(handle) for handle in engine.coordinator.handles), "read, and not dropped"
+    for handle in engine.coordinator.handles:
+        assert handle.shard.numel() == -(-handle.numel // dist.get_world_size())
+        if not handle.persistent:
+            assert handle.status is ZeroParamStatus.NOT_AVAILABLE, handle.name
+            assert handle.storage is None or handle.full.untyped_storage().nbytes() == 0, handle.name
+
+
+# -------------------------------------------------------------------- what is where
+
+
+class Census:
+    """The bytes of what is alive, by item and place."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
+
+    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        self._known[storage._cdata] = (weakref.ref(storage), f"{item} on {place}")
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+    def bytes(self, *items: str) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for known, key in self._known.values():
+            storage = known()
+            if storage is not None and key.startswith(items):
+                found[key] += storage.nbytes()
+        return dict(+found)
+
+
+def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    """Of a chain of equal layers, half of them frozen: the bytes of parameters that rest between steps, and the most
+    that were whole, and staged, after any layer's forward."""
+    census, whole, staged = Census(), [0], [0]
+
+    def look(*_: Any) -> None:
+        whole.append(sum(census.bytes(GATHERED).values()))
+        staged.append(sum(census.bytes(STAGING).values()))
+
+    listeners.append(census)
+    try:
+        model = models.build(models.Chain, depth=6, width=32)
+        for layer in model.layers[:3]:
+            layer.requires_grad_(False)
+        for layer in model.layers:
+            layer.register_forward_hook(look)
+        engine = zerolite.initialize(model, config)
+        for step in range(steps):
+            engine.backward(engine(torch.full((2, 32), float(step + 1))).square().mean())
+            engine.step()
+        rests = census.bytes(COMPUTE, GATHERED)
+    finally:
+        listeners.remove(census)
+    return {"rests": rests, "whole": max(whole), "staged": max(staged)}
+
+
+# -------------------------------------------------------------------- reading ahead
+
+
+def reads(config: dict[str, Any], steps: int = 4) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """By step, what was read and what was gathered, in order: ("read" or "gather", parameter numbers). Only of what
+    rests on disk. Asserts that staging buffers hold no more than the limit."""
+    engine = zerolite.initialize(models.build(models.Chain, depth=6, width=32), config)
+    coordinator = engine.coordinator
+    numbers = {id(handle): index for index, handle in enumerate(coordinator.handles)}
+    fulls = {id(handle.full): index for index, handle in enumerate(coordinator.handles)}
+    events: list[tuple[str, tuple[int, ...]]] = []
+    ahead, gather = ShardReader.ahead, Communicator.gather_shards
+
+    def watched_ahead(self: ShardReader, members: Any) -> None:
+        new = tuple(numbers[id(member)] for member in members if not self.is_ahead(member))
+        if new:
+            events.append(("read", new))
+        ahead(self, members)
+
+    def watched_gather(self: Communicator, members: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(("gather", tuple(fulls[id(full)] for full in members)))
+        return gather(self, members, *args, **kwargs)
+
+    found = []
+    with (
+        mock.patch.object(ShardReader, "ahead", watched_ahead),
+        mock.patch.object(Communicator, "gather_shards", watched_gather),
+    ):
+        for step in range(steps):
+            events.clear()
+            engine.backward(engine(torch.full((2, 32), float(step + 1))).square().mean())
+            found.append(list(events))
+            engine.step()
+    return found
+
+
+def all_of_it(calls: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Several functions of this module in one call, by name."""
+    return {name: globals()[function](**arguments) for name, (function, arguments) in calls.items()}

@@ -1,0 +1,129 @@
+"""Stage 3 with the parameters' shards on the host or on disk: the same bits and the same collectives as on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.configs import ADAMW, PARTITIONED, config
+from tests.distributed.test_parity import assert_same_bits
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.offload_param"
+PREFETCH = "stage3_prefetch_bucket_size"
+ELEMENTS = 1024  # of a layer of the chain
+LAYERS = 6
+
+
+def tiers(
+    path: Path, setting: str, zero: dict[str, Any] | None = None, disk: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """A config for each tier. zero: further keys of its section; disk: of offload_param for the disk."""
+    blocks: dict[str, dict[str, Any]] = {
+        "device": {"device": "none"},
+        "host": {"device": "cpu"},
+        "disk": {"device": "nvme", "nvme_path": str(path), "max_in_cpu": 0, **(disk or {})},
+    }
+    sections = {name: {**PARTITIONED[setting], **(zero or {}), "offload_param": blocks[name]} for name in blocks}
+    return {name: config(3, clip=0.5, optimizer=ADAMW, zero=section, **more) for name, section in sections.items()}
+
+
+def run(pools: Pools, world: int, calls: dict[str, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return pools(world).run(f"{CASES}:all_of_it", {"calls": calls}, timeout=240)
+
+
+def compared(path: Path, model: str, setting: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    """For :func:`run`. The disk is met twice: where device and host share memory, and where they do not."""
+    configs = tiers(path, setting, **more)
+    configs["host apart"], configs["disk apart"] = configs["host"], configs["disk"]
+    return "compare", {"model": model, "configs": configs, "apart": ("host apart", "disk apart")}
+
+
+def assert_alike(ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(ranks):
+        for what, runs in results.items():
+            expected = runs["device"]
+            assert expected["places"] == ["device"]
+            for name, found in runs.items():
+                where = f"rank {rank}, {what}, {name}"
+                assert_same_bits(expected["parameters"], found["parameters"], where)
+                for key in ("losses", "norms", "evaluated", "followed"):
+                    assert found[key] == expected[key], f"{where}: {key}"
+                order: Any = sorted if "disk" in name else list  # gathers of what is on disk may begin later
+                assert order(found["calls"]) == order(expected["calls"]), where
+                assert name == "device" or "device" not in found["places"], where
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_every_tier_gives_the_bits_and_collectives_of_the_device(pools: Pools, world: int, tmp_path: Path) -> None:
+    calls = {
+        "tied, frozen, empty": compared(tmp_path, "OddModel", "moving"),
+        "bf16, accumulated": compared(tmp_path, "OddModel", "tight", precision="bf16", accumulation=2),
+    }
+    assert_alike(run(pools, world, calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("setting", list(PARTITIONED))
+def test_every_kind_of_model_is_the_same_at_every_tier(pools: Pools, world: int, setting: str, tmp_path: Path) -> None:
+    models = ("Frozen", "External", "SharedCheckpointed", "PrimeMlp")
+    calls = {
+        model: compared(tmp_path, model, setting, disk={"buffer_size": 300, "buffer_count": 1}) for model in models
+    }
+    calls["bf16"] = compared(tmp_path, "Frozen", setting, precision="bf16", accumulation=2)
+    assert_alike(run(pools, world, calls))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_shards_rest_at_their_tier_and_nothing_is_whole_between_uses(pools: Pools, world: int, tmp_path: Path) -> None:
+    configs = tiers(tmp_path, "moving", {PREFETCH: 1})
+    part = -(-(-(-ELEMENTS // world)) // 8) * 8 * 4  # bytes of a trained row
+    frozen = -(-ELEMENTS // world) * 4
+    ranks = run(pools, world, {name: ("memory", {"config": settings}) for name, settings in configs.items()})
+    for results in ranks:
+        for name, found in results.items():
+            assert found["rests"] == {f"compute_parameters on {name}": 3 * part + 3 * frozen}, name
+        whole = 2 * world * part
+        for name in ("host", "disk"):
+            assert 0 < results[name]["whole"] <= whole
+        assert results["host"]["staged"] == 0
+        assert 0 < results["disk"]["staged"]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_on_disk_is_read_ahead_of_its_gather_within_the_limit(pools: Pools, world: int, tmp_path: Path) -> None:
+    rows = 4
+    buffers = {"buffer_size": ELEMENTS // world, "buffer_count": rows}
+    calls = {
+        prefetch: ("reads", {"config": tiers(tmp_path, "moving", {PREFETCH: prefetch}, buffers)["disk"]})
+        for prefetch in (0, 10**6)
+    }
+    for results in run(pools, world, calls):
+        for prefetch, (first, *_, last) in results.items():
+            order = [*range(LAYERS), *reversed(range(LAYERS))]
+            assert first == [(kind, (index,)) for index in order for kind in ("read", "gather")], "without a plan"
+            assert [index for kind, indices in last for index in indices if kind == "gather"] == order
+            assert [index for kind, indices in last for index in indices if kind == "read"] == order
+            begun = _begun_before(last, rows)
+            if prefetch:  # gathers in flight have two of the four buffers
+                assert min(begun[:-3]) >= 1
+            else:
+                assert begun == [3, 3, 3, 3, 3, 3, 3, 3, 3, 2, 1, 0]
+
+
+def _begun_before(events: list[tuple[str, tuple[int, ...]]], limit: int) -> list[int]:
+    """For each gather, how many reads for later ones had begun when it was launched."""
+    pending: list[int] = []
+    begun = []
+    for kind, indices in events:
+        if kind == "read":
+            pending += indices
+            assert len(pending) <= limit
+        else:
+            assert pending[: len(indices)] == list(indices)
+            del pending[: len(indices)]
+            begun.append(len(pending))
+    return begun

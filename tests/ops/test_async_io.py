@@ -1,0 +1,400 @@
+"""Asynchronous I/O: every backend gives the bytes, and the errors, that plain reads and writes give."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerolite.ops import async_io
+from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
+from zerolite.pinned_memory import host_memory
+
+BLOCK = 4096
+GXX = shutil.which("g++") or shutil.which("c++")
+needs_compiler = pytest.mark.skipif(GXX is None, reason="no C++ compiler on the PATH")
+backends = pytest.mark.parametrize("backend", ["io_uring", "threads", "python"])
+
+
+def make(backend: str, **options: int) -> AsyncIO:
+    try:
+        return AsyncIO(**{"block_size": BLOCK, "backend": backend, **options})  # type: ignore[arg-type]
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@backends
+@pytest.mark.parametrize("depth, threads", [(1, 1), (3, 2), (16, 1)])
+def test_any_lengths_and_positions(backend: str, depth: int, threads: int, file: int) -> None:
+    flags = itertools.cycle(itertools.product((False, True), repeat=2))
+    for nbytes, offset in itertools.product((0, 1, 4095, 4096, 4097, 3 * 4096, 50_003), (0, 1, 4096, 9999)):
+        single, overlap = next(flags)
+        with make(backend, queue_depth=depth, thread_count=threads, single_submit=single, overlap_events=overlap) as io:
+            source, into = numbers(nbytes, offset), torch.empty(nbytes, dtype=torch.uint8)
+            io.write(file, source, offset).wait()
+            assert os.pread(file, nbytes, offset) == bytes(source.tolist())
+            io.read(file, into, offset).wait()
+            assert torch.equal(into, source)
+
+
+@backends
+def test_what_is_around_stays_as_it_is(backend: str, file: int) -> None:
+    os.pwrite(file, b"\1" * 30_000, 0)
+    memory = torch.full((30_000,), 2, dtype=torch.uint8)
+    with make(backend) as io:
+        io.write(file, memory[100:20_000], 5000).wait()
+        assert os.pread(file, 40_000, 0) == b"\1" * 5000 + b"\2" * 19_900 + b"\1" * 5100
+        io.read(file, memory[7:10], 1).wait()
+    assert memory.tolist() == [2] * 7 + [1] * 3 + [2] * 29_990
+
+
+@backends
+def test_direct_io_of_typed_tensors(backend: str, tmp_path: Path) -> None:
+    try:
+        fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError as error:
+        pytest.skip(f"no direct I/O in {tmp_path}: {error}")
+    memory = host_memory(10 * BLOCK, pin=False)
+    values = memory.view(torch.float32)[:9999]
+    values.normal_()
+    expected = values.clone()
+    with make(backend, block_size=2 * BLOCK) as io:
+        io.write(fd, values, 0, 10 * BLOCK).wait()
+        memory.zero_()
+        io.read(fd, values, 0, 10 * BLOCK).wait()
+        assert torch.equal(values, expected)
+        with pytest.raises(UnexpectedEnd, match="failed after 40960 of them: the file ends at byte 40960"):
+            io.read(fd, host_memory(20 * BLOCK, pin=False), 0).wait()
+        os.ftruncate(fd, 5000)  # in the middle of a block
+        with pytest.raises(UnexpectedEnd, match="failed after 5000 of them: the file ends at byte 5000"):
+            io.read(fd, values, 0, 10 * BLOCK).wait()
+    os.close(fd)
+
+
+@backends
+@pytest.mark.parametrize("depth", [1, 32])
+def test_thousands_of_requests_from_several_threads(backend: str, depth: int, file: int) -> None:
+    source, count = numbers(64 * 600), 600
+    failures: list[BaseException] = []
+    with make(backend, queue_depth=depth, thread_count=2) as io:
+
+        def work(number: int) -> None:
+            order = random.Random(number).sample(range(count), count)
+            base = number * source.numel()
+            try:
+                for request in [io.write(file, source[64 * i : 64 * i + 64], base + 64 * i) for i in order]:
+                    request.wait()
+                into = torch.empty_like(source)
+                for request in [io.read(file, into[64 * i : 64 * i + 64], base + 64 * i) for i in reversed(order)]:
+                    request.wait()
+                assert torch.equal(into, source)
+            except BaseException as error:
+                failures.append(error)
+
+        workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert not failures
+
+
+@backends
+def test_end_of_the_file_is_an_error(backend: str, file: int) -> None:
+    os.pwrite(file, b"x" * 10_000, 0)
+    with make(backend) as io:
+        request = io.read(file, torch.empty(40_000, dtype=torch.uint8), 100, file="the swap file")
+        for _ in range(2):
+            with pytest.raises(UnexpectedEnd) as raised:
+                request.wait()
+            assert raised.value.strerror == (
+                "reading 40000 bytes at byte 100 of the swap file failed after 9900 of them: "
+                "the file ends at byte 10000"
+            )
+            assert request.ended()
+
+
+@backends
+def test_errors_of_the_system(backend: str, file: int, tmp_path: Path) -> None:
+    readable = os.open(tmp_path / "file", os.O_RDONLY)
+    with make(backend) as io:
+        with pytest.raises(OSError, match=r"writing 9 bytes at byte 3 of file \d+ failed .* at byte 3: Bad") as e:
+            io.write(readable, numbers(9), 3).wait()
+        assert e.value.errno == errno.EBADF
+        with pytest.raises(OSError) as e:
+            io.read(os.open(tmp_path, os.O_RDONLY), torch.empty(9), 0, 36).wait()
+        assert e.value.errno == errno.EISDIR
+        io.write(file, numbers(100_000), 0).wait()  # it goes on
+    os.close(readable)
+
+
+@backends
+def test_short_writes_are_continued_until_the_error(backend: str, file: int) -> None:
+    """A limit on the length of files cuts the write that crosses it."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            io = AsyncIO(block_size=BLOCK, queue_depth=1, backend=backend)
+            try:
+                io.write(file, numbers(50_000), 0).wait()
+            except OSError as error:
+                expected = (
+                    "writing 50000 bytes at byte 0 of file .* failed after 10000 of them, at byte 10000: File too"
+                )
+                assert error.errno == errno.EFBIG and re.match(expected, error.strerror), error
+                io.close()
+                code = 0
+        except RuntimeError as error:
+            code = 2 if "cannot have io_uring" in str(error) else 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 2:
+        pytest.skip("io_uring is not allowed here")
+    assert code == 0
+    assert os.pread(file, 50_000, 0) == bytes(numbers(50_000)[:10_000].tolist())
+
+
+@backends
+def test_a_fork_is_refused_and_harms_nothing(backend: str, file: int) -> None:
+    io = make(backend)
+    source = numbers(1_000_000)
+    request = io.write(file, source, 0)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            refused = 0
+            for call in (request.wait, request.ended, lambda: io.read(file, source, 0)):
+                try:
+                    call()
+                except RuntimeError as error:
+                    refused += "a fork of it: it has to make an AsyncIO of its own" in str(error)
+            io.close()
+            del request, io
+            gc.collect()
+            into = torch.empty(7, dtype=torch.uint8)
+            AsyncIO(backend=backend).write(file, into.fill_(1), 2_000_000).wait()
+            code = 0 if refused == 3 else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    request.wait()
+    assert os.pread(file, 3_000_000, 0) == bytes(source.tolist()) + bytes(1_000_000) + b"\1" * 7
+    io.read(file, source.zero_(), 0).wait()
+    assert torch.equal(source, numbers(1_000_000))
+    io.close()
+
+
+@backends
+def test_closing_waits_for_what_is_under_way(backend: str, file: int) -> None:
+    io = make(backend, queue_depth=2)
+    source = numbers(2_000_000)
+    good = io.write(file, source, 0)
+    bad = io.read(file, torch.empty(100, dtype=torch.uint8), 10_000_000)
+    io.close()
+    assert os.pread(file, 2_000_000, 0) == bytes(source.tolist())
+    assert good.ended() and bad.ended()
+    good.wait()
+    with pytest.raises(UnexpectedEnd):
+        bad.wait()
+    with pytest.raises(ValueError, match="this AsyncIO is closed"):
+        io.read(file, source, 0)
+    io.close()
+
+
+@backends
+def test_nobody_needs_to_wait(backend: str, file: int, caplog: pytest.LogCaptureFixture) -> None:
+    """What is dropped keeps its memory until it has ended, and a failure is not lost."""
+    io = make(backend)
+    for start in range(0, 400_000, 40_000):
+        io.write(file, numbers(40_000, start), start)
+    gc.collect()
+    for start in range(0, 400_000, 40_000):
+        assert os.pread(file, 40_000, start) == bytes(numbers(40_000, start).tolist())
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        io.read(file, numbers(10), 1_000_000)
+    assert "Nobody waited for what has failed: [Errno 5] reading 10 bytes at byte 1000000" in caplog.text
+    io.close()
+
+
+@backends
+def test_waiting_from_several_threads(backend: str, file: int) -> None:
+    with make(backend) as io:
+        request = io.write(file, numbers(3_000_000), 0)
+        waiters = [threading.Thread(target=request.wait) for _ in range(3)]
+        for waiter in waiters:
+            waiter.start()
+        for waiter in waiters:
+            waiter.join(30)
+            assert not waiter.is_alive()
+        assert request.ended()
+
+
+def test_arguments_out_of_range() -> None:
+    for options, words in (
+        ({"block_size": 5000}, "aio.block_size: expected a multiple of 4096 up to 1073741824"),
+        ({"block_size": 0}, "got 0"),
+        ({"queue_depth": 0}, "aio.queue_depth: expected a number from 1 to 4096, got 0"),
+        ({"thread_count": -1}, "aio.thread_count: expected a number from 1 to 4096, got -1"),
+        ({"backend": "gds"}, "expected a backend of auto, io_uring, threads, python, got 'gds'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            AsyncIO(**options)  # type: ignore[arg-type]
+    with AsyncIO() as io:
+        for tensor, nbytes, words in (
+            (torch.empty(4, 4).t()[:2], None, "expected a contiguous tensor on the CPU"),
+            (torch.empty(4, device="meta"), None, "expected a contiguous tensor on the CPU"),
+            (torch.empty(8)[4:], 17, "expected memory of 17 bytes, got 16"),
+            (torch.empty(8), -1, "expected memory of -1 bytes"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                io.read(0, tensor, 0, nbytes)
+        with pytest.raises(ValueError, match="expected an open file and a position in it, got 0 and -1"):
+            io.read(0, torch.empty(1), -1)
+
+
+def test_python_takes_over_where_there_is_no_library(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, file: int
+) -> None:
+    monkeypatch.setattr(async_io, "why_unavailable", lambda: "There is no compiler for the test.")
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        for _ in range(2):
+            with AsyncIO() as io:
+                assert io.backend == "python"
+                io.write(file, numbers(10_000), 0).wait()
+    assert caplog.text.count("Python's threads do it instead: There is no compiler for the test.") == 1
+    with pytest.raises(RuntimeError, match="Asynchronous I/O with threads is not available: There is no compiler"):
+        AsyncIO(backend="threads")
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+static int calls;
+long syscall(long number, ...) {
+  static long (*real)(long, ...);
+  if (!real) *(void**)&real = dlsym(RTLD_NEXT, "syscall");
+  va_list list;
+  long a[6];
+  va_start(list, number);
+  for (int i = 0; i < 6; i++) a[i] = va_arg(list, long);
+  va_end(list);
+  if (number == 425 && getenv("SHIM_NO_RING")) return errno = EPERM, -1;
+  if (number == 426) {
+    if (getenv("SHIM_TROUBLE") && ++calls % 3) return errno = calls % 3 == 1 ? EINTR : EBUSY, -1;
+    if (getenv("SHIM_LOG")) fprintf(stderr, "enter %d\n", (int)a[1]);
+  }
+  return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+"""
+SHIMMED = """
+import json, os, sys, torch
+from zerolite.ops.async_io import AsyncIO
+options = json.loads(sys.argv[1])
+io = AsyncIO(block_size=4096, queue_depth=8, **options)
+fd = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT)
+source = torch.arange(40 * 4096 // 8)
+print("begin", file=sys.stderr)
+io.write(fd, source, 0).wait()
+into = torch.zeros_like(source)
+io.read(fd, into, 0).wait()
+io.close()
+print(io.backend, torch.equal(source, into))
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that stands between csrc/aio and the system calls of io_uring."""
+    place = tmp_path_factory.mktemp("shim")
+    (place / "shim.c").write_text(SHIM)
+    command = [str(GXX), "-x", "c", "-shared", "-fPIC", "shim.c", "-o", "shim.so", "-ldl"]
+    subprocess.run(command, cwd=place, check=True)
+    return place / "shim.so"
+
+
+def run_shimmed(shim: Path, tmp_path: Path, options: dict[str, object], **variables: str) -> tuple[str, list[int]]:
+    """What it printed, and how many entries each system call handed to io_uring."""
+    result = subprocess.run(
+        [sys.executable, "-c", SHIMMED, json.dumps(options), str(tmp_path / "file")],
+        env={**os.environ, "LD_PRELOAD": str(shim), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    entered = [line.split()[1] for line in result.stderr.splitlines() if line.startswith("enter")]
+    return result.stdout.strip(), [int(count) for count in entered]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_keys_of_the_config_do_what_they_say(shim: Path, tmp_path: Path) -> None:
+    make("io_uring").close()
+    out, together = run_shimmed(shim, tmp_path, {"overlap_events": False}, SHIM_LOG="1")
+    assert out == "io_uring True"
+    assert together.count(8) + together.count(9) >= 8 and sum(together) >= 80  # 40 blocks twice, and the bell
+    out, single = run_shimmed(shim, tmp_path, {"single_submit": True}, SHIM_LOG="1")
+    assert out == "io_uring True"
+    assert sum(count > 0 for count in single) >= 80 and max(single) <= 2
+    out, overlapped = run_shimmed(shim, tmp_path, {}, SHIM_LOG="1")
+    assert out == "io_uring True"
+    assert sum(count > 0 for count in overlapped) > sum(count > 0 for count in together)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_trouble_with_io_uring(shim: Path, tmp_path: Path) -> None:
+    make("io_uring").close()
+    assert run_shimmed(shim, tmp_path, {}, SHIM_NO_RING="1")[0] == "threads True"
+    assert run_shimmed(shim, tmp_path, {"thread_count": 3}, SHIM_TROUBLE="1")[0] == "io_uring True"
+    with pytest.raises(AssertionError, match="cannot have io_uring: Operation not permitted. Containers often forbid"):
+        run_shimmed(shim, tmp_path, {"backend": "io_uring"}, SHIM_NO_RING="1")
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_in_the_middle(tmp_path: Path) -> None:
+    """What was begun is finished."""
+    code = f"""
+import os, sys, torch
+from zerolite.ops.async_io import AsyncIO
+io = AsyncIO(block_size=4096, queue_depth=2, backend=sys.argv[1])
+fd = os.open({str(tmp_path / "file")!r}, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+requests = [io.write(fd, torch.full((100_000,), 5, dtype=torch.uint8), 100_000 * i) for i in range(50)]
+"""
+    for backend in ("threads", "io_uring", "python"):
+        subprocess.run([sys.executable, "-c", code, backend], check=True, timeout=60)
+        assert (tmp_path / "file").read_bytes() == b"\5" * 5_000_000

@@ -1,0 +1,518 @@
+"""Activation checkpointing in one process: the numbers are torch's, and inputs rest where they should."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from zerolite import checkpointing
+from zerolite.config import ActivationCheckpointingConfig, ConfigError
+from zerolite.memory_items import ACTIVATIONS, DEVICE, HOST, listeners
+from zerolite.runtime.activation_checkpointing import attach, current
+from zerolite.runtime.activation_checkpointing.clock import TO_DEVICE, TO_HOST
+from zerolite.runtime.activation_checkpointing.copies import Copies
+from zerolite.runtime.activation_checkpointing.memory import HostMemory
+
+ROWS, WIDTH = 24, 64  # inputs of 6144 bytes
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "host": {"checkpoint_in_cpu": True},
+    "host, one buffer": {"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "num_checkpoints": 4},
+    "profile": {"profile": True, "synchronize": True},
+}
+over_ways = pytest.mark.parametrize("way", WAYS)
+plain_and_host = pytest.mark.parametrize("way", ["plain", "host"])
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    checkpointing.reset()
+
+
+class Block(nn.Module):
+    """``x [ROWS, WIDTH]`` -> the same; dropout, and whatever else is passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0, more: Any = None) -> Any:
+        hidden = F.dropout(F.gelu(self.up(x)), 0.3, self.training) * scale
+        if mask is not None:
+            hidden = hidden * mask
+        if more is not None:
+            hidden = hidden + more["pair"][0] * more["pair"][1]
+        return x + self.down(hidden)
+
+
+def stack(depth: int = 3) -> nn.ModuleList:
+    torch.manual_seed(5)
+    return nn.ModuleList(Block() for _ in range(depth))
+
+
+Call = Callable[..., Any]
+
+
+def of_torch(function: Call, *args: Any, **kwargs: Any) -> Any:
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def numbers(call: Call, forward: Call, autocast: bool = False) -> list[Tensor]:
+    """Loss, gradients and the random state afterwards of ``forward(call, blocks, x)``."""
+    blocks = stack()
+    torch.manual_seed(9)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = forward(call, blocks, x).float().square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad, *(p.grad for p in blocks.parameters() if p.grad is not None), torch.get_rng_state()]
+
+
+def simple(call: Call, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = call(block, x * 1.0)
+    return x
+
+
+def with_everything(call: Call, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    """Keywords, nested structures, values that are no tensors, several outputs, shared, transposed and small inputs."""
+    mask = (torch.rand(ROWS, WIDTH) > 0.2).float()
+    for number, block in enumerate(blocks):
+        pair = [x * 0.5, torch.rand(ROWS, WIDTH, requires_grad=True).tanh()]
+
+        def several(
+            x: Tensor, t: Tensor, small: Tensor, *, mask: Tensor, number: int, more: Any, block: Any = block
+        ) -> dict[str, Any]:
+            hidden = block(x, mask, scale=0.5 + number, more=more)
+            return {"hidden": hidden + t.t() * small, "list": [hidden.sin(), number]}
+
+        outputs = call(several, x * 1.0, (x * 2).t(), x[0, :1], mask=mask, number=number, more={"pair": pair})
+        x = outputs["hidden"] + outputs["list"][0] * outputs["list"][1]
+    return x
+
+
+def nested(call: Call, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    def two(x: Tensor) -> Tensor:
+        return call(blocks[1], call(blocks[0], x) * 2)
+
+    return call(blocks[2], call(two, x * 1.0))
+
+
+def grad_inside(call: Call, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    def function(x: Tensor) -> Tensor:
+        inner = x.sin().cos()
+        (gradient,) = torch.autograd.grad(inner.sum(), x, retain_graph=True)
+        return blocks[0](x) * gradient + inner
+
+    return call(function, x * 1.0)
+
+
+@over_ways
+@pytest.mark.parametrize("forward", [simple, with_everything, nested, grad_inside])
+def test_the_numbers_are_torchs(way: str, forward: Call) -> None:
+    checkpointing.configure(**WAYS[way])
+    autocast = forward is with_everything
+    wanted = numbers(of_torch, forward, autocast)
+    for early in (True, False):
+        with set_checkpoint_early_stop(early):
+            found = numbers(checkpointing.checkpoint, forward, autocast)
+        assert len(found) == len(wanted)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_options_of_torchs_checkpoint_are_torchs() -> None:
+    checkpointing.configure(checkpoint_in_cpu=True)
+    block, x = stack()[0], torch.ones(ROWS, WIDTH)
+    torch.manual_seed(1)
+    out = checkpointing.checkpoint(block, x, preserve_rng_state=False, determinism_check="none", use_reentrant=False)
+    out.sum().backward()
+    drawn_twice = torch.rand(3)
+    torch.manual_seed(1)
+    of_torch(block, x, preserve_rng_state=False).sum().backward()
+    assert torch.equal(torch.rand(3), drawn_twice)
+    with pytest.raises(ValueError, match="expected use_reentrant to be False"):
+        checkpointing.checkpoint(block, x, use_reentrant=True)
+
+
+# -------------------------------------------------------------------- where inputs are
+
+
+class Owned:
+    """Notes who owns what from now on."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[int, str, str]] = []
+
+    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        self.notes.append((storage.nbytes(), item, place))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def owned() -> Iterator[Owned]:
+    notes = Owned()
+    listeners.append(notes)
+    yield notes
+    listeners.remove(notes)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_inputs_leave_the_device(owned: Owned, host: bool) -> None:
+    checkpointing.configure(checkpoint_in_cpu=host)
+    inputs = []
+
+    def forward(x: Tensor) -> Tensor:
+        for block in stack():
+            x = x * 1.0
+            inputs.append(weakref.ref(x))
+            x = checkpointing.checkpoint(block, x)
+        return x.sum()
+
+    loss = forward(torch.ones(ROWS, WIDTH, requires_grad=True))
+    assert [ref() is None for ref in inputs] == [host] * 3
+    assert owned.notes == ([(8192, ACTIVATIONS, HOST)] * 3 if host else [])
+    assert len(current().memory()) == 0
+    loss.backward()
+    del loss
+    assert len(current().memory()) == (3 if host else 0)  # to be used again
+
+
+def test_memory_of_the_host_is_used_again(owned: Owned) -> None:
+    checkpointing.configure(checkpoint_in_cpu=True)
+    blocks = stack()
+    for rows in (ROWS, ROWS, 2 * ROWS, ROWS, 3 * ROWS):
+        simple(checkpointing.checkpoint, blocks, torch.ones(rows, WIDTH, requires_grad=True)).sum().backward()
+        gc.collect()
+        assert len(current().memory()) == 3
+    assert sorted(nbytes for nbytes, _, _ in owned.notes) == [8192] * 3 + [12288] * 3 + [20480] * 3
+
+
+def test_contiguous_inputs_lie_in_one_buffer(owned: Owned, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointing.configure(**WAYS["host, one buffer"])
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    for depth in (4, 4, 3):
+        simple(checkpointing.checkpoint, stack(depth), x).sum().backward()
+    assert owned.notes == [(4 * 8192, ACTIVATIONS, HOST)]
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        simple(checkpointing.checkpoint, stack(6), x).sum().backward()
+    assert owned.notes[1:] == [(8192, ACTIVATIONS, HOST)] * 2
+    assert len(caplog.records) == 1 and "number_checkpoints = 4" in caplog.text
+    longer = torch.ones(2 * ROWS, WIDTH, requires_grad=True)
+    simple(checkpointing.checkpoint, stack(4), longer).sum().backward()
+    assert owned.notes[3:] == [(4 * 12288, ACTIVATIONS, HOST)]
+
+
+def test_what_several_checkpoints_share_stays(owned: Owned) -> None:
+    checkpointing.configure(checkpoint_in_cpu=True)
+    x, mask = torch.ones(ROWS, WIDTH, requires_grad=True), torch.ones(ROWS, WIDTH)
+    kept = weakref.ref(mask)
+    hidden = x
+    for block in stack():
+        hidden = checkpointing.checkpoint(block, hidden * 1.0, mask=mask)
+    assert [nbytes for nbytes, _, _ in owned.notes] == [12288, 8192, 8192]  # x and the mask, then x alone
+    del mask
+    assert kept() is not None
+    hidden.sum().backward()
+    del hidden
+    assert kept() is None
+
+
+def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointing.configure(checkpoint_in_cpu=True)
+    events: list[str] = []
+    launch = Copies.launch
+
+    def noted(self: Copies, pairs: Any, phase: str) -> Any:
+        if pairs:
+            events.append(phase)
+        return launch(self, pairs, phase)
+
+    monkeypatch.setattr(Copies, "launch", noted)
+
+    def follow(block: nn.Module, x: Tensor) -> Tensor:
+        events.append("run")
+        return block(x)
+
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    for block in stack():
+        x = checkpointing.checkpoint(follow, block, x * 1.0)
+    x.sum().backward()
+    forward, backward = events[:6], events[6:]
+    assert forward == [TO_HOST, "run"] * 3
+    assert backward == [TO_DEVICE, TO_DEVICE, "run", TO_DEVICE, "run", "run"]
+
+
+def test_parameters_and_leaves_stay(owned: Owned) -> None:
+    checkpointing.configure(checkpoint_in_cpu=True)
+    leaf = torch.ones(ROWS, WIDTH, requires_grad=True)
+    weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    gaps = torch.ones(ROWS, 2 * WIDTH)[:, :WIDTH]
+    checkpointing.checkpoint(lambda x, w, g: (x @ w * g).sin(), leaf, weight, gaps).sum().backward()
+    assert owned.notes == []
+    assert leaf.grad is not None and weight.grad is not None
+
+
+# -------------------------------------------------------------------- what else may happen
+
+
+@plain_and_host
+def test_backward_twice_over_one_graph(way: str) -> None:
+    checkpointing.configure(**WAYS[way])
+    results = []
+    for call in (of_torch, checkpointing.checkpoint):
+        blocks = stack()
+        torch.manual_seed(3)
+        loss = simple(call, blocks, torch.ones(ROWS, WIDTH, requires_grad=True)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([p.grad for p in blocks.parameters()])
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@plain_and_host
+def test_without_gradients_it_is_a_plain_call(way: str, owned: Owned) -> None:
+    checkpointing.configure(**WAYS[way])
+    block, x = stack()[0].eval(), torch.ones(ROWS, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(checkpointing.checkpoint(block, x), block(x))
+    with torch.inference_mode():
+        assert torch.equal(checkpointing.checkpoint(block, x * 1.0), block(x))
+    assert owned.notes == []
+
+
+@plain_and_host
+def test_an_exception_in_forward_leaves_nothing(way: str) -> None:
+    checkpointing.configure(**WAYS[way])
+    blocks, x = stack(), torch.ones(ROWS, WIDTH, requires_grad=True)
+
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("midway")
+
+    hidden = x * 1.0
+    known = weakref.ref(hidden)
+    with pytest.raises(KeyError, match="midway"):
+        checkpointing.checkpoint(fails, hidden)
+    del hidden
+    gc.collect()
+    assert known() is None
+    assert all(map(torch.equal, numbers(checkpointing.checkpoint, nested), numbers(of_torch, nested)))
+    simple(checkpointing.checkpoint, blocks, x).sum().backward()
+
+
+@plain_and_host
+def test_an_exception_in_backward_leaves_nothing(way: str) -> None:
+    checkpointing.configure(**WAYS[way])
+    block, calls = stack()[0], []
+
+    def fails_again(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("again")
+        return block(x)
+
+    out = checkpointing.checkpoint(block, checkpointing.checkpoint(fails_again, torch.ones(ROWS, WIDTH) * 1.0))
+    with pytest.raises(KeyError, match="again"):
+        out.sum().backward()
+    assert all(map(torch.equal, numbers(checkpointing.checkpoint, nested), numbers(of_torch, nested)))
+
+
+@plain_and_host
+@pytest.mark.parametrize("inside", [False, True])
+def test_inputs_that_are_written_into(way: str, inside: bool) -> None:
+    checkpointing.configure(**WAYS[way])
+    x = torch.ones(ROWS, WIDTH, requires_grad=True) * 1.0
+
+    def function(x: Tensor) -> Tensor:
+        result = x.sin() * 2
+        if inside:
+            x.add_(1)
+        return result.cos()
+
+    out = checkpointing.checkpoint(function, x)
+    if not inside:
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@plain_and_host
+def test_recomputation_that_differs_is_found(way: str) -> None:
+    checkpointing.configure(**WAYS[way])
+    calls = []
+
+    def other_shape(x: Tensor) -> Tensor:
+        calls.append(1)
+        return (x[: -len(calls)] * 2).sin().sum()
+
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
+        checkpointing.checkpoint(other_shape, torch.ones(ROWS, WIDTH, requires_grad=True) * 1.0).backward()
+
+
+def test_times_are_told() -> None:
+    told: list[Any] = []
+    settings = ActivationCheckpointingConfig(cpu_checkpointing=True, profile=True)
+    model = nn.Sequential(*stack())
+    attached = attach(model, settings, torch.device("cpu"), lambda step, times: told.append((step, dict(times))))
+    for module in model:
+        module.forward = lambda x, block=copy.deepcopy(module): checkpointing.checkpoint(block, x * 1.0)
+    for step in (1, 2):
+        model(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
+        attached.end_step(step)
+    assert [step for step, _ in told] == [1, 2]
+    for _, times in told:
+        assert times.pop("gather") == 0
+        assert all(milliseconds > 0 for milliseconds in times.values()), times
+
+
+# -------------------------------------------------------------------- what the user says
+
+
+def test_configure_and_reset() -> None:
+    assert not checkpointing.is_configured()
+    checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}, profile=False)
+    assert checkpointing.is_configured()
+    assert current().settings == ActivationCheckpointingConfig(cpu_checkpointing=True)
+    checkpointing.reset()
+    assert not checkpointing.is_configured()
+    assert current().settings == ActivationCheckpointingConfig()
+
+
+def test_contradictions_are_said() -> None:
+    with pytest.raises(ValueError, match="expected num_checkpoints.*got None"):
+        checkpointing.configure(contiguous_checkpointing=True, checkpoint_in_cpu=True)
+    with pytest.raises(ValueError, match="got neither"):
+        checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=2)
+    with pytest.raises(ValueError, match="got list, which has neither; pass group="):
+        checkpointing.configure([])
+    assert not checkpointing.is_configured()
+
+
+# -------------------------------------------------------------------- modules that an engine checkpoints
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = stack()
+        self.again = self.blocks[0]
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.again(x))
+
+
+def ignore(step: int, times: Any) -> None:
+    """Of a clock."""
+
+
+def attached_to(model: nn.Module, *patterns: str, **settings: Any) -> Any:
+    return attach(model, ActivationCheckpointingConfig(modules=patterns, **settings), torch.device("cpu"), ignore)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "number"),
+    [(("blocks.*",), 3), (("Block",), 3), (("*.up",), 3), (("again", "blocks.1"), 2), (("*",), 5), (("*Linear",), 8)],
+)
+@pytest.mark.parametrize("host", [False, True])
+def test_modules_are_checkpointed_by_name_and_class(patterns: tuple[str, ...], number: int, host: bool) -> None:
+    results = []
+    for attaches in (False, True):
+        model = Model()
+        if attaches:
+            attached = attached_to(model, *patterns, cpu_checkpointing=host)
+            assert sum(type(handle).__name__ == "CheckpointedCall" for handle in attached.handles) == number
+        torch.manual_seed(2)
+        loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_hooks_run_again_in_backward_and_handles_are_removed() -> None:
+    model, calls = Model(), []
+    attached = attached_to(model, "blocks.*")
+    model.blocks[1].register_forward_pre_hook(lambda module, args: calls.append(1))
+    model(torch.ones(ROWS, WIDTH)).sum().backward()
+    assert len(calls) == 2
+    for handle in attached.handles:
+        handle.remove()
+    model(torch.ones(ROWS, WIDTH)).sum().backward()
+    assert len(calls) == 3
+
+
+def test_copies_of_the_model_are_as_it_was() -> None:
+    model = Model()
+    attached = attached_to(model, "blocks.*", cpu_checkpointing=True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))):
+        calls: list[int] = []
+        other.blocks[1].register_forward_pre_hook(lambda module, args, calls=calls: calls.append(id(module)))
+        other(torch.ones(ROWS, WIDTH)).sum().backward()
+        assert calls == [id(other.blocks[1])]
+    assert attached.checkpointing is not None
+
+
+def test_an_engines_settings_hold_inside_its_forward_only() -> None:
+    inside = []
+
+    class Asks(nn.Module):
+        def forward(self, fail: bool) -> None:
+            inside.append(current().settings.cpu_checkpointing)
+            if fail:
+                raise KeyError
+
+    model = Asks()
+    attached = attached_to(model, cpu_checkpointing=True)
+    model(False)
+    with pytest.raises(KeyError):
+        model(True)
+    assert inside == [True, True]
+    assert not current().settings.cpu_checkpointing
+    del attached
+    model(False)
+    assert inside[-1] is False
+
+
+def test_patterns_that_match_nothing() -> None:
+    with pytest.raises(ConfigError, match='got "block.\\*", which matches none; the nearest name is "blocks.0"'):
+        attached_to(Model(), "blocks.*", "block.*")
+    with pytest.raises(ConfigError, match='the nearest name is "Block"'):
+        attached_to(Model(), "Blocks")
+    with pytest.raises(ConfigError, match="got 'inner', which is TorchScript"):
+        attached_to(nn.ModuleDict({"inner": torch.jit.script(nn.Linear(2, 2))}), "inner")
+
+
+def test_memory_on_the_host_that_is_too_small_is_let_go() -> None:
+    quiet: list[int] = []
+    memory = HostMemory(False, lambda: quiet.append(1))
+    region = memory.take(100)
+    assert region.memory.numel() == 4096 and memory.place == HOST != DEVICE
+    del region
+    assert len(memory.memory()) == 1
+    assert memory.take(5000).memory.numel() == 8192
+    assert quiet == [1]
+    assert [buffer.numel() for buffer in memory.memory()] == [8192]

@@ -1,0 +1,482 @@
+"""The swap file: tensors on disk that two ways lead to, space that is really there and really goes, errors that say what
+is wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import logging
+import mmap
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
+from zerolite.pinned_memory import host_memory
+from zerolite.runtime.zero import swap_file
+from zerolite.runtime.zero.space import Space
+from zerolite.runtime.zero.swap_file import NoRoom, SwapFile
+
+KEY = "zero_optimization.offload_optimizer.nvme_path"
+BLOCK = 4096
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def io() -> Iterator[AsyncIO]:
+    with AsyncIO(block_size=4 * BLOCK, queue_depth=4) as io:
+        yield io
+
+
+@pytest.fixture
+def file(io: AsyncIO, tmp_path: Path) -> Iterator[SwapFile]:
+    file = SwapFile(tmp_path, io, 3, KEY)
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    result = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        pytest.skip(f"mounting a file system is not allowed here: {result.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def staging(nbytes: int) -> torch.Tensor:
+    return host_memory(-(-nbytes // BLOCK) * BLOCK, pin=False)[:nbytes]
+
+
+def fill(tensor: torch.Tensor, generator: random.Random) -> torch.Tensor:
+    content = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    return tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, generator=content))
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_both_ways_to_a_tensor_show_the_same(
+    place: str, direct: bool, io: AsyncIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk through everything that can be done with three tensors of odd sizes, beside tensors in memory."""
+    directory = tmp_path if place == "disk" else Path("/dev/shm")
+    if not directory.is_dir():
+        pytest.skip("there is no /dev/shm")
+    if not direct:
+        monkeypatch.setattr(SwapFile, "_open_direct", lambda self: None)
+    file = SwapFile(directory, io, 0, KEY)
+    if direct and not file.direct:
+        pytest.skip(f"no direct I/O in {directory}")
+    chance = random.Random(7)
+    sizes = (5, 3 * BLOCK, 41 * BLOCK + 17)
+    tensors, models = [file.zeros(n) for n in sizes], [torch.zeros(n, dtype=torch.uint8) for n in sizes]
+    for _ in range(300):
+        index = chance.randrange(len(sizes))
+        tensor, model, size = tensors[index], models[index], sizes[index]
+        start = chance.randrange(-(-size // BLOCK)) * BLOCK
+        blocks = chance.randint(1, 12) * BLOCK
+        end = min(start + blocks, size)
+        what = chance.randrange(5)
+        if what == 0:
+            low = chance.randrange(size)
+            fill(model[low : low + 9000], chance)
+            tensor[low : low + 9000] = model[low : low + 9000]
+        elif what == 1:
+            source = fill(staging(end - start), chance)
+            file.write(tensor[start:end], source).wait()
+            model[start:end] = source
+        elif what == 2:
+            into = staging(end - start)
+            file.read(tensor[start:end], into).wait()
+            assert torch.equal(into, model[start:end])
+        elif what == 3:
+            assert torch.equal(tensor, model)
+        else:
+            file.forget_cached()
+    assert all(map(torch.equal, tensors, models))
+    file.close()
+    assert all(map(torch.equal, tensors, models))  # they live on
+
+
+def test_typed_views(file: SwapFile) -> None:
+    resting = file.zeros(10_001 * 4).view(torch.float32)
+    halves = [resting[: 8 * BLOCK // 4], resting[8 * BLOCK // 4 :]]
+    sources = [staging(half.numel() * 4).view(torch.float32).normal_() for half in halves]
+    for transfer in [file.write(half, source) for half, source in zip(halves, sources, strict=True)]:
+        transfer.wait()
+    assert torch.equal(resting, torch.cat(sources))
+    bits = staging(resting.numel() * 4).view(torch.bfloat16)
+    file.read(resting.view(torch.bfloat16), bits).wait()
+    assert torch.equal(bits.view(torch.float32), resting)
+
+
+def test_nothing_to_transfer(file: SwapFile) -> None:
+    empty = file.zeros(0)
+    assert empty.dtype == torch.uint8 and empty.numel() == 0 and file.nbytes == 0
+    file.write(empty, torch.empty(0)).wait()
+    file.read(empty, torch.empty(0)).wait()
+
+
+def test_what_cannot_be_transferred(file: SwapFile) -> None:
+    resting, memory = file.zeros(8 * BLOCK), staging(9 * BLOCK)
+    for view, other, words in (
+        (resting[1:], memory[: 8 * BLOCK - 1], "begins at a multiple of 4096 bytes, got one at byte 1"),
+        (resting[::2], memory[: 4 * BLOCK], "begins at a multiple"),
+        (resting, memory[: 7 * BLOCK], "expected 32768 bytes, got 28672"),
+        (resting, memory[1 : 8 * BLOCK + 1], "expected memory that begins at a multiple of 4096 bytes"),
+        (torch.zeros(BLOCK, dtype=torch.uint8), memory[:BLOCK], "expected a tensor of the swap file of rank 3 in"),
+    ):
+        for move in (file.read, file.write):
+            with pytest.raises(ValueError, match=words):
+                move(view, other)
+    with pytest.raises(ValueError, match="expected a view that ends with a block of 4096 bytes, got 100 bytes"):
+        file.write(resting[:100], memory[:100])  # the block would end with whatever comes after the source
+    with pytest.raises(ValueError, match="expected memory of 8192 bytes, got 5000"):
+        file.read(resting[:5000], host_memory(5000, pin=False))
+
+
+def test_space_is_allocated_at_once_and_comes_back(file: SwapFile) -> None:
+    def on_disk() -> int:
+        return os.stat(f"/proc/self/fd/{file._fd}").st_blocks * 512
+
+    first, second, third = (file.zeros(MIB + 5) for _ in range(3))
+    allocated = 3 * (MIB + BLOCK)
+    assert file.nbytes == allocated <= on_disk()
+    file.write(second, staging(MIB + 5).fill_(9)).wait()
+    del second
+    gc.collect()
+    assert on_disk() <= allocated - MIB
+    again = file.zeros(MIB)  # where the second was
+    assert file.nbytes == allocated and not again.any()
+    assert first.data_ptr() != again.data_ptr() != third.data_ptr()
+    del first, again, third
+    gc.collect()
+    assert not file.zeros(7).any()
+    assert file.nbytes == BLOCK
+
+
+def test_zeros_where_holes_cannot_be_punched(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = swap_file._libc()
+    monkeypatch.setattr(libc, "fallocate", lambda *_: -1)
+    keep = [file.zeros(3 * BLOCK).fill_(1), file.zeros(BLOCK).fill_(2)]
+    del keep[0]
+    gc.collect()
+    assert not file.zeros(2 * BLOCK).any() and keep[0].eq(2).all()
+
+
+def test_descriptors_do_not_grow_with_tensors(file: SwapFile) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = [file.zeros(100).fill_(i) for i in range(200)]
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert [int(tensor[99]) for tensor in tensors] == list(range(200))
+
+
+def test_full_disk(io: AsyncIO, small_disk: Path) -> None:
+    """For real: what fits is there, what does not is an error at the start, and nothing is lost by it."""
+    file = SwapFile(small_disk, io, 1, KEY)
+    kept = file.zeros(600_000).fill_(7)
+    with pytest.raises(NoRoom) as raised:
+        file.zeros(600_000)
+    sentence = str(raised.value)
+    for words in (KEY, "room for 602112 bytes (602.11 KB) more", "rank 1 in " + str(small_disk), "has 602112 bytes"):
+        assert words in sentence
+    assert "No space left on device" in sentence and "446464 bytes (446.46 KB) are free there" in sentence
+    assert raised.value.errno == errno.ENOSPC
+    assert file.nbytes == 602_112 and kept.eq(7).all()
+    file.zeros(300_000).fill_(8)
+    into = staging(600_000)
+    file.read(kept, into).wait()
+    assert into.eq(7).all()
+    file.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO], ids=errno.errorcode.get)
+def test_failures_of_allocation(number: int, file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    file.zeros(BLOCK)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail)
+        with pytest.raises(
+            OSError, match=f"{KEY}: expected room for 8192 bytes .* and got: {os.strerror(number)}"
+        ) as e:
+            file.zeros(5000)
+    assert e.value.errno == number
+    assert isinstance(e.value, NoRoom) == (number != errno.EIO)
+    assert not file.zeros(5000).any() and file.nbytes <= 3 * BLOCK
+
+
+def test_directories_that_cannot_be_used(io: AsyncIO, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, words in (
+        (tmp_path / "missing", "does not exist; make it or name another one"),
+        (tmp_path / "file", "is not a directory; make it or name another one"),
+        (Path("/proc"), "expected a directory in which files can be made, and making one in /proc failed:"),
+    ):
+        with pytest.raises(OSError, match=words) as raised:
+            SwapFile(place, io, 0, KEY)
+        assert KEY in str(raised.value) and str(place) in str(raised.value)
+    (tmp_path / "gone").mkdir()
+    file = SwapFile(tmp_path / "gone", io, 0, KEY)
+    (tmp_path / "gone").rmdir()  # nothing is in it
+    assert not file.zeros(MIB).any()
+    file.close()
+
+
+def test_file_systems_without_nameless_files(io: AsyncIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def without(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", without)
+    file = SwapFile(tmp_path, io, 5, KEY)
+    assert not list(tmp_path.iterdir())
+    assert "zerolite-swap-rank5-" in os.readlink(f"/proc/self/fd/{file._fd}")
+    assert not file.zeros(MIB).any()
+    file.close()
+
+
+def test_file_systems_without_direct_io(
+    io: AsyncIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.open
+
+    def without(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", without)
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        files = [SwapFile(tmp_path, io, 0, KEY) for _ in range(2)]
+    assert caplog.text.count("does not allow direct I/O (Invalid argument)") == 1
+    assert str(tmp_path) in caplog.text and KEY in caplog.text
+    for file in files:
+        assert not file.direct
+        resting = file.zeros(9999)
+        file.write(resting, staging(9999).fill_(4)).wait()
+        assert resting.eq(4).all()
+        file.close()
+
+
+def in_fork(work: Callable[[], None]) -> int:
+    """The id of a process that has done the work, and waits."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+            os.write(writer, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(reader, 1) == b"x"
+    os.close(reader)
+    return pid
+
+
+def test_nothing_is_left_by_a_process_that_is_killed(small_disk: Path) -> None:
+    def free() -> int:
+        return os.statvfs(small_disk).f_bfree * os.statvfs(small_disk).f_frsize
+
+    def work() -> None:
+        file = SwapFile(small_disk, AsyncIO(block_size=BLOCK), 0, KEY)
+        resting = file.zeros(500_000).fill_(1)
+        kept.extend((file, resting, file.write(resting, staging(500_000))))
+
+    kept: list[object] = []
+    before = free()
+    pid = in_fork(work)
+    assert free() <= before - 500_000
+    assert not list(small_disk.iterdir())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert free() == before
+
+
+def test_a_fork_does_not_touch_its_parents_file(io: AsyncIO, tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, io, 0, KEY)
+    tensors = [file.zeros(5000).fill_(6)]
+    refused: list[str] = []
+
+    def work() -> None:
+        for call in (lambda: file.zeros(1), file.forget_cached):
+            try:
+                call()
+            except RuntimeError as error:
+                refused.append(str(error))
+        file.close()
+        tensors.clear()
+        gc.collect()
+        assert len(refused) == 2 and "a fork" in refused[0]
+
+    pid = in_fork(work)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert tensors[0].eq(6).all()
+    into = staging(5000)
+    file.read(tensors[0], into).wait()
+    assert into.eq(6).all()
+    file.close()
+
+
+def test_a_file_that_somebody_cut(file: SwapFile) -> None:
+    """An error where the bytes are missed, not a signal."""
+    resting, into = file.zeros(20 * BLOCK), staging(20 * BLOCK)
+    os.truncate(f"/proc/self/fd/{file._fd}", 7 * BLOCK)
+    with pytest.raises(UnexpectedEnd) as raised:
+        file.read(resting, into).wait()
+    assert raised.value.strerror == (
+        f"reading 81920 bytes at byte 0 of the swap file of rank 3 in {file.directory} failed after 28672 of them: the "
+        "file ends at byte 28672"
+    )
+    file.write(resting, into.fill_(3)).wait()  # makes it whole
+    assert resting.eq(3).all()
+
+
+def test_an_error_of_the_disk(file: SwapFile) -> None:
+    resting = file.zeros(2 * BLOCK)
+    fd = file._fd if file._direct is None else file._direct
+    kept = os.dup(fd)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), fd)
+    transfer = file.write(resting, staging(2 * BLOCK))
+    for _ in range(2):
+        with pytest.raises(
+            OSError, match="writing 8192 bytes at byte 0 of the swap file of rank 3 in .* Bad file desc"
+        ):
+            transfer.wait()
+    os.dup2(kept, fd)
+    os.close(kept)
+    file.write(resting, staging(2 * BLOCK).fill_(1)).wait()
+    assert resting.eq(1).all()
+
+
+def test_transfers_keep_their_ends_alive(file: SwapFile) -> None:
+    resting = file.zeros(4 * MIB)
+    address = resting.data_ptr()
+    transfers = [file.write(resting, staging(4 * MIB).fill_(9)), file.read(resting, staging(4 * MIB))]
+    del resting
+    gc.collect()
+    assert address in file._offsets
+    for transfer in transfers:
+        transfer.wait()
+    del transfer
+    transfers.clear()
+    gc.collect()
+    assert not file._offsets
+
+
+def test_closing(io: AsyncIO, tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, io, 0, KEY)
+    before = len(os.listdir("/proc/self/fd"))
+    resting = file.zeros(4 * MIB)
+    transfer = file.write(resting, staging(4 * MIB).fill_(9))
+    file.close()
+    file.close()
+    assert resting.eq(9).all()
+    transfer.wait()
+    assert len(os.listdir("/proc/self/fd")) < before
+    for call in (lambda: file.zeros(1), lambda: file.read(resting, staging(4 * MIB)), file.forget_cached):
+        with pytest.raises(ValueError, match="the swap file of rank 0 in .* is closed"):
+            call()
+    del resting
+    gc.collect()
+
+
+def test_a_file_that_is_dropped_goes_with_its_last_tensor(io: AsyncIO, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    tensor = SwapFile(tmp_path, io, 0, KEY).zeros(100)
+    gc.collect()
+    tensor.fill_(1)
+    del tensor
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_forgetting_what_is_cached(file: SwapFile) -> None:
+    def cached(tensor: torch.Tensor) -> int:
+        pages = (ctypes.c_ubyte * -(-tensor.numel() // mmap.PAGESIZE))()
+        assert (
+            ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), pages) == 0
+        )
+        return sum(page & 1 for page in bytes(pages))
+
+    resting = file.zeros(MIB).fill_(5)
+    assert cached(resting) == MIB // mmap.PAGESIZE
+    file.forget_cached()
+    if cached(resting):
+        pytest.skip(f"{file.directory} is a file system in memory")
+    assert resting.eq(5).all()
+
+
+def test_checksums(io: AsyncIO, tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, io, 0, KEY, checksums=True)
+    resting, into = file.zeros(10 * BLOCK + 9), staging(10 * BLOCK + 9)
+    parts = [resting[: 4 * BLOCK], resting[4 * BLOCK : 8 * BLOCK], resting[8 * BLOCK :]]
+    chance = random.Random(1)
+    for part in parts:
+        file.write(part, fill(staging(part.numel()), chance)).wait()
+    file.read(resting, into).wait()
+    assert torch.equal(into, resting)
+    damage = torch.tensor([int(into[5 * BLOCK + 77]) ^ 1], dtype=torch.uint8)
+    resting[5 * BLOCK + 77] = damage.item()
+    file.read(parts[0], into[: 4 * BLOCK]).wait()
+    for view, buffer in ((resting, into), (parts[1], into[: 4 * BLOCK])):
+        words = "16384 bytes at byte 16384 of the swap file of rank 0 in .* are not those that were written there: their CRC"
+        with pytest.raises(OSError, match=words):
+            file.read(view, buffer).wait()
+    file.write(resting[4 * BLOCK : 6 * BLOCK], staging(2 * BLOCK)).wait()  # the sum of the whole part is void
+    file.read(resting, into).wait()
+    resting[-1] ^= 1
+    with pytest.raises(OSError, match="16384|8201 bytes at byte 32768"):
+        file.read(resting, into).wait()
+    file.forget_cached()
+    file.read(resting, into).wait()
+    file.write(resting, into).wait()
+    del resting, parts, view
+    gc.collect()
+    again = file.zeros(10 * BLOCK + 9)
+    file.read(again, into).wait()  # the sums of what was here before are not its own
+    assert not into.any()
+    file.close()
+
+
+def test_space_never_gives_a_part_twice() -> None:
+    space, chance = Space(), random.Random(3)
+    taken: dict[int, int] = {}
+    dirty: set[int] = set()
+    for _ in range(3000):
+        if taken and chance.random() < 0.5:
+            offset = chance.choice(list(taken))
+            nbytes, clean = taken.pop(offset), chance.random() < 0.7
+            (dirty.difference_update if clean else dirty.update)(range(offset, offset + nbytes))
+            space.give_back(offset, nbytes, clean)
+        else:
+            nbytes = chance.randint(1, 20)
+            offset, clean = space.take(nbytes)
+            part = range(offset, offset + nbytes)
+            assert all(other + taken[other] <= offset or offset + nbytes <= other for other in taken)
+            assert part.stop <= space.end
+            assert not (clean and dirty.intersection(part))
+            taken[offset] = nbytes
+        dirty = {byte for byte in dirty if byte < space.end}  # a file that grows again reads as zeros
+    for offset, nbytes in taken.items():
+        space.give_back(offset, nbytes, True)
+    assert space.end == 0

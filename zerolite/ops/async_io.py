@@ -1,0 +1,235 @@
+"""Reads and writes of files beside other work: the op of csrc/aio, in Python's place where it cannot be built.
+
+Nothing here is a collective, and nothing waits but what is called wait, close or stop. Threads may share an AsyncIO; a
+fork of the process may not use it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import functools
+import logging
+import os
+import threading
+import weakref
+from typing import Protocol
+
+import torch
+
+from zerolite.ops.io_library import LibraryIO, why_unavailable
+from zerolite.ops.io_reference import END_OF_FILE, Outcome, PythonIO
+
+logger = logging.getLogger("zerolite")
+
+BACKENDS = ("auto", "io_uring", "threads", "python")
+ALIGNMENT = 4096
+"""Bytes: what travels past the page cache begins at a multiple in memory and in the file, and is a multiple long."""
+_MOST_IN_FLIGHT = 4096
+_LARGEST_BLOCK = 1 << 30
+_SLICE_S = 0.5  # of waiting, between which Python sees signals
+
+
+class UnexpectedEnd(OSError):
+    """The file ends before the bytes that were to be read."""
+
+
+class Backend(Protocol):
+    """Who does it. ``submit`` gives a ticket, which is valid until ``wait`` has given an outcome for it."""
+
+    name: str
+
+    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> int: ...
+
+    def wait(self, ticket: int, timeout_s: float) -> Outcome | None: ...
+
+    def ended(self, ticket: int) -> bool: ...
+
+    def stop(self) -> None: ...
+
+
+class Request:
+    """A read or a write under way; the tensor lives until it has ended."""
+
+    def __init__(
+        self, backend: Backend, write: bool, fd: int, memory: tuple[torch.Tensor, int], offset: int, file: str
+    ):
+        """memory: a tensor and the bytes from its beginning on."""
+        tensor, self._nbytes = memory
+        self._memory: torch.Tensor | None = tensor
+        self._backend = backend
+        self._write = write
+        self._offset = offset
+        self._file = file
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._outcome: Outcome | None = None
+        self._ticket = backend.submit(write, fd, tensor.data_ptr(), self._nbytes, offset)
+
+    def wait(self) -> None:
+        """Until it has ended; sleeps, and lets other threads run. May be called several times, by any thread.
+
+        Raises:
+            UnexpectedEnd: of a read, the file ends too early.
+            OSError: with the operating system's number; the sentence says file, position and bytes.
+        """
+        _check_process(self._pid)
+        with self._lock:
+            while self._outcome is None:
+                self._outcome = self._backend.wait(self._ticket, _SLICE_S)
+            self._memory = None
+        if self._outcome.error:
+            raise self._failure(self._outcome)
+
+    def ended(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        _check_process(self._pid)
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody waits for it
+        try:
+            return self._outcome is not None or self._backend.ended(self._ticket)
+        finally:
+            self._lock.release()
+
+    def _failure(self, outcome: Outcome) -> OSError:
+        what = f"{'writing' if self._write else 'reading'} {self._nbytes} bytes at byte {self._offset} of {self._file}"
+        if outcome.error == END_OF_FILE:
+            return UnexpectedEnd(
+                errno.EIO, f"{what} failed after {outcome.done} of them: the file ends at byte {outcome.position}"
+            )
+        return OSError(
+            outcome.error,
+            f"{what} failed after {outcome.done} of them, at byte {outcome.position}: {os.strerror(outcome.error)}",
+        )
+
+    def __del__(self) -> None:
+        if getattr(self, "_ticket", None) is None or self._outcome is not None or self._pid != os.getpid():
+            return
+        try:
+            self.wait()
+        except OSError as error:
+            logger.warning("Nobody waited for what has failed: %s.", error)
+
+
+class AsyncIO:
+    """Reads and writes in blocks, several of them in flight at once.
+
+    block_size: bytes of a block; what is longer is divided. queue_depth: most blocks in flight, of all requests
+    together. thread_count: threads that hand blocks to io_uring and take them back, each with a ring and a part of the
+    depth (without io_uring every block in flight has a thread). single_submit: io_uring gets each block with a call of
+    its own rather than as many as there are. overlap_events: blocks that are done are replaced at once; otherwise a
+    batch ends before the next one begins. backend: one of :data:`BACKENDS`; "auto" is the first of the others that
+    there is here.
+
+    Raises ValueError for arguments out of range, and RuntimeError if a backend that is asked for by name is not there.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 8,
+        thread_count: int = 1,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        if not (0 < block_size <= _LARGEST_BLOCK and block_size % ALIGNMENT == 0):
+            raise ValueError(
+                f"aio.block_size: expected a multiple of {ALIGNMENT} up to {_LARGEST_BLOCK} (1 GiB), got {block_size}"
+            )
+        for name, value in (("queue_depth", queue_depth), ("thread_count", thread_count)):
+            if not 1 <= value <= _MOST_IN_FLIGHT:
+                raise ValueError(f"aio.{name}: expected a number from 1 to {_MOST_IN_FLIGHT}, got {value}")
+        if backend not in BACKENDS:
+            raise ValueError(f"expected a backend of {', '.join(BACKENDS)}, got {backend!r}")
+        self._pid = os.getpid()
+        self._backend = _make(block_size, queue_depth, thread_count, single_submit, overlap_events, backend)
+        self._closed = False
+        _open.add(self)
+
+    @property
+    def backend(self) -> str:
+        """One of :data:`BACKENDS` but "auto"."""
+        return self._backend.name
+
+    def read(self, fd: int, into: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> Request:
+        """Begin to read the bytes of an open file from ``offset`` on into a contiguous tensor on the CPU.
+
+        nbytes: by default as many as the tensor has; more, if its storage goes on so far. file: its name, for errors.
+        Raises ValueError if the arguments do not fit together.
+        """
+        return self._begin(False, fd, into, offset, nbytes, file)
+
+    def write(self, fd: int, source: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> Request:
+        """Begin to write the bytes of a tensor, which must not change until the request has ended. Otherwise as
+        :meth:`read`."""
+        return self._begin(True, fd, source, offset, nbytes, file)
+
+    def _begin(self, write: bool, fd: int, tensor: torch.Tensor, offset: int, nbytes: int | None, file: str) -> Request:
+        _check_process(self._pid)
+        if self._closed:
+            raise ValueError("this AsyncIO is closed")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(
+                f"expected a contiguous tensor on the CPU, got strides {tensor.stride()} on {tensor.device}"
+            )
+        start, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+        size = size if nbytes is None else nbytes
+        if size < 0 or start + size > tensor.untyped_storage().nbytes():
+            raise ValueError(f"expected memory of {size} bytes, got {tensor.untyped_storage().nbytes() - start}")
+        if offset < 0 or fd < 0:
+            raise ValueError(f"expected an open file and a position in it, got {fd} and {offset}")
+        return Request(self._backend, write, fd, (tensor, size), offset, file or f"file {fd}")
+
+    def close(self) -> None:
+        """Until all requests have ended; nothing can be submitted afterwards. May be called several times."""
+        if not self._closed and self._pid == os.getpid():
+            self._closed = True
+            self._backend.stop()
+        _open.discard(self)
+
+    def __enter__(self) -> AsyncIO:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closed"):
+            self.close()
+
+
+_open: weakref.WeakSet[AsyncIO] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for io in list(_open):
+        io.close()
+
+
+def _check_process(pid: int) -> None:
+    if pid != os.getpid():
+        raise RuntimeError(
+            f"Asynchronous I/O was begun in process {pid}, and this is process {os.getpid()}, a fork of it: it has to "
+            "make an AsyncIO of its own."
+        )
+
+
+def _make(
+    block_size: int, queue_depth: int, thread_count: int, single_submit: bool, overlap_events: bool, backend: str
+) -> Backend:
+    if backend != "python":
+        reason = why_unavailable()
+        if reason is None:
+            return LibraryIO(block_size, queue_depth, thread_count, single_submit, overlap_events, backend)
+        if backend != "auto":
+            raise RuntimeError(f"Asynchronous I/O with {backend} is not available: {reason}")
+        if os.environ.get("ZEROLITE_KERNELS") != "0":
+            _warn_once(f"The library for asynchronous I/O is not available, Python's threads do it instead: {reason}")
+    return PythonIO(block_size, queue_depth)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -1,0 +1,125 @@
+"""The library of csrc/aio, called through ctypes, which lets other Python threads run during every call."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+
+from zerolite import op_builder
+from zerolite.ops.io_reference import Outcome
+
+ABI = 1
+_BACKENDS = {"auto": 0, "io_uring": 1, "threads": 2}
+
+
+class _Options(Structure):
+    _fields_ = [
+        ("block_size", c_int64),
+        ("queue_depth", c_int32),
+        ("threads", c_int32),
+        ("single_submit", c_int32),
+        ("overlap_events", c_int32),
+        ("backend", c_int32),
+    ]
+
+
+class _Outcome(Structure):
+    _fields_ = [("error", c_int32), ("done", c_int64), ("position", c_int64)]
+
+
+class LibraryIO:
+    """The options are those of :class:`zerolite.ops.async_io.AsyncIO`; backend: "auto", "io_uring" or "threads"."""
+
+    def __init__(
+        self,
+        block_size: int,
+        queue_depth: int,
+        thread_count: int,
+        single_submit: bool,
+        overlap_events: bool,
+        backend: str,
+    ) -> None:
+        """Raises RuntimeError if the system refuses its threads, or the io_uring that is asked for."""
+        library = _load()
+        if isinstance(library, str):
+            raise RuntimeError(library)
+        self._library = library
+        options = _Options(
+            block_size, queue_depth, thread_count, int(single_submit), int(overlap_events), _BACKENDS[backend]
+        )
+        error = c_int32()
+        self._handle: int | None = library.zl_aio_create(options, error)
+        if self._handle is None:
+            what = "io_uring" if backend == "io_uring" else "its threads"
+            raise RuntimeError(
+                f"Asynchronous I/O cannot have {what}: {os.strerror(error.value)}. Containers often forbid io_uring; "
+                'with the backend "auto" threads do the same.'
+            )
+        number = library.zl_aio_backend_of(self._handle)
+        self.name = next(name for name, code in _BACKENDS.items() if code == number)
+
+    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> int:
+        ticket: int = self._library.zl_aio_submit(self._handle, int(write), fd, address, nbytes, offset)
+        if ticket < 0:
+            raise OSError(-ticket, f"asynchronous I/O takes no request: {os.strerror(-ticket)}")
+        return ticket
+
+    def wait(self, ticket: int, timeout_s: float) -> Outcome | None:
+        """None if the request has not ended after so many seconds. Its ticket is not valid afterwards."""
+        outcome = _Outcome()
+        error = self._library.zl_aio_wait(self._handle, ticket, int(timeout_s * 1000), outcome)
+        if error == errno.ETIMEDOUT:
+            return None
+        if error:
+            raise OSError(error, f"nobody can wait for this request: {os.strerror(error)}")
+        return Outcome(outcome.error, outcome.done, outcome.position)
+
+    def ended(self, ticket: int) -> bool:
+        answer = self._library.zl_aio_ended(self._handle, ticket)
+        if answer < 0:
+            raise OSError(-answer, f"there is no such request: {os.strerror(-answer)}")
+        return bool(answer)
+
+    def stop(self) -> None:
+        """Until everything has ended. How it ended can be asked for still."""
+        self._library.zl_aio_stop(self._handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self._library.zl_aio_destroy(self._handle)
+
+
+def why_unavailable() -> str | None:
+    """None if the library is here or can be built, which this does; else a sentence with the cause and the remedy."""
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    try:
+        library = op_builder.load("async_io")
+    except (op_builder.OpUnavailable, OSError) as error:
+        return str(error)
+    library.zl_aio_abi.restype = c_int32
+    if library.zl_aio_abi() != ABI:
+        return (
+            f"the library for asynchronous I/O has interface {library.zl_aio_abi()}, expected {ABI}; rebuild it: "
+            "delete the cache directory that `zerolite report` names."
+        )
+    prototypes = {
+        "create": (c_void_p, [POINTER(_Options), POINTER(c_int32)]),
+        "backend_of": (c_int32, [c_void_p]),
+        "submit": (c_int64, [c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64]),
+        "wait": (c_int32, [c_void_p, c_int64, c_int64, POINTER(_Outcome)]),
+        "ended": (c_int32, [c_void_p, c_int64]),
+        "stop": (c_int32, [c_void_p]),
+        "destroy": (None, [c_void_p]),
+    }
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(library, f"zl_aio_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,78 @@
+"""Asynchronous I/O in plain Python: in the place of csrc/aio where that cannot be had, and what it is held against."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+END_OF_FILE = -1
+"""An error of a read beside those of errno: the file ends before the bytes that were asked for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a request ended. error: 0, a number of errno, or END_OF_FILE, of the failure that comes first in the file.
+    done: bytes read or written. position: of that failure in the file, in bytes; 0 if there is none."""
+
+    error: int
+    done: int
+    position: int
+
+
+class PythonIO:
+    """A thread for each block that is in flight: os.preadv and os.pwritev let others run meanwhile."""
+
+    name = "python"
+
+    def __init__(self, block_size: int, queue_depth: int) -> None:
+        self._block_size = block_size
+        self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="zerolite-io")
+        self._tickets = itertools.count(1)
+        self._requests: dict[int, list[Future[Outcome]]] = {}
+
+    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> int:
+        ticket = next(self._tickets)
+        self._requests[ticket] = [
+            self._pool.submit(
+                _transfer, write, fd, address + start, min(self._block_size, nbytes - start), offset + start
+            )
+            for start in range(0, nbytes, self._block_size)
+        ]
+        return ticket
+
+    def wait(self, ticket: int, timeout_s: float) -> Outcome | None:
+        """None if the request has not ended after so many seconds. Its ticket is not valid afterwards."""
+        if wait(self._requests[ticket], timeout_s).not_done:
+            return None
+        blocks = [future.result() for future in self._requests.pop(ticket)]
+        done = sum(block.done for block in blocks)
+        failed = next((block for block in blocks if block.error), None)
+        return Outcome(failed.error, done, failed.position) if failed else Outcome(0, done, 0)
+
+    def ended(self, ticket: int) -> bool:
+        return all(future.done() for future in self._requests[ticket])
+
+    def stop(self) -> None:
+        """Until everything has ended. How it ended can be asked for still."""
+        self._pool.shutdown()
+
+
+def _transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> Outcome:
+    memory = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+    done = 0
+    while done < nbytes:
+        try:
+            if write:
+                count = os.pwritev(fd, [memory[done:]], offset + done)
+            else:
+                count = os.preadv(fd, [memory[done:]], offset + done)
+        except OSError as error:
+            return Outcome(error.errno or errno.EIO, done, offset + done)
+        if not count:
+            return Outcome(errno.EIO if write else END_OF_FILE, done, offset + done)
+        done += count
+    return Outcome(0, done, offset + done)

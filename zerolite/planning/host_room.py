@@ -1,0 +1,148 @@
+"""Whether what is kept off the device fits into the memory and onto the disks of this rank's host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zerolite.comm import Communicator, HostGroup
+from zerolite.config import ZeroliteConfig
+from zerolite.memory_items import COMPUTE
+from zerolite.planning.available import local_ranks, share_of_host
+from zerolite.planning.palette import spoken
+from zerolite.planning.result import Items, Plan
+from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.sizes import format_size
+
+_STATES, _STAGED = 24, 24
+"""Bytes a parameter: no precision keeps more off the device, with states of Adam's size (master, two moments, gradient,
+parameter, and one copy more), and no sub-group brings more of them through a buffer."""
+
+OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
+
+
+class Room(NamedTuple):
+    """What the host of this rank has for it, in bytes: equal shares of what is left. ranks: of the job, on this host.
+    disks: by block of the config that names a folder on one; None where nobody can tell."""
+
+    ranks: int
+    memory: int
+    disks: dict[str, int | None]
+
+
+class Shortage(NamedTuple):
+    """reason: what is needed, and what there is. remedy: what would help."""
+
+    reason: str
+    remedy: str
+
+
+def offloads(config: ZeroliteConfig) -> bool:
+    zero = config.zero_optimization
+    return zero.offload_optimizer.enabled or zero.offload_param.enabled
+
+
+def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator) -> Room:
+    """Called on all ranks. What ``model`` has on the host by now counts as free: the engine takes it over."""
+    ranks = _ranks_here(comm)
+    zero = config.zero_optimization
+    blocks = ((OPTIMIZER, zero.offload_optimizer), (PARAMETERS, zero.offload_param))
+    paths = {name: block.nvme_path for name, block in blocks if block.device == "nvme" and block.nvme_path}
+    free = {name: _free(path) for name, path in paths.items()}
+    together = len(paths) == 2 and len({_device_of(path) for path in paths.values()}) == 1
+    disks = {name: None if nbytes is None else nbytes // ranks for name, nbytes in free.items()}
+    if together:  # what one of them takes the other has no more
+        disks = {name: None if nbytes is None else nbytes // 2 for name, nbytes in disks.items()}
+    return Room(ranks, share_of_host(ranks) + bytes_of_parameters(model, "cpu"), disks)
+
+
+def bytes_of_parameters(model: torch.nn.Module, kind: str) -> int:
+    """What the parameters of ``model`` have taken on devices of type ``kind`` by now: their buckets take it over."""
+    own = {}
+    for parameter in model.parameters():
+        handle = handle_of(parameter)
+        tensor = parameter.data if handle is None else handle.shard
+        if tensor.device.type == kind and not tensor.is_meta:
+            own[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(own.values())
+
+
+def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
+    """Whether a model of ``numel`` parameters fits whatever the optimizer keeps."""
+    zero = config.zero_optimization
+    staged = zero.offload_optimizer.buffer_count * min(zero.sub_group_size, numel)
+    staged += zero.offload_param.buffer_count * min(zero.offload_param.buffer_size, numel)
+    disks = all(nbytes is None or nbytes >= _STATES * numel for nbytes in room.disks.values())
+    return disks and room.memory >= _STATES * numel + _STAGED * staged
+
+
+def find_shortage(plan: Plan, room: Room) -> Shortage | None:
+    """What ``plan``'s rank lacks, if anything."""
+    if plan.host_peak > room.memory:
+        return Shortage(
+            f"{_who(plan)} {format_size(plan.host_peak)} of host memory on each of {_ranks(room.ranks)} of a host, and "
+            f"{format_size(room.memory)} are left for each there: {_itemised(plan.host or {}, plan.host_peak)}",
+            'Use fewer ranks on a host or more hosts, a higher zero_optimization.stage, or "nvme" as the device of '
+            "offload_optimizer and offload_param",
+        )
+    for name, needed in _by_block(plan).items():
+        free = room.disks.get(name)
+        if free is not None and needed > free:
+            return Shortage(
+                f"{_who(plan)} {format_size(needed)} at zero_optimization.{name}.nvme_path for each of "
+                f"{_ranks(room.ranks)} of a host, and {format_size(free)} are free for each there",
+                f"Make room on that disk, write a larger one as zero_optimization.{name}.nvme_path, or use more hosts",
+            )
+    return None
+
+
+def _by_block(plan: Plan) -> dict[str, int]:
+    """Bytes on disk, by the block that puts them there."""
+    disk = plan.disk or {}
+    parameters = disk.get(COMPUTE, 0)
+    return {OPTIMIZER: sum(disk.values()) - parameters, PARAMETERS: parameters}
+
+
+def _who(plan: Plan) -> str:
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    return f"training {plan.model} ({plan.parameters:,} parameters) at ZeRO stage {plan.stage} on {ranks} needs"
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _itemised(items: Items, whole: int) -> str:
+    named = {spoken(item): nbytes for item, nbytes in items.items()}
+    named["what the device would hold, or the model before the engine has it"] = whole - sum(items.values())
+    largest = sorted(named.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in largest if nbytes > 0)
+
+
+def _ranks_here(comm: Communicator) -> int:
+    """Of the job, on this host."""
+    told = local_ranks(os.environ)
+    if told is not None or comm.world_size == 1:
+        return told or 1
+    names = HostGroup(comm, "hosts").gather(socket.gethostname())
+    return names.count(names[comm.rank])
+
+
+def _free(path: str) -> int | None:
+    """Bytes at ``path``; None if there is no such folder, which the engine says when it makes its file there."""
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _device_of(path: str) -> int | None:
+    try:
+        return Path(path).stat().st_dev
+    except OSError:
+        return None

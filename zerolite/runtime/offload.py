@@ -1,0 +1,61 @@
+"""From the config to the tiers of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from zerolite.accelerator import is_dry_run
+from zerolite.config import ZeroliteConfig
+from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from zerolite.ops.async_io import AsyncIO
+from zerolite.runtime.zero.swap_file import SwapFile
+from zerolite.runtime.zero.tiers import DiskTier, HostTier, Tier, Tiers
+
+
+def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Tiers:
+    """The tiers that ``zero_optimization`` asks for. kind: type of the device for which memory is managed. Raises
+    OSError if a file cannot be made where ``nvme_path`` says. Nothing is sent."""
+    zero = config.zero_optimization
+    disk = _Disk(config.aio, rank)
+    return Tiers(
+        device,
+        optimizer=_tier(zero.offload_optimizer, device, disk, "offload_optimizer"),
+        parameters=_tier(zero.offload_param, device, disk, "offload_param"),
+        apart=kind != "cpu",
+        ratio=zero.offload_optimizer.ratio,
+        sub_group_numel=zero.sub_group_size,
+        buffer_count=zero.offload_optimizer.buffer_count,
+        max_in_host=zero.offload_param.max_in_cpu,
+    )
+
+
+class _Disk:
+    """Makes the files of a rank, which share what reads and writes them: ``aio`` is of the rank."""
+
+    def __init__(self, aio: AioConfig, rank: int) -> None:
+        self._aio = aio
+        self._rank = rank
+        self._io: AsyncIO | None = None
+
+    def file(self, directory: str, key: str) -> SwapFile:
+        if self._io is None:
+            self._io = AsyncIO(
+                block_size=self._aio.block_size,
+                queue_depth=self._aio.queue_depth,
+                thread_count=self._aio.threads,
+                single_submit=self._aio.single_submit,
+                overlap_events=self._aio.overlap_events,
+            )
+        return SwapFile(Path(directory), self._io, self._rank, key, checksums=self._aio.checksums)
+
+
+def _tier(block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.device, disk: _Disk, name: str) -> Tier:
+    pin = block.pin_memory and device.type == "cuda"
+    if not block.enabled:
+        return Tier(device)
+    if block.device == "cpu":
+        return HostTier(pin, fake=is_dry_run())
+    directory, key = str(block.nvme_path), f"zero_optimization.{name}.nvme_path"
+    return DiskTier(None if is_dry_run() else disk.file(directory, key), pin)

@@ -1,0 +1,305 @@
+"""The plan of a step of stage 3: from a trace of events to an answer for each. Standard library only; the words are
+those of fetch_schedule.py.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """Limits in elements: in flight ahead of their use, live or in flight at a time, and between two uses of what is
+    kept for reuse; of this rank's shards, on their way from disk or in the host's memory for their gather."""
+
+    prefetch_numel: int
+    max_live_numel: int
+    max_reuse_distance: int
+    read_numel: int = 0
+
+
+class Fetch(NamedTuple):
+    """The answer to an ENTER, parameter ids, to be carried out in this order."""
+
+    release: tuple[int, ...]  # drop these first; one of them may still be in flight
+    launch: tuple[int, ...]  # gather these now, in one launch
+    prefetch: tuple[tuple[int, ...], ...]  # then start these, one launch per inner tuple
+    wait: tuple[int, ...]  # at last wait for these: launched now or in flight
+    read: tuple[int, ...] = ()  # before that, start to read these from disk, for gathers of later answers
+
+
+_NONE: Mapping[int, int] = MappingProxyType({})
+_NOTHING = Fetch((), (), (), ())
+END = 1 << 62  # no unit has this id, so it matches no event
+
+
+@dataclass(frozen=True)
+class FetchPlan:
+    """A trace with one answer per event. ENTER of unit u is written u, LEAVE of it ~u.
+
+    `events` is the trace and an end mark; `fetches[i]` answers event i if it is an ENTER, `releases[i]` if it is a
+    LEAVE, and `final` is what the end of the step releases.
+    """
+
+    trace: tuple[int, ...]
+    events: tuple[int, ...]
+    fetches: tuple[Fetch, ...]
+    releases: tuple[tuple[int, ...], ...]
+    final: tuple[int, ...]
+    serial: int = 0
+
+
+class Residency:
+    """What is live, in flight, needed by open uses and held, as events change it."""
+
+    def __init__(self, units: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
+        self.units, self.numels, self.max_live_numel = units, numels, max_live_numel
+        self.live: set[int] = set()
+        self.flight: set[int] = set()
+        self.total = 0  # elements live and in flight
+        self.open: list[int] = []  # units, outermost first
+        self.needs = [0] * len(numels)  # open uses of each parameter
+        self.held: dict[int, int] = {}  # how many times
+        self.due: dict[int, int] = {}  # index of the ENTER that a parameter without an open use is kept for, if known
+
+    def size(self, parameters: Iterable[int]) -> int:
+        return sum(self.numels[p] for p in parameters)
+
+    def enter(self, unit: int) -> Fetch:
+        """Begins a use; the answer without prefetches."""
+        wait = tuple(p for p in self.units[unit] if p not in self.live)
+        launch = tuple(p for p in wait if p not in self.flight)
+        self.begin_use(unit)
+        release = self._make_room(self.size(launch))
+        self.start(launch)
+        self.settle(wait)
+        return Fetch(release, launch, (), wait)
+
+    def begin_use(self, unit: int) -> None:
+        self.open.append(unit)
+        for p in self.units[unit]:
+            self.needs[p] += 1
+
+    def end_use(self, unit: int) -> tuple[int, ...]:
+        """Ends the latest open use of `unit`, if there is one; gives the parameters that no open use needs any more."""
+        if unit not in self.open:
+            return ()
+        del self.open[len(self.open) - 1 - self.open[::-1].index(unit)]
+        for p in self.units[unit]:
+            self.needs[p] -= 1
+        return tuple(p for p in self.units[unit] if not self.needs[p])
+
+    def start(self, parameters: Sequence[int]) -> None:
+        self.flight.update(parameters)
+        self.total += self.size(parameters)
+
+    def settle(self, parameters: Sequence[int]) -> None:
+        self.flight.difference_update(parameters)
+        self.live.update(parameters)
+
+    def make_live(self, parameter: int) -> None:
+        """The caller has gathered it, or has waited for it where it was in flight."""
+        if parameter not in self.live and parameter not in self.flight:
+            self.start((parameter,))
+        self.settle((parameter,))
+
+    def release(self, parameters: Iterable[int]) -> tuple[int, ...]:
+        """Drops those that are there and not held, and gives them back."""
+        released = tuple(p for p in parameters if p not in self.held and (p in self.live or p in self.flight))
+        self.live.difference_update(released)
+        self.flight.difference_update(released)
+        self.total -= self.size(released)
+        return released
+
+    def _make_room(self, size: int) -> tuple[int, ...]:
+        """Releases what no open use needs, the farthest next use first, until `size` more elements fit."""
+        released: list[int] = []
+        if self.total + size > self.max_live_numel:
+            idle = [p for p in self.live | self.flight if not self.needs[p] and p not in self.held]
+            for p in sorted(idle, key=lambda p: (-self.due.get(p, 0), p)):
+                if self.total + size <= self.max_live_numel:
+                    break
+                released.extend(self.release((p,)))
+        return tuple(released)
+
+    def end_all(self) -> tuple[int, ...]:
+        """Ends all uses and releases everything that is not held."""
+        self.open.clear()
+        self.needs = [0] * len(self.numels)
+        return self.release(sorted(self.live | self.flight))
+
+
+class _Arrival(NamedTuple):
+    """How a parameter comes to a use: `closed` is the LEAVE that ended its last use (-1: none; the index of this use
+    itself: it is inside an open one), `kept` whether it may be kept since then."""
+
+    parameter: int
+    closed: int
+    kept: bool
+
+
+class _LookAhead:
+    """What follows from a trace alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave, parameter]`
+    for those to keep."""
+
+    def __init__(
+        self, trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
+    ) -> None:
+        self.arrivals: list[tuple[_Arrival, ...]] = []
+        self.next_use: dict[tuple[int, int], int] = {}
+        sizes = [sum(numels[p] for p in unit) for unit in units]
+        entered = 0  # elements of all units entered so far
+        entered_at: list[int] = []
+        open_uses = [0] * len(units)
+        needs = [0] * len(numels)
+        closed_at: dict[int, int] = {}
+        for index, event in enumerate(trace):
+            entered_at.append(entered)
+            arrivals = []
+            if event >= 0:
+                for p in units[event]:
+                    closed = index if needs[p] else closed_at.get(p, -1)
+                    kept = bool(needs[p])
+                    if not kept and closed >= 0 and max_reuse_distance:
+                        kept = entered - entered_at[closed] <= max_reuse_distance
+                        if kept:
+                            self.next_use[closed, p] = index
+                    arrivals.append(_Arrival(p, closed, kept))
+                    needs[p] += 1
+                open_uses[event] += 1
+                entered += sizes[event]
+            elif open_uses[~event]:
+                open_uses[~event] -= 1
+                for p in units[~event]:
+                    needs[p] -= 1
+                    closed_at[p] = index
+            self.arrivals.append(tuple(arrivals))
+
+
+class _Planner:
+    """Walks a trace with a state and what follows from it."""
+
+    def __init__(
+        self,
+        trace: Sequence[int],
+        units: Sequence[Sequence[int]],
+        numels: Sequence[int],
+        limits: FetchLimits,
+        on_disk: Mapping[int, int],
+    ) -> None:
+        self.trace, self.limits, self.on_disk = trace, limits, on_disk
+        self.look_ahead = _LookAhead(trace, units, numels, limits.max_reuse_distance)
+        self.state = Residency(units, numels, limits.max_live_numel)
+        self.frontier = 0  # every ENTER before this index is provided for
+
+    def enter(self, index: int, unit: int) -> Fetch:
+        return self.state.enter(unit)._replace(prefetch=self._prefetch(index))
+
+    def leave(self, index: int, unit: int) -> tuple[int, ...]:
+        state = self.state
+        released: list[int] = []
+        for p in state.end_use(unit):
+            next_use = self.look_ahead.next_use.get((index, p))
+            if next_use is not None and state.total - state.size(state.flight) <= self.limits.max_live_numel:
+                state.due[p] = next_use
+            else:
+                released.extend(state.release((p,)))
+        return tuple(released)
+
+    def _prefetch(self, now: int) -> tuple[tuple[int, ...], ...]:
+        """Starts the units of the ENTERs after `now`, in order, up to the first that must wait."""
+        state, launches = self.state, []
+        ahead = state.size(state.flight)
+        self.frontier = max(self.frontier, now + 1)
+        while self.frontier < len(self.trace) and ahead < self.limits.prefetch_numel:
+            missing = self._missing(self.frontier, now)
+            if missing is None:
+                break
+            if missing:
+                size = state.size(missing)
+                if state.total + size > self.limits.max_live_numel or not self._is_read(missing, now):
+                    break
+                ahead += size
+                state.start(missing)
+                state.due.update((p, self.frontier) for p in missing)
+                launches.append(missing)
+            self.frontier += 1
+        return tuple(launches)
+
+    def _is_read(self, parameters: Sequence[int], now: int) -> bool:
+        """Whether what of these is on disk can have been read by now. Gathers in flight may have half of the buffers:
+        in the other half what comes after them is read."""
+        size = sum(self.on_disk.get(p, 0) for p in parameters)
+        in_flight = sum(self.on_disk.get(p, 0) for p in self.state.flight) if size else 0
+        return not size or (now > 0 and in_flight + size <= self.limits.read_numel // 2)
+
+    def _missing(self, use: int, now: int) -> tuple[int, ...] | None:
+        """What has to be gathered for a later use; None where it is too early for it, because a parameter will be
+        released between `now` and that use."""
+        missing = []
+        for p, closed, kept in self.look_ahead.arrivals[use]:
+            present = p in self.state.live or p in self.state.flight
+            if closed > now and not (present and kept):
+                return None
+            if not present:
+                missing.append(p)
+        return tuple(missing)
+
+
+def plan_step(
+    trace: Sequence[int],
+    units: Sequence[Sequence[int]],
+    numels: Sequence[int],
+    limits: FetchLimits,
+    on_disk: Mapping[int, int] = _NONE,
+) -> FetchPlan:
+    """Plans a step. `trace` holds u for ENTER u and ~u for LEAVE u; `units` lists each unit's parameters without the
+    persistent ones, each once; `numels` is indexed by parameter id. `on_disk`: of the parameters whose shards have to
+    be read from disk for a gather, the elements of this rank's shard."""
+    planner = _Planner(trace, units, numels, limits, on_disk)
+    fetches, releases = [], []
+    for index, event in enumerate(trace):
+        fetches.append(planner.enter(index, event) if event >= 0 else _NOTHING)
+        releases.append(planner.leave(index, ~event) if event < 0 else ())
+    if on_disk and limits.read_numel:
+        fetches = _plan_reads(trace, fetches, releases, limits.read_numel, on_disk)
+    return FetchPlan(tuple(trace), (*trace, END), tuple(fetches), tuple(releases), planner.state.end_all())
+
+
+def _plan_reads(
+    trace: Sequence[int],
+    fetches: Sequence[Fetch],
+    releases: Sequence[tuple[int, ...]],
+    limit: int,
+    on_disk: Mapping[int, int],
+) -> list[Fetch]:
+    """Adds to `fetches` when each gather's shards are read: in the order of the gathers, as early as at most `limit`
+    elements are in hand at a time. A shard is in hand from then until its gather has been waited for."""
+    gathers = [
+        (index, needed)
+        for index, fetch in enumerate(fetches)
+        for launch in (fetch.launch, *fetch.prefetch)
+        if (needed := tuple(p for p in launch if p in on_disk))
+    ]
+    hand: dict[int, int] = {}
+    planned, following = [], 0
+    for index, (event, fetch) in enumerate(zip(trace, fetches, strict=True)):
+        for p in fetch.release:
+            hand.pop(p, None)
+        while following < len(gathers) and gathers[following][0] == index:  # nobody has read these before
+            hand.update((p, on_disk[p]) for p in gathers[following][1])
+            following += 1
+        read: list[int] = []
+        while event >= 0 and following < len(gathers):
+            needed = gathers[following][1]
+            # One that is in hand for an earlier gather is read again when that is over.
+            if any(p in hand for p in needed) or sum(hand.values()) + sum(on_disk[p] for p in needed) > limit:
+                break
+            hand.update((p, on_disk[p]) for p in needed)
+            read.extend(needed)
+            following += 1
+        for p in (*fetch.wait, *releases[index]):
+            hand.pop(p, None)
+        planned.append(fetch._replace(read=tuple(read)))
+    return planned

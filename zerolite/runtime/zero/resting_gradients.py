@@ -1,0 +1,81 @@
+"""Reduced gradients that wait for the step off the device: on the host or on disk.
+
+They leave bucket by bucket while backward runs, as soon as they are reduced, and what the step must know of them all
+(their squares) is taken before. Sums over several backwards come back for the addition, so that it is done on the
+device with the bits that it has without offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from zerolite.memory_items import BUCKETS, GRADIENTS, own
+from zerolite.runtime.zero.tiers import Tiers
+from zerolite.runtime.zero.transfers import DONE, Transfer, Transfers
+
+_ON_THEIR_WAY = 2  # buckets; more would hold memory of the device
+
+
+class RestingGradients:
+    """Of one rank; nothing here is a collective. ``on_leaving(bucket, gradient)`` is called with every mean gradient
+    that leaves the device, while it is still there."""
+
+    def __init__(self, tiers: Tiers, transfers: Transfers) -> None:
+        self.on_leaving: Callable[[int, torch.Tensor], None] = lambda bucket, gradient: None
+        self._tiers = tiers
+        self._transfers = transfers
+        self._homes: dict[int, torch.Tensor] = {}
+        self._leaving: dict[int, Transfer] = {}
+
+    def away(self, bucket: int) -> bool:
+        """Whether a bucket's gradient rests where the device does not reach it."""
+        return not self._tiers.within_reach(self._tiers.of_optimizer(bucket), on_host=False)
+
+    def keep(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Where ``gradient``, on the device, rests from now on; itself where that is the device."""
+        if not self.away(bucket):
+            return own(gradient, GRADIENTS)
+        self.on_leaving(bucket, gradient)
+        own(gradient, BUCKETS)
+        for leaving in self._leaving.values():
+            leaving.advance()
+        while len(self._leaving) >= _ON_THEIR_WAY:
+            self.wait(next(iter(self._leaving)))
+        home = self.home(bucket, gradient.numel(), gradient.dtype)
+        self._leaving[bucket] = self._transfers.send(gradient, home, self._tiers.of_optimizer(bucket))
+        return home
+
+    def home(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The place of a bucket's gradient; it stays for all steps."""
+        self.wait(bucket)
+        home = self._homes.get(bucket)
+        if home is None or home.dtype != dtype:
+            self._homes.pop(bucket, None)
+            home = self._homes[bucket] = self._tiers.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
+        return home
+
+    def fetch(self, bucket: int, resting: torch.Tensor) -> torch.Tensor:
+        """A bucket's gradient on the device: a copy, or itself where it rests there."""
+        if not self.away(bucket):
+            return resting
+        self.wait(bucket)
+        gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
+        coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient)
+        coming.wait()
+        coming.finish()
+        return gradient
+
+    def wait(self, bucket: int) -> None:
+        """Afterwards the host may read what :meth:`keep` has given for the bucket. Raises OSError if the disk has
+        failed."""
+        self._leaving.pop(bucket, DONE).finish()
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """Where gradients rest off the device."""
+        return self._homes.values()
+
+    def wait_all(self) -> None:
+        for bucket in list(self._leaving):
+            self.wait(bucket)

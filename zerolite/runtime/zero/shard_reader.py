@@ -1,0 +1,243 @@
+"""Brings shards that rest on the host or on disk to where a gather takes them from.
+
+What rests on disk is read into memory of the host first: ahead of the gather if somebody says in time that it will be
+needed (:meth:`ShardReader.ahead`), otherwise when the gather is launched. From there, and from what rests on the host,
+one copy to the device brings all shards that are neighbours in memory. It runs beside the work of the device; the
+collective comes after it, and whoever waits for the collective has waited for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from zerolite.accelerator import is_fake
+from zerolite.memory_items import DEVICE, DISK, HOST, STAGING, own
+from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, DiskTier, Tier, Tiers
+from zerolite.runtime.zero.transfers import Transfer, Transfers
+
+
+class Resting(Protocol):
+    """What is known here of a :class:`zerolite.runtime.zero.partitioned_parameter.PartitionedParameter`."""
+
+    shard: torch.Tensor
+    full: torch.Tensor
+    tier: Tier
+
+
+class Span(NamedTuple):
+    """Tensors that lie next to each other in the same memory. ``indices``: of them; ``start``: the first element in
+    the memory."""
+
+    indices: list[int]
+    start: int
+    numel: int
+
+
+def spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[Span]:
+    """``tensors``, flat and apart from each other, in spans that begin at multiples of ``alignment`` elements of their
+    memory. Between two of a span there is so little that to move it costs less than to move both by themselves. Empty
+    ones are in none."""
+    by_memory: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    found: list[Span] = []
+    for indices in by_memory.values():
+        together: list[int] = []
+        start = end = 0
+        for offset, index in sorted((int(tensors[index].storage_offset()), index) for index in indices):
+            if together and offset - end >= SPAN_ALIGNMENT:
+                found.append(Span(together, start, end - start))
+                together = []
+            if not together:
+                start = offset // alignment * alignment
+            together = [*together, index]
+            end = offset + tensors[index].numel()
+        found.append(Span(together, start, end - start))
+    return found
+
+
+def cover(span: Span, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The memory of ``span``, flat."""
+    return tensors[span.indices[0]].as_strided((span.numel,), (1,), span.start)
+
+
+def places(span: Span, tensors: Sequence[torch.Tensor], copied: torch.Tensor) -> dict[int, torch.Tensor]:
+    """By index, where the tensors of ``span`` are in ``copied``, a copy of its memory."""
+    return {
+        index: copied.narrow(0, tensors[index].storage_offset() - span.start, tensors[index].numel())
+        for index in span.indices
+    }
+
+
+class _Read:
+    """A span of a disk in memory of the host, or on its way there; ``users`` shards of it are not done with."""
+
+    __slots__ = ("buffer", "transfer", "users")
+
+    def __init__(self, transfer: Transfer, buffer: torch.Tensor, users: int) -> None:
+        self.transfer = transfer
+        self.buffer = buffer
+        self.users = users
+
+
+class Arrival:
+    """The shards of one gather, on their way. ``shards``: where the collective takes them from, in the order of the
+    members."""
+
+    __slots__ = ("_copies", "_reader", "_reads", "shards")
+
+    def __init__(
+        self, reader: ShardReader, shards: list[torch.Tensor], copies: list[Transfer], reads: list[_Read]
+    ) -> None:
+        self.shards = shards
+        self._reader = reader
+        self._copies = copies
+        self._reads = reads
+
+    def end(self) -> None:
+        """The collective has been waited for. On CUDA the current stream waits for the copies, not the host."""
+        for copy in self._copies:
+            copy.wait()
+        self._reader.let_go(self._reads, self._copies)
+        self.shards, self._copies, self._reads = [], [], []
+
+
+class ShardReader:
+    """See the module. Of one rank for itself: nothing here is a collective. Where the CPU computes, what rests on the
+    host is there already; a gather takes it from where it is.
+    """
+
+    def __init__(self, tiers: Tiers, transfers: Transfers) -> None:
+        self._device = tiers.device
+        self._apart = tiers.apart
+        self._transfers = transfers
+        self._ahead: dict[int, tuple[_Read, torch.Tensor, Resting]] = {}  # by id of the member, which is kept alive
+        # Buffers whose way to the device may not have ended; they are used again when that is known.
+        self._leaving: deque[tuple[list[Transfer], list[_Read]]] = deque()
+
+    # ---------------------------------------------------------------- from disk
+
+    def ahead(self, members: Iterable[Resting]) -> None:
+        """Begin to read those that rest on disk and are not read yet, for a gather of them that comes later. What is
+        read and never gathered stays in memory until :meth:`forget`."""
+        wanted = [m for m in members if m.tier.place == DISK and id(m) not in self._ahead]
+        if not wanted:
+            return
+        self._collect_buffers()
+        shards = [member.shard for member in wanted]
+        for span in spans(shards, SPAN_ALIGNMENT):
+            resting, tier = cover(span, shards), wanted[span.indices[0]].tier
+            buffer = self._buffer(resting)
+            read = _Read(self._transfers.bring(resting, tier, buffer), buffer, len(span.indices))
+            for index, place in places(span, shards, buffer).items():
+                self._ahead[id(wanted[index])] = (read, place, wanted[index])
+
+    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the host. In a dry run's place a tensor without any, whatever modes are active."""
+        if is_fake(like):
+            return own(torch.empty_like(like), STAGING, HOST)
+        return self._transfers.pool.take(like.numel(), like.dtype)
+
+    def forget(self) -> None:
+        """What is read ahead is outdated, or not needed."""
+        if self._ahead:
+            found = list(self._ahead.values())
+            self._ahead.clear()
+            for read, _, _ in found:
+                self._release(read)
+
+    def written(self, member: Resting) -> None:
+        """Somebody has changed its shard, where it rests. Raises OSError if the disk fails."""
+        self.forget()
+        if isinstance(member.tier, DiskTier) and member.tier.file is not None:
+            member.tier.file.forget_cached()
+
+    def is_ahead(self, member: Resting) -> bool:
+        """Whether it has been read for its next gather, or is on its way."""
+        return id(member) in self._ahead
+
+    def _release(self, read: _Read) -> None:
+        """One user of it is done."""
+        read.users -= 1
+        if not read.users:
+            with contextlib.suppress(OSError):  # nobody wants to know any more
+                read.transfer.finish()
+            if not is_fake(read.buffer):
+                self._transfers.pool.give_back(read.buffer)
+
+    def _collect_buffers(self) -> None:
+        """Use again what the gathers before the last have been copied from: by now those copies have ended."""
+        while len(self._leaving) > 1:
+            copies, reads = self._leaving.popleft()
+            for copy in copies:
+                copy.finish()
+            for read in reads:
+                self._release(read)
+
+    # ---------------------------------------------------------------- to a gather
+
+    def bring(self, members: Sequence[Resting], alone: bool) -> Arrival:
+        """Start to bring the shards of ``members`` to where a gather takes them from: onto the device, or into memory
+        where that is the CPU. alone: on one rank they go into ``full`` at once. Raises OSError if the disk fails."""
+        shards = [member.shard for member in members]
+        reads: list[_Read] = []
+        self.ahead(members)
+        for index, member in enumerate(members):
+            if member.tier.place == DISK and shards[index].numel():
+                read, place, _ = self._ahead.pop(id(member))
+                reads.append(read)
+                shards[index] = place
+        for read in reads:
+            read.transfer.wait()
+        copies: list[Transfer] = []
+        if alone:
+            copies = [self._transfers.copy(s, m.full) for s, m in zip(shards, members, strict=True) if s.numel()]
+            shards = [member.full for member in members]
+        elif self._apart:
+            shards, copies = self._to_device(shards, members)
+        return Arrival(self, shards, copies, reads)
+
+    def _to_device(
+        self, shards: list[torch.Tensor], members: Sequence[Resting]
+    ) -> tuple[list[torch.Tensor], list[Transfer]]:
+        """Copies of those that are not there, and what to wait for."""
+        copies: list[Transfer] = []
+        found = list(shards)
+        away = [index for index, member in enumerate(members) if member.tier.place != DEVICE]
+        sources = [shards[index] for index in away]
+        for span in spans(sources, alignment=1):
+            source = cover(span, sources)
+            target = own(source.new_empty(span.numel, device=self._device), STAGING)
+            copies.append(self._transfers.copy(source, target))
+            for index, place in places(span, sources, target).items():
+                found[away[index]] = place
+        for index in away:
+            if not found[index].numel():
+                found[index] = found[index].new_empty(0, device=self._device)
+        return found, copies
+
+    def arriving(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the launch of a collective: on CUDA it waits for the copies, and the current stream does not."""
+        return self._transfers.arriving()
+
+    def write(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Copy ``parts``, on the device, into ``shards``, on the host or there too; the host waits for its own."""
+        if all(shard.device == part.device for shard, part in zip(shards, parts, strict=True)):
+            torch._foreach_copy_(list(shards), list(parts))
+            return
+        for copy in [self._transfers.copy(part, shard) for shard, part in zip(shards, parts, strict=True)]:
+            copy.wait()
+
+    def let_go(self, reads: list[_Read], copies: list[Transfer]) -> None:
+        """A gather has ended; on CUDA its copies may be under way still."""
+        if self._apart and reads:
+            self._leaving.append((copies, reads))
+        else:
+            for read in reads:
+                self._release(read)

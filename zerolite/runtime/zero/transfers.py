@@ -1,0 +1,215 @@
+"""Copies between tiers, beside the work of device and host.
+
+Between device and host they run on two streams of their own, one for each direction, because the link carries both at
+once. To and from disk they are the file's asynchronous reads and writes; between disk and a device there is host memory
+in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zerolite.accelerator import is_dry_run
+from zerolite.memory_items import HOST, STAGING, own
+from zerolite.pinned_memory import host_memory
+from zerolite.runtime.zero.tiers import DiskTier, Tier, Tiers
+from zerolite.runtime.zero.tiers import Transfer as FileTransfer
+
+_BLOCK = 4096  # bytes: what is written to disk directly ends at a multiple
+
+
+class Transfer(Protocol):
+    """A copy under way; it keeps both ends alive."""
+
+    def wait(self) -> None:
+        """Afterwards the target may be used where it is: the host waits for a target on the host or on disk, the
+        current stream for one on a device. Raises OSError if the disk failed."""
+        ...
+
+    def finish(self) -> None:
+        """The host waits until all is done: the source may be overwritten, and freed."""
+        ...
+
+    def advance(self) -> None:
+        """Where there are two steps, wait for the first and begin the second."""
+        ...
+
+
+class _Done:
+    """Nothing is under way."""
+
+    def wait(self) -> None:
+        return
+
+    finish = advance = wait
+
+
+DONE = _Done()
+
+
+class _StreamCopy:
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(
+            torch.cuda.current_stream(stream.device)
+        )  # what has made the source, or still reads the target
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+        self._ends = (target, source)
+        self._stream = stream
+
+    def wait(self) -> None:
+        if self._ends[0].is_cuda:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        else:
+            self._event.synchronize()
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+    def advance(self) -> None:
+        return
+
+
+class _FileCopy:
+    def __init__(self, transfer: FileTransfer) -> None:
+        self._transfer = transfer
+
+    def wait(self) -> None:
+        self._transfer.wait()
+
+    finish = wait
+
+    def advance(self) -> None:
+        return
+
+
+class _TwoHops:
+    """first, then what ``then`` begins."""
+
+    def __init__(self, first: Transfer, then: Callable[[], Transfer]) -> None:
+        self._first: Transfer | None = first
+        self._then = then
+        self._second: Transfer = DONE
+        if first is DONE:
+            self.advance()
+
+    def advance(self) -> None:
+        if self._first is not None:
+            first, self._first = self._first, None
+            first.finish()
+            self._second = self._then()
+
+    def wait(self) -> None:
+        self.advance()
+        self._second.wait()
+
+    def finish(self) -> None:
+        self.advance()
+        self._second.finish()
+
+
+class StagingPool:
+    """Buffers on the host through which things pass, to be used again. What is made stays until :meth:`clear`."""
+
+    def __init__(self, pin: bool) -> None:
+        self._pin = pin
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel], uninitialised, beginning at a page, in memory of whole blocks."""
+        nbytes = -(-numel * dtype.itemsize // _BLOCK) * _BLOCK
+        fitting = [memory for memory in self._free if memory.numel() >= nbytes]
+        if fitting:
+            memory = min(fitting, key=torch.Tensor.numel)
+            self._free = [other for other in self._free if other is not memory]
+        elif is_dry_run():
+            memory = own(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), STAGING, HOST)
+        else:
+            memory = own(host_memory(nbytes, self._pin), STAGING, HOST)
+        return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """A tensor of :meth:`take` is not used any more."""
+        storage = tensor.untyped_storage()
+        self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+
+    def clear(self) -> None:
+        self._free.clear()
+
+    def memory(self) -> list[torch.Tensor]:
+        """The buffers that nobody uses now."""
+        return self._free
+
+
+class Transfers:
+    """The copies of one engine. Called on each rank for itself: nothing here is a collective."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._device = tiers.device
+        cuda = tiers.device.type == "cuda"
+        self.pool = StagingPool(pin=cuda)
+        self._to_device = torch.cuda.Stream(tiers.device) if cuda else None
+        self._to_host = torch.cuda.Stream(tiers.device) if cuda else None
+
+    def bring(self, resting: torch.Tensor, tier: Tier, into: torch.Tensor) -> Transfer:
+        """Copy ``resting``, a range of a flat tensor of ``tier``, to ``into``, of the same length and dtype, on the
+        device or of :attr:`pool`. From disk the range begins at a multiple of tiers.SPAN_ALIGNMENT elements."""
+        if not (isinstance(tier, DiskTier) and tier.file is not None):
+            return self.copy(resting, into)
+        if into.device.type == "cpu" and self._aligned(into):
+            return _FileCopy(tier.file.read(resting, into))
+        through = self.pool.take(resting.numel(), resting.dtype)
+        read = _FileCopy(tier.file.read(resting, through))
+        return _TwoHops(read, lambda: _Returning(self.copy(through, into), self.pool, through))
+
+    def send(self, source: torch.Tensor, resting: torch.Tensor, tier: Tier) -> Transfer:
+        """Copy ``source`` to ``resting``: the reverse of :meth:`bring`."""
+        if not (isinstance(tier, DiskTier) and tier.file is not None):
+            return self.copy(source, resting)
+        file = tier.file
+        if source.device.type == "cpu" and self._aligned(source):
+            return _FileCopy(file.write(resting, source))
+        through = self.pool.take(source.numel(), source.dtype)
+        copied = self.copy(source, through)
+        return _TwoHops(copied, lambda: _Returning(_FileCopy(file.write(resting, through)), self.pool, through))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        """Between any two tensors on device and host."""
+        if target.device == source.device or self._to_host is None or self._to_device is None:
+            target.copy_(source)
+            return DONE
+        return _StreamCopy(target, source, self._to_device if target.is_cuda else self._to_host)
+
+    @staticmethod
+    def _aligned(tensor: torch.Tensor) -> bool:
+        """Whether it can be written to disk as it is: from a page on, in memory that goes on to the end of a block."""
+        storage = tensor.untyped_storage()
+        start = tensor.storage_offset() * tensor.element_size()
+        end = start + -(-tensor.numel() * tensor.element_size() // _BLOCK) * _BLOCK
+        return tensor.data_ptr() % _BLOCK == 0 and end <= storage.nbytes()
+
+
+class _Returning:
+    """A transfer whose staging buffer goes back to the pool when it has ended."""
+
+    def __init__(self, transfer: Transfer, pool: StagingPool, buffer: torch.Tensor) -> None:
+        self._transfer = transfer
+        self._pool = pool
+        self._buffer: torch.Tensor | None = buffer
+
+    def wait(self) -> None:
+        self._transfer.wait()
+
+    def finish(self) -> None:
+        self._transfer.finish()
+        if self._buffer is not None:
+            self._pool.give_back(self._buffer)
+            self._buffer = None
+
+    def advance(self) -> None:
+        self._transfer.advance()
