@@ -8,7 +8,6 @@ block ``activation_checkpointing`` of an engine's config says, or :func:`configu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +18,6 @@ from zerolite.runtime.activation_checkpointing import configured, current, repla
 from zerolite.runtime.activation_checkpointing.clock import describe
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
-
-logger = logging.getLogger("zerolite")
 
 _KEYS = {
     "partition_activations": "partition_activations",
@@ -37,7 +34,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Equal to ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)`` in its numbers, in
     random states and autocast, and in what may be passed: keywords, nested lists, tuples and dicts, values that are no
-    tensors; torch's own keywords (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``) go to it.
+    tensors; torch's own keywords (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``, ``early_stop``) go to it.
     Where no gradients are recorded it is a plain call.
 
     Where the config, or :func:`configure`, says so, floating and other tensors among the inputs rest on the host or in
@@ -129,4 +126,5 @@ def _communicator(mpu: Any, group: Any) -> Communicator | None:
 
 
 def _tell(step: int, times: Mapping[str, float]) -> None:
-    logger.info(describe(step, times))
+    if local_rank() == 0:
+        print(describe(step, times), flush=True)

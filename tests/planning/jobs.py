@@ -157,9 +157,26 @@ MOVING = {"stage3_param_persistence_threshold": 300, "stage3_module_granularity_
 """Stage 3 would keep models of this size whole otherwise."""
 
 
-def settings(stage: int, buckets: str, precision: str = "fp32", accumulation: int = 1) -> dict[str, Any]:
+OFFLOAD: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer on the host": {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 8192},
+    "half of it": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "all on the host": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "parameters on the host": {"offload_param": {"device": "cpu"}},
+    "optimizer on disk": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}, "sub_group_size": 8192},
+    "all on disk": {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        "offload_param": {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0},
+    },
+}
+"""What rests off the device."""
+
+
+def settings(
+    stage: int, buckets: str, precision: str = "fp32", accumulation: int = 1, offload: str = "none"
+) -> dict[str, Any]:
     """A config."""
-    zero = {"stage": stage, **BUCKETS[buckets], **(MOVING if stage == 3 else {})}
+    zero = {"stage": stage, **BUCKETS[buckets], **(MOVING if stage == 3 else {}), **OFFLOAD[offload]}
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulation,

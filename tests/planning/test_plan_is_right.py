@@ -29,6 +29,9 @@ def planned(kind: str, world: int, rank: int, nodes: int | None = None, with_bat
 def assert_right(made: Plan, measured: Measurement) -> None:
     assert (made.rank, made.world_size, made.device) == (measured.rank, measured.world_size, measured.device)
     assert made.states == measured.states
+    nothing = dict.fromkeys(ITEMS, 0)
+    assert {item: (made.host or nothing)[item] for item in HELD} == {item: measured.host[item] for item in HELD}
+    assert {item: (made.disk or nothing)[item] for item in HELD} == {item: measured.disk[item] for item in HELD}
     assert {item: made.at_rest[item] for item in HELD} == {item: measured.at_rest[item] for item in HELD}
     assert [row.model_copy(update={"inter_node": None}) for row in made.traffic] == measured.traffic
     assert made.step_peak.bytes == pytest.approx(measured.step_peak, rel=PEAK)
@@ -56,6 +59,24 @@ def check(pools: Pools, world: int, kind: str, nodes: int | None = None, first: 
 )
 def test_two_ranks(pools: Pools, stage: int, kind: str, buckets: str, precision: str, accumulation: int) -> None:
     check(pools, 2, kind, first=False, stage=stage, buckets=buckets, precision=precision, accumulation=accumulation)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "precision"),
+    [
+        (2, "optimizer on the host", "bf16"),
+        (3, "all on the host", "fp32"),
+        pytest.param(1, "optimizer on the host", "fp32", marks=pytest.mark.slow),
+        pytest.param(3, "optimizer on the host", "bf16", marks=pytest.mark.slow),
+        pytest.param(2, "half of it", "bf16", marks=pytest.mark.slow),
+        pytest.param(3, "parameters on the host", "bf16", marks=pytest.mark.slow),
+        pytest.param(2, "optimizer on disk", "bf16", marks=pytest.mark.slow),
+        pytest.param(3, "all on disk", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_what_rests_off_the_device(pools: Pools, stage: int, offload: str, precision: str) -> None:
+    kind = "odd" if precision == "fp32" else "deep odd"
+    check(pools, 2, kind, first=False, stage=stage, buckets="small", precision=precision, offload=offload)
 
 
 @pytest.mark.slow

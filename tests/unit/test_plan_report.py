@@ -60,7 +60,7 @@ def test_the_table_holds_the_numbers_of_the_plan() -> None:
 
 def offloaded(**changes: Any) -> Plan:
     """What :func:`make_plan` has of masters and states, on host and disk."""
-    host = make_items(master_weights=30 * GB // 64, offload_buffers=2 * GB)
+    host = make_items(master_weights=30 * GB // 64, offload_buffers=5 * GB // 2)
     disk = make_items(optimizer_states=60 * GB // 64)
     return make_plan(host=host, disk=disk, host_peak=3 * GB, **changes)
 
@@ -69,8 +69,8 @@ def test_what_is_off_the_device_has_columns_and_a_verdict_of_its_own() -> None:
     text = render_plan(offloaded(host_memory=100 * GB), WIDE)
     rows = rows_of(text, "memory ")
     assert rows["memory"] == ["at rest", "in a step", "at the peak", "host", "disk", "share"]
-    assert rows["S offload buffers"] == ["-", "-", "-", "2.00 GB", "-"]
-    assert rows["all"][2:] == ["2.47 GB", "937.50 MB", "100.0 %"]
+    assert rows["S offload buffers"] == ["-", "-", "-", "2.50 GB", "-"]
+    assert rows["all"][2:] == ["2.97 GB", "937.50 MB", "100.0 %"]
     told = " ".join(text.split())
     assert "Of its host's memory the rank takes 3.00 GB at most, 8 ranks of a host 24.00 GB." in told
     assert (
@@ -96,6 +96,8 @@ def test_a_host_that_is_too_small() -> None:
         "6 of these ranks on a host: its memory is enough for so many.",
         '"nvme" as the device of offload_optimizer and offload_param: a disk holds what rests.',
     ]
+    (making,) = advise(offloaded(host_memory=20 * GB).model_copy(update={"host": make_items(master_weights=GB)}))
+    assert making.startswith("Only making the model needs that much host memory")
 
 
 def test_what_is_told_about_the_job() -> None:

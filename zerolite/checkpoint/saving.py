@@ -89,6 +89,7 @@ class Saver:
         self._parts = parts
         self._host = parts.host
         self._staging = Staging()
+        self._told = False  # that nothing is saved in the background
         self._running: threading.Thread | None = None
         self._failure: BaseException | None = None
         keep_track(self)
@@ -118,16 +119,30 @@ class Saver:
             users = self._host.broadcast(users, source)
         tag = agreed.tag or default_tag(self._parts.pipeline.global_steps)
 
+        in_background = agreed.async_save and not self._rests_on_disk()
+
         def collect() -> _Collected:
             found = self._collect(offers, agreed, tag, users, scheduler)
-            return self._staged(found) if agreed.async_save else found
+            return self._staged(found) if in_background else found
 
         collected = on_this_rank(self._host, _CALL, collect)
-        if agreed.async_save:
+        if in_background:
             self._begin(collected, tag)
         else:
             self._write(collected, tag)
         return str(Path(agreed.save_dir) / tag)
+
+    def _rests_on_disk(self) -> bool:
+        """Whether a copy of everything in the host's memory is what the disk was to spare. Says so, once."""
+        found = self._parts.model.buffer.tiers.on_disk
+        if found and not self._told and self._host.rank == 0:
+            logger.warning(
+                "%s: async_save copies what is saved into the host's memory first, and offload keeps states of this "
+                "job on disk because they are too large for it: checkpoints are complete when the call returns",
+                _CALL,
+            )
+        self._told = self._told or found
+        return found
 
     # ---------------------------------------------------------------- in the background
 

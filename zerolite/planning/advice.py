@@ -42,6 +42,12 @@ def advise(plan: Plan, stages: bool = True) -> list[str]:
 def _of_host(plan: Plan) -> list[str]:
     if plan.host_spare is None or plan.host_spare >= 0 or plan.ranks_per_host is None or plan.host_memory is None:
         return []
+    rest = sum((plan.host or {}).values())
+    if plan.device == "cuda" and plan.ranks_per_host * rest <= plan.host_memory:
+        return [
+            "Only making the model needs that much host memory: a model that is built in `with zerolite.zero.Init():` "
+            "is never whole in a process."
+        ]
     sentences = []
     ranks = plan.host_memory // max(plan.host_peak, 1)
     if 1 <= ranks < plan.ranks_per_host:

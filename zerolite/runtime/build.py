@@ -236,7 +236,9 @@ class _Assembly:
             dataloader=None,
             broadcast_buffers=broadcast_buffers,
         )
-        engine.memory_parts = MemoryParts(self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device)
+        engine.memory_parts = MemoryParts(
+            self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers
+        )
         engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.comm)
         return engine
 

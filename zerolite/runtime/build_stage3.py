@@ -32,7 +32,11 @@ def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig) -> int:
     zero = config.zero_optimization
     # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
     sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
-    return min(sizes) if sizes else auto_bucket_numel(sum(spec.numel for spec in specs))
+    if sizes:
+        return min(sizes)
+    total = sum(spec.numel for spec in specs)
+    divided = zero.offload_optimizer.enabled and 0 < zero.offload_optimizer.ratio < 1  # by whole buckets
+    return min(auto_bucket_numel(total), -(-total // 32)) if divided else auto_bucket_numel(total)
 
 
 def partitioned_buffer(

@@ -119,7 +119,13 @@ def _break_memory_down(engine: Engine, pipeline: StepPipeline, log: StepLog, eve
             _print(f"step {step}: {memory}")
             others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
             known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}
-            log.write(step, memory.items | known_ones, "Memory")
+            elsewhere = {
+                f"{item}_{place}": nbytes
+                for place, items in (("host", memory.host), ("disk", memory.disk))
+                for item, nbytes in items.items()
+                if nbytes
+            }
+            log.write(step, memory.items | elsewhere | known_ones, "Memory")
 
     _every(every, pipeline, report)
 

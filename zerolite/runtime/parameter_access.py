@@ -174,6 +174,7 @@ class ParameterAccess:
                 place.zero_()
             else:
                 self._copy(piece, place, values * self._pipeline.divisor())
+            self._buffer.tiers.written_in_place()
         self._pipeline.on_gradient_set(index, given=values is not None)
 
     # ---------------------------------------------------------------- masters
@@ -194,6 +195,7 @@ class ParameterAccess:
             self._copy(piece, self._master(piece), values)
             bucket = piece.fragment.slot.bucket
             self._copy(piece, self._buffer.piece(piece.fragment, self._buffer.owned_compute(bucket)), values)
+            self._buffer.tiers.written_in_place()
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
         if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
@@ -242,6 +244,7 @@ class ParameterAccess:
             self._copy(piece, place, new)
             new = place
         method.load_state(piece, {**own, name: new})
+        self._buffer.tiers.written_in_place()
 
     def _refuse_name(self, index: int, name: str, own: dict[int, Any]) -> None:
         raise ValueError(

@@ -442,6 +442,7 @@ class StepPipeline:
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
         self.counters.load_state_dict(state["counters"])
+        self._buffer.tiers.written_in_place()
         self._torn = ""
         window = state["window"]
         if window is not None:

@@ -45,6 +45,8 @@ class Replacing(torch.optim.Optimizer):
     """Momentum whose states are new tensors, of changing dtypes, after every step; one has another shape, one is a
     number, and one comes and goes."""
 
+    zerolite_elementwise = True
+
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -63,14 +65,13 @@ class Replacing(torch.optim.Optimizer):
                 if count == 3:
                     state["kept"] = state["kept"].double()
                 state["signs"] = torch.sign(parameter.grad).to(torch.int8)
-                state["total"] = parameter.grad.sum().reshape(())
+                state["largest"] = parameter.grad.new_tensor(float(count))
+                step = state["kept"].to(parameter.dtype) + 0.01 * state["signs"] / state["largest"]
                 if count % 2:
                     state["sometimes"] = parameter.grad.clone()
-                    scale = 1.0
                 else:
-                    scale = 1.0 + float(state.pop("sometimes").sum().sign()) * 0.125
-                step = state["kept"].to(parameter.dtype) + 0.01 * state["signs"] + 0.0 * state["total"]
-                parameter.add_(step, alpha=-group["lr"] * scale)
+                    step += state.pop("sometimes") * 0.125
+                parameter.add_(step, alpha=-group["lr"])
 
 
 # -------------------------------------------------------------------- what users do between steps

@@ -21,7 +21,7 @@ from zerolite.comm import Communicator
 from zerolite.memory_items import COMPUTE, GATHERED, STAGING, listeners
 from zerolite.runtime import build
 from zerolite.runtime.offload import tiers_of
-from zerolite.runtime.zero.shard_reader import ShardReader
+from zerolite.runtime.zero.shard_reader import Arrival, ShardReader
 from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
 
 
@@ -197,36 +197,45 @@ def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
 
 
 def reads(config: dict[str, Any], steps: int = 4) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """By step, what was read and what was gathered, in order: ("read" or "gather", parameter numbers). Only of what
-    rests on disk. Asserts that staging buffers hold no more than the limit."""
+    """By step, what was read and what was gathered of what rests on disk, in order: ("read", "gather" or "end" of a
+    gather, parameter numbers)."""
     engine = zerolite.initialize(models.build(models.Chain, depth=6, width=32), config)
-    coordinator = engine.coordinator
-    numbers = {id(handle): index for index, handle in enumerate(coordinator.handles)}
-    fulls = {id(handle.full): index for index, handle in enumerate(coordinator.handles)}
-    events: list[tuple[str, tuple[int, ...]]] = []
-    ahead, gather = ShardReader.ahead, Communicator.gather_shards
-
-    def watched_ahead(self: ShardReader, members: Any) -> None:
-        new = tuple(numbers[id(member)] for member in members if not self.is_ahead(member))
-        if new:
-            events.append(("read", new))
-        ahead(self, members)
-
-    def watched_gather(self: Communicator, members: Any, *args: Any, **kwargs: Any) -> Any:
-        events.append(("gather", tuple(fulls[id(full)] for full in members)))
-        return gather(self, members, *args, **kwargs)
-
     found = []
-    with (
-        mock.patch.object(ShardReader, "ahead", watched_ahead),
-        mock.patch.object(Communicator, "gather_shards", watched_gather),
-    ):
+    with _watched(engine) as events:
         for step in range(steps):
             events.clear()
             engine.backward(engine(torch.full((2, 32), float(step + 1))).square().mean())
             found.append(list(events))
             engine.step()
     return found
+
+
+@contextlib.contextmanager
+def _watched(engine: Any) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    events: list[tuple[str, tuple[int, ...]]] = []
+    numbers = {id(handle): index for index, handle in enumerate(engine.coordinator.handles)}
+    fulls = {id(handle.full): index for index, handle in enumerate(engine.coordinator.handles)}
+    ahead, gather, end = ShardReader.ahead, Communicator.gather_shards, Arrival.end
+
+    def watched_ahead(self: ShardReader, members: Any) -> None:
+        if members:
+            events.append(("read", tuple(numbers[id(member)] for member in members)))
+        ahead(self, members)
+
+    def watched_gather(self: Communicator, members: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(("gather", tuple(fulls[id(full)] for full in members)))
+        return gather(self, members, *args, **kwargs)
+
+    def watched_end(self: Arrival) -> None:
+        events.append(("end", ()))
+        end(self)
+
+    with (
+        mock.patch.object(Arrival, "end", watched_end),
+        mock.patch.object(ShardReader, "ahead", watched_ahead),
+        mock.patch.object(Communicator, "gather_shards", watched_gather),
+    ):
+        yield events
 
 
 def all_of_it(calls: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:

@@ -48,11 +48,16 @@ class Checkpointing:
         device: torch.device,
         group: Callable[[], Communicator | None],
         tell: Tell,
+        counts: bool = False,
     ) -> None:
         """device: the one that computes. group: gives the ranks over which inputs are cut, None where there are none.
-        tell: is given the times of a step if ``settings.profile``."""
+        tell: is given the times of each step if ``settings.profile``, when the clock is told of its end; counts: or
+        when a checkpoint follows a backward, as nobody tells of steps."""
         self.settings = settings
         self._device = device
+        self._counts = counts
+        self._passes = 0  # backwards so far
+        self._in_backward = False
         self._latest: weakref.ref[_Call] | None = None
         self.clock = CheckpointClock(device, tell) if settings.profile else None
         keeps = settings.cpu_checkpointing or settings.partition_activations
@@ -84,6 +89,7 @@ class Checkpointing:
             return function(*args, **kwargs)
         if self._plain or _nesting.depth or torch.compiler.is_compiling():
             return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        self._count()
         call = _Call(self, function, args, kwargs)
         try:
             return torch_checkpoint(call, *call.passed, use_reentrant=False, **options)
@@ -102,13 +108,20 @@ class Checkpointing:
         return dict(zip(chosen, kept, strict=True)), copy
 
     def bring(self, call: _Call) -> dict[int, torch.Tensor]:
-        """What :meth:`keep` has kept, on the device."""
+        """What :meth:`keep` has kept, on the device, in backward."""
+        self._in_backward = True
         if self._keeper is None or not call.kept:
             return {}
         before = None if call.before is None else call.before()
         following = [] if before is None else list(before.kept.values())
         tensors = self._keeper.bring(list(call.kept.values()), following, call.name)
         return dict(zip(call.kept, tensors, strict=True))
+
+    def _count(self) -> None:
+        ended, self._in_backward = self._in_backward, False
+        if ended and self._counts and self.clock is not None:
+            self._passes += 1
+            self.clock.end_step(self._passes)
 
     def boundary(self) -> None:
         if self._waits:
@@ -204,5 +217,8 @@ def _name(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         owner = function.args[0] if function.args else None
         function = type(owner) if isinstance(owner, torch.nn.Module) else function.func
+    bound = getattr(function, "__self__", None)
+    if isinstance(bound, torch.nn.Module):
+        function = type(bound)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"the checkpoint of {name}"

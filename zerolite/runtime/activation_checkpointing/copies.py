@@ -13,7 +13,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Copy:
-    """Copies under way; both ends stay alive until :meth:`wait`."""
+    """Copies under way; both ends stay alive until :meth:`wait`, which letting go of this does too."""
 
     def __init__(self, pairs: Sequence[Pair], event: torch.cuda.Event | None, device: torch.device) -> None:
         self._pairs = list(pairs)
@@ -27,6 +27,9 @@ class Copy:
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._event = None
         self._pairs.clear()
+
+    def __del__(self) -> None:
+        self.wait()
 
 
 class Copies:

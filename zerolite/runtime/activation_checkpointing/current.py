@@ -45,7 +45,7 @@ def replace_configured(settings: ActivationCheckpointingConfig | None, group: Co
     global _configured, _group
     _group = group
     device = default_device(local_rank())
-    _configured = None if settings is None else Checkpointing(settings, device, group_of_parts, tell)
+    _configured = None if settings is None else Checkpointing(settings, device, group_of_parts, tell, counts=True)
 
 
 def group_of_parts() -> Communicator | None:

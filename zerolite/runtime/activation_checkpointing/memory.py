@@ -71,6 +71,7 @@ class HostMemory:
         self._pin = pin
         self._quiet = quiet
         self._free: list[torch.Tensor] = []
+        weakref.finalize(self, quiet).atexit = False
 
     def take(self, nbytes: int) -> Region:
         if is_dry_run():
@@ -85,10 +86,13 @@ class HostMemory:
                 self._free.pop()
             with torch.inference_mode(False):
                 memory = own(host_memory(length, self._pin), ACTIVATIONS, HOST)
-        return _returning(memory, self._free.append)
+        return _returning(memory, self._give_back)
 
     def memory(self) -> list[torch.Tensor]:
         return list(self._free)
+
+    def _give_back(self, memory: torch.Tensor) -> None:
+        self._free.append(memory)
 
 
 class OneBuffer:
@@ -99,12 +103,15 @@ class OneBuffer:
         self.place = source.place
         self._source = source
         self._number = number
+        self._dry = is_dry_run()  # its tensors are of no use elsewhere, and the other way round
         self._slot = 0  # bytes
         self._whole: Region | None = None
         self._free: list[torch.Tensor] = []
         self._told = False
 
     def take(self, nbytes: int) -> Region:
+        if is_dry_run() is not self._dry:
+            return self._source.take(nbytes)
         if nbytes > self._slot and not self._in_use():
             self._make(-(-nbytes // _BLOCK) * _BLOCK)
         if nbytes <= self._slot and self._free:

@@ -16,7 +16,7 @@ import torch
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.runtime.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.runtime.activation_checkpointing.clock import Tell
-from zerolite.runtime.activation_checkpointing.current import configured, current, group_of_parts, running
+from zerolite.runtime.activation_checkpointing.current import current, group_of_parts, running
 
 KEY = "activation_checkpointing.modules"
 
@@ -30,9 +30,8 @@ class Attached:
 
     def end_step(self, step: int) -> None:
         """Step number ``step`` has ended: its times are told, if they are measured."""
-        checkpointing = self.checkpointing or configured()
-        if checkpointing is not None and checkpointing.clock is not None:
-            checkpointing.clock.end_step(step)
+        if self.checkpointing is not None and self.checkpointing.clock is not None:
+            self.checkpointing.clock.end_step(step)
 
     def memory(self) -> list[torch.Tensor]:
         """Buffers for inputs that nobody uses now."""

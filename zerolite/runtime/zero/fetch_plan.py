@@ -282,24 +282,26 @@ def _plan_reads(
         for launch in (fetch.launch, *fetch.prefetch)
         if (needed := tuple(p for p in launch if p in on_disk))
     ]
-    hand: dict[int, int] = {}
-    planned, following = [], 0
+    in_hand = launched = read = 0  # elements; gathers launched, and read for, so far
+    in_flight: set[int] = set()
+    planned = []
     for index, (event, fetch) in enumerate(zip(trace, fetches, strict=True)):
-        for p in fetch.release:
-            hand.pop(p, None)
-        while following < len(gathers) and gathers[following][0] == index:  # nobody has read these before
-            hand.update((p, on_disk[p]) for p in gathers[following][1])
-            following += 1
-        read: list[int] = []
-        while event >= 0 and following < len(gathers):
-            needed = gathers[following][1]
-            # One that is in hand for an earlier gather is read again when that is over.
-            if any(p in hand for p in needed) or sum(hand.values()) + sum(on_disk[p] for p in needed) > limit:
+        while launched < len(gathers) and gathers[launched][0] == index:
+            in_flight.update(gathers[launched][1])
+            if read == launched:  # nobody has read these before
+                in_hand += sum(on_disk[p] for p in gathers[launched][1])
+                read += 1
+            launched += 1
+        now: list[int] = []
+        while event >= 0 and read < len(gathers):
+            size = sum(on_disk[p] for p in gathers[read][1])
+            if in_hand + size > limit:
                 break
-            hand.update((p, on_disk[p]) for p in needed)
-            read.extend(needed)
-            following += 1
-        for p in (*fetch.wait, *releases[index]):
-            hand.pop(p, None)
-        planned.append(fetch._replace(read=tuple(read)))
+            now.extend(gathers[read][1])
+            in_hand += size
+            read += 1
+        ended = in_flight.intersection((*fetch.release, *fetch.wait, *releases[index]))
+        in_flight -= ended
+        in_hand -= sum(on_disk[p] for p in ended)
+        planned.append(fetch._replace(read=tuple(now)))
     return planned

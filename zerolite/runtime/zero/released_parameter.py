@@ -69,7 +69,7 @@ def put_away(parameter: Any, name: str) -> None:
 def take_back(parameter: Any) -> None:
     """Undo :func:`put_away`, if it was done."""
     if type(parameter) is AwayParameter:
-        parameter.__class__ = torch.nn.Parameter
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         del vars(parameter)[_NAME]
 
 

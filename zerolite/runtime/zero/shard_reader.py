@@ -86,6 +86,14 @@ class _Read:
         self.users = users
 
 
+class _Place(NamedTuple):
+    """Where a member's shard is, once ``read`` has ended."""
+
+    read: _Read
+    shard: torch.Tensor
+    member: Resting  # kept alive
+
+
 class Arrival:
     """The shards of one gather, on their way. ``shards``: where the collective takes them from, in the order of the
     members."""
@@ -117,16 +125,16 @@ class ShardReader:
         self._device = tiers.device
         self._apart = tiers.apart
         self._transfers = transfers
-        self._ahead: dict[int, tuple[_Read, torch.Tensor, Resting]] = {}  # by id of the member, which is kept alive
+        self._ahead: dict[int, deque[_Place]] = {}  # by id of the member, in the order of its gathers
         # Buffers whose way to the device may not have ended; they are used again when that is known.
         self._leaving: deque[tuple[list[Transfer], list[_Read]]] = deque()
 
     # ---------------------------------------------------------------- from disk
 
     def ahead(self, members: Iterable[Resting]) -> None:
-        """Begin to read those that rest on disk and are not read yet, for a gather of them that comes later. What is
-        read and never gathered stays in memory until :meth:`forget`."""
-        wanted = [m for m in members if m.tier.place == DISK and id(m) not in self._ahead]
+        """Begin to read those that rest on disk, for a gather of each that comes later: as often as it is said, in the
+        order of the gathers. What is read and never gathered stays in memory until :meth:`forget`."""
+        wanted = [m for m in members if m.tier.place == DISK and m.shard.numel()]
         if not wanted:
             return
         self._collect_buffers()
@@ -136,7 +144,8 @@ class ShardReader:
             buffer = self._buffer(resting)
             read = _Read(self._transfers.bring(resting, tier, buffer), buffer, len(span.indices))
             for index, place in places(span, shards, buffer).items():
-                self._ahead[id(wanted[index])] = (read, place, wanted[index])
+                member = wanted[index]
+                self._ahead.setdefault(id(member), deque()).append(_Place(read, place, member))
 
     def _buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Memory of the host. In a dry run's place a tensor without any, whatever modes are active."""
@@ -147,10 +156,10 @@ class ShardReader:
     def forget(self) -> None:
         """What is read ahead is outdated, or not needed."""
         if self._ahead:
-            found = list(self._ahead.values())
+            found = [place for several in self._ahead.values() for place in several]
             self._ahead.clear()
-            for read, _, _ in found:
-                self._release(read)
+            for place in found:
+                self._release(place.read)
 
     def written(self, member: Resting) -> None:
         """Somebody has changed its shard, where it rests. Raises OSError if the disk fails."""
@@ -187,12 +196,14 @@ class ShardReader:
         where that is the CPU. alone: on one rank they go into ``full`` at once. Raises OSError if the disk fails."""
         shards = [member.shard for member in members]
         reads: list[_Read] = []
-        self.ahead(members)
+        self.ahead([member for member in members if not self.is_ahead(member)])
         for index, member in enumerate(members):
-            if member.tier.place == DISK and shards[index].numel():
-                read, place, _ = self._ahead.pop(id(member))
-                reads.append(read)
-                shards[index] = place
+            if self.is_ahead(member):
+                place = self._ahead[id(member)].popleft()
+                if not self._ahead[id(member)]:
+                    del self._ahead[id(member)]
+                reads.append(place.read)
+                shards[index] = place.shard
         for read in reads:
             read.transfer.wait()
         copies: list[Transfer] = []

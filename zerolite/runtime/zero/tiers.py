@@ -50,6 +50,7 @@ class Tier:
     """place: of :data:`zerolite.memory_items.PLACES`. device: of its tensors; the CPU for host and disk."""
 
     place = DEVICE
+    pin = False  # the host's memory, for copies beside the device's work
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -165,6 +166,11 @@ class Tiers:
     @property
     def on_device(self) -> Tier:
         return Tier(self.device)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether something rests on disk."""
+        return DISK in (self.optimizer.place, self.parameters.place)
 
     def _files(self) -> list[File]:
         tiers = (self.optimizer, self.parameters)

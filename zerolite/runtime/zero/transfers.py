@@ -7,8 +7,9 @@ in between.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +20,8 @@ from zerolite.runtime.zero.tiers import DiskTier, Tier, Tiers
 from zerolite.runtime.zero.tiers import Transfer as FileTransfer
 
 _BLOCK = 4096  # bytes: what is written to disk directly ends at a multiple
+_LARGER = 4  # a buffer may be so many times larger than what is asked of it,
+_SMALL = 1 << 20  # or have so many bytes
 
 
 class Transfer(Protocol):
@@ -123,14 +126,15 @@ class StagingPool:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel], uninitialised, beginning at a page, in memory of whole blocks."""
         nbytes = -(-numel * dtype.itemsize // _BLOCK) * _BLOCK
-        fitting = [memory for memory in self._free if memory.numel() >= nbytes]
+        fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_LARGER * nbytes, _SMALL)]
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
             self._free = [other for other in self._free if other is not memory]
-        elif is_dry_run():
-            memory = own(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), STAGING, HOST)
         else:
-            memory = own(host_memory(nbytes, self._pin), STAGING, HOST)
+            with torch.inference_mode(False):  # whose tensors could not be written later
+                fake = is_dry_run()
+                made = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if fake else host_memory(nbytes, self._pin)
+                memory = own(made, STAGING, HOST)
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
 
     def give_back(self, tensor: torch.Tensor) -> None:
@@ -152,7 +156,7 @@ class Transfers:
     def __init__(self, tiers: Tiers) -> None:
         self._device = tiers.device
         cuda = tiers.device.type == "cuda"
-        self.pool = StagingPool(pin=cuda)
+        self.pool = StagingPool(pin=tiers.optimizer.pin or tiers.parameters.pin)
         self._to_device = torch.cuda.Stream(tiers.device) if cuda else None
         self._to_host = torch.cuda.Stream(tiers.device) if cuda else None
 
@@ -184,6 +188,10 @@ class Transfers:
             target.copy_(source)
             return DONE
         return _StreamCopy(target, source, self._to_device if target.is_cuda else self._to_host)
+
+    def arriving(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the current stream is that of the copies to the device: what is launched there comes after them."""
+        return contextlib.nullcontext() if self._to_device is None else torch.cuda.stream(self._to_device)
 
     @staticmethod
     def _aligned(tensor: torch.Tensor) -> bool:

@@ -29,6 +29,10 @@ from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, Tier
 from zerolite.runtime.zero.transfers import Transfer, Transfers
 
 
+_SEVERAL = 16  # sub-groups at most where the config allows fewer
+_SMALLEST = 1 << 22  # elements of a sub-group that the config does not ask for
+
+
 class _Copy(NamedTuple):
     """What is in hand of something that rests elsewhere."""
 
@@ -109,14 +113,16 @@ class UpdateSweep:
 
     def plan(self) -> None:
         """Look at the layout anew: it has other buckets than before."""
-        near, far = [], []
+        near: list[tuple[int, int]] = []
+        far: list[tuple[int, int]] = []
         for bucket, master in enumerate(self._buffer.master):
             (near if self._within_reach(bucket) else far).append((bucket, master.numel()))
         total = sum(numel for _, numel in near)
         limit = total if self._method.one_launch else self._update_numel
         self._near = sub_groups(near, limit, 0)
         alignment = SPAN_ALIGNMENT if self._method.cuts_buckets else 0
-        self._far = sub_groups(far, self._tiers.sub_group_numel, alignment)
+        several = max(_SMALLEST, sum(numel for _, numel in far) // _SEVERAL)  # so that there is something to overlap
+        self._far = sub_groups(far, min(self._tiers.sub_group_numel, several), alignment)
 
     def _within_reach(self, bucket: int) -> bool:
         """Whether everything of a bucket is updated where it rests."""
