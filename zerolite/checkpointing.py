@@ -34,8 +34,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Equal to ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)`` in its numbers, in
     random states and autocast, and in what may be passed: keywords, nested lists, tuples and dicts, values that are no
-    tensors; torch's own keywords (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``, ``early_stop``) go to it.
-    Where no gradients are recorded it is a plain call.
+    tensors; torch's own keywords (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``,
+    ``early_stop``) go to it. Where no gradients are recorded it is a plain call.
 
     Where the config, or :func:`configure`, says so, floating and other tensors among the inputs rest on the host or in
     parts over a group of ranks. An input that several checkpoints share, a mask for one, stays where it is, and so do

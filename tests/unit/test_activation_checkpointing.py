@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+import zerolite
 from zerolite import checkpointing
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.memory_items import ACTIVATIONS, DEVICE, HOST, listeners
@@ -384,12 +385,40 @@ def test_times_are_told() -> None:
         assert all(milliseconds > 0 for milliseconds in times.values()), times
 
 
+def test_times_of_what_is_configured_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    checkpointing.configure(checkpoint_in_cpu=True, profile=True)
+    for _ in range(3):
+        simple(checkpointing.checkpoint, stack(), torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [[f"step {n}", "activation checkpointing, ms"] for n in (1, 2)]
+
+
+@pytest.mark.parametrize("attaches", [False, True])
+def test_a_compiled_model_is_checkpointed(attaches: bool) -> None:
+    """Compiled as one graph, inputs stay on the device."""
+    checkpointing.configure(checkpoint_in_cpu=True)
+    model, x = nn.Sequential(*stack(2)).eval(), torch.ones(ROWS, WIDTH, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        for block in model:
+            x = block(x) if attaches else checkpointing.checkpoint(block, x * 1.0)
+        return x.square().sum()
+
+    (wanted,) = torch.autograd.grad(forward(x), x)
+    if attaches:
+        attached_to(model, "Block", cpu_checkpointing=True)
+    loss = torch.compile(forward, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
+
+
 # -------------------------------------------------------------------- what the user says
 
 
 def test_configure_and_reset() -> None:
     assert not checkpointing.is_configured()
-    checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}, profile=False)
+    checkpointing.configure(
+        None, {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}, profile=False
+    )
     assert checkpointing.is_configured()
     assert current().settings == ActivationCheckpointingConfig(cpu_checkpointing=True)
     checkpointing.reset()
@@ -516,3 +545,43 @@ def test_memory_on_the_host_that_is_too_small_is_let_go() -> None:
     assert memory.take(5000).memory.numel() == 8192
     assert quiet == [1]
     assert [buffer.numel() for buffer in memory.memory()] == [8192]
+
+
+# -------------------------------------------------------------------- in a plan
+
+
+class Planned(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = stack(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = of_torch(block, x) if self.how == "torch" else block(x)
+        return x
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plan_knows_of_it(stage: int) -> None:
+    rows = 1024
+    one = rows * WIDTH * 4  # bytes of an input
+
+    def planned(how: str, **block: Any) -> Any:
+        config = {
+            "train_micro_batch_size_per_gpu": rows,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "activation_checkpointing": block,
+        }
+        return zerolite.plan(lambda: Planned(how), config, 2, batch=lambda: torch.ones(rows, WIDTH))
+
+    plain, by_torch = planned("none"), planned("torch")
+    by_engine = planned("none", modules=["blocks.*"])
+    host = planned("none", modules=["blocks.*"], cpu_checkpointing=True)
+    assert plain.step_peak.items[ACTIVATIONS] > by_torch.step_peak.items[ACTIVATIONS] + 4 * one
+    assert by_engine.step_peak == by_torch.step_peak
+    assert by_engine.host is None
+    assert host.host[ACTIVATIONS] == 3 * one  # the first is the batch, which is not of the model's making
+    assert host.step_peak.items[ACTIVATIONS] <= by_engine.step_peak.items[ACTIVATIONS] - one
+    assert host.traffic == by_torch.traffic

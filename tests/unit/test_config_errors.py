@@ -245,8 +245,13 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("aio.intra_op_parallelism", {"aio": {"thread_count": 1, "intra_op_parallelism": 2}}, "aio.thread_count = 1"),
     (
         "activation_checkpointing.number_checkpoints",
-        {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+        {"activation_checkpointing": {"contiguous_memory_optimization": True, "cpu_checkpointing": True}},
         "contiguous_memory_optimization is true",
+    ),
+    (
+        "activation_checkpointing.contiguous_memory_optimization",
+        {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 2}},
+        "partition_activations or cpu_checkpointing",
     ),
     ("elasticity.micro_batch_sizes", {"elasticity": {"enabled": True, "max_train_batch_size": 8}}, "enabled is true"),
     ("elasticity.max_train_batch_size", {"elasticity": {"enabled": True, "micro_batch_sizes": [2]}}, "train_batch"),
@@ -293,7 +298,13 @@ def test_contradictions(path: str, source: dict[str, Any], names: str) -> None:
         {"zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"ratio": 0.5}, "offload_param": {"nvme_path": "/a"}}},
-        {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 4}},
+        {
+            "activation_checkpointing": {
+                "contiguous_memory_optimization": True,
+                "partition_activations": True,
+                "number_checkpoints": 4,
+            }
+        },
         {"elasticity": {"enabled": False, "min_gpus": 3, "max_gpus": 2}, "train_micro_batch_size_per_gpu": 2},
         {"elasticity": ELASTIC, "train_batch_size": 100},
         {"elasticity": {"enabled": True, "micro_batch_sizes": [2]}, "train_batch_size": 100},

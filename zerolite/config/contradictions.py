@@ -128,7 +128,7 @@ def _threads_have_one_number(config: ZeroliteConfig) -> Iterator[Contradiction]:
         )
 
 
-def _one_piece_has_a_length(config: ZeroliteConfig) -> Iterator[Contradiction]:
+def _one_piece_is_of_use(config: ZeroliteConfig) -> Iterator[Contradiction]:
     block = config.activation_checkpointing
     if block.contiguous_memory_optimization and block.number_checkpoints is None:
         yield Contradiction(
@@ -138,6 +138,16 @@ def _one_piece_has_a_length(config: ZeroliteConfig) -> Iterator[Contradiction]:
             ),
             "expected the number of checkpoints in one forward, got nothing, and "
             "activation_checkpointing.contiguous_memory_optimization is true; write it, or leave the other key out",
+        )
+    if block.contiguous_memory_optimization and not (block.partition_activations or block.cpu_checkpointing):
+        yield Contradiction(
+            (
+                "activation_checkpointing.contiguous_memory_optimization",
+                "activation_checkpointing.partition_activations",
+                "activation_checkpointing.cpu_checkpointing",
+            ),
+            "expected activation_checkpointing.partition_activations or cpu_checkpointing beside it, got neither, so "
+            "inputs stay where they are and nothing is put into the buffer; set one of them, or leave the key out",
         )
 
 
@@ -244,7 +254,7 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _a_disk_has_a_path,
     _a_part_is_for_the_host,
     _threads_have_one_number,
-    _one_piece_has_a_length,
+    _one_piece_is_of_use,
     _accumulation_dtype,
     _something_is_logged,
     _elastic_needs,

@@ -136,26 +136,36 @@ class ActivationCheckpointingConfig(_Block):
     partition_activations: Bool = Field(
         default=False,
         description="Each rank of a group in which activations are the same keeps its part of them only, and they are "
-        "gathered in backward. The group is given to `zerolite.checkpointing.configure`; without one there is nothing "
-        "to cut.",
+        "gathered in backward; those that differ between its ranks are found there and are an error. The group is "
+        "given to `zerolite.checkpointing.configure`; without one there is nothing to cut.",
     )
     cpu_checkpointing: Bool = Field(
         default=False, description="Keep them in the host's memory; they come back ahead of their use in backward."
     )
     contiguous_memory_optimization: Bool = Field(
         default=False,
-        description="Keep them in one piece of memory that is allocated once; needs `number_checkpoints`.",
+        description="Put what one of the first two keys keeps into one piece of memory of `number_checkpoints` equal "
+        "slots, as long as the first checkpoint's inputs; what does not fit gets memory of its own, which is said once.",
     )
     number_checkpoints: Annotated[int | None, BeforeValidator(Integer(1, nullable=True, null_means="not known"))] = (
-        Field(default=None, description="Checkpoints in one forward, for `contiguous_memory_optimization`.")
+        Field(
+            default=None,
+            description="With `contiguous_memory_optimization`: the most checkpoints whose backward has not come yet: "
+            "those of one forward, times the micro-batches under way.",
+        )
     )
     synchronize_checkpoint_boundary: Bool = Field(
         default=False, description="Wait for the device at each boundary of a checkpoint; for measurements."
     )
-    profile: Bool = Field(default=False, description="Measure forward and backward of checkpoints.")
+    profile: Bool = Field(
+        default=False,
+        description="Measure forward, recomputation, copies and gathers of checkpoints: a line after each step, on "
+        "rank 0.",
+    )
     modules: Annotated[tuple[str, ...], BeforeValidator(Names('["blocks.*"]', nullable=False))] = Field(
         default=(),
         description='Modules whose forward is checkpointed, without a change to the model, such as `["blocks.*"]` or '
         '`["*Block"]`: patterns (`*`, `?`, `[...]`; upper and lower case differ) of qualified names in the model or of '
-        "class names. (zerolite's own key.)",
+        "class names. What is in such a module is not checkpointed again, and containers (ModuleList, ModuleDict) "
+        "never match. (zerolite's own key.)",
     )

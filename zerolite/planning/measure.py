@@ -19,7 +19,6 @@ from zerolite.accelerator import collector_off, default_device, is_fake
 from zerolite.comm import local_rank, record
 from zerolite.config import load_config
 from zerolite.memory_items import (
-    ACTIVATIONS,
     BUFFERS,
     DEVICE,
     DISK,
@@ -93,7 +92,7 @@ def measure(
         account.end_step()
         asked.ask()
         held = engine.memory_report().items
-    at_rest = {**held, ACTIVATIONS: 0, OTHER: account.at_rest - sum(held.values())}
+    at_rest = {**held, OTHER: account.at_rest - sum(held.values())}
     most = asked.most
     return Measurement(
         rank=engine.rank,

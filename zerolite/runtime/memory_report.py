@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,8 +43,9 @@ from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.runtime.zero.transfers import Transfers
 from zerolite.sizes import format_size
 
-HELD = tuple(item for item in ITEMS if item not in (ACTIVATIONS, OTHER))
-"""The items that parts of the engine hold, and that can be told by asking them."""
+HELD = tuple(item for item in ITEMS if item != OTHER)
+"""The items that parts of the engine hold, and that can be told by asking them; of activations the buffers that wait
+for the next ones."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class MemoryReport:
 
     items: what the engine holds on its device, by name (:data:`zerolite.memory_items.ITEMS`, those of :data:`HELD`).
     host, disk: the same of what rests there (offload) or passes through, also where the device is the CPU. other: the
-    rest of what the allocator has given out on the device, activations among it; None on the CPU, where nobody counts.
+    rest of what the allocator has given out on the device, activations in use among it; None on the CPU, where nobody
+    counts.
     allocated, reserved: given out by torch's allocator on the device, and held by it; their peaks since the process
     began or torch.cuda.reset_peak_memory_stats(). device_free, device_total: of the whole device, all processes
     together. These six are None on the CPU. resident, resident_peak: memory of this process on the host, everything
@@ -113,7 +115,8 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The parts of an engine that hold tensors. transfers: of an engine that keeps something off its device."""
+    """The parts of an engine that hold tensors. activations: the buffers of activation checkpointing that are not in
+    use."""
 
     module: torch.nn.Module
     buffer: ParameterBuffer
@@ -122,6 +125,7 @@ class MemoryParts:
     comm: Communicator
     device: torch.device
     transfers: Transfers | None = None
+    activations: Callable[[], Iterable[torch.Tensor]] = list
 
 
 class Holding(NamedTuple):
@@ -194,6 +198,7 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     yield from parts.reducer.memory()
     if parts.transfers is not None:
         yield from ((STAGING, tensor) for tensor in parts.transfers.pool.memory())
+    yield from ((ACTIVATIONS, tensor) for tensor in parts.activations())
 
 
 def _allocator(device: torch.device) -> dict[str, int | None]:

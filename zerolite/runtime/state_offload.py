@@ -47,7 +47,7 @@ class StateOffload:
     def offload(self, include: Iterable[Any] | None, device: Any, pin_memory: bool, non_blocking: bool) -> None:
         """See :meth:`Engine.offload_states`."""
         kinds = _kinds(include)
-        if torch.device(getattr(device, "value", device)).type != "cpu":
+        if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f'engine.offload_states: expected device to be "cpu", got {device!r}')
         if self._pipeline.away:
             raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
@@ -63,9 +63,10 @@ class StateOffload:
         seen: set[int] = set()
         for item, tensor in self._held():
             storage = tensor.untyped_storage()
-            if item not in items or storage._cdata in seen or not _moves(tensor, self._parts.device):
-                continue
+            first = storage._cdata not in seen  # masters that are the parameters themselves are parameters
             seen.add(storage._cdata)
+            if item not in items or not first or not _moves(tensor, self._parts.device):
+                continue
             there = host_memory(storage.nbytes(), pin)
             there.copy_(_bytes_of(storage), non_blocking=pin)
             self._out.append((storage, there))

@@ -128,9 +128,7 @@ def cut(host: bool, unequal: bool, one_buffer: bool) -> dict[str, Any]:
     between ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     more: dict[str, Any] = {"contiguous_checkpointing": True, "num_checkpoints": 3} if one_buffer else {}
-    zerolite.checkpointing.configure(
-        partition_activations=True, checkpoint_in_cpu=host, group=dist.group.WORLD, **more
-    )
+    zerolite.checkpointing.configure(partition_activations=True, checkpoint_in_cpu=host, group=dist.group.WORLD, **more)
     places = Places()
     listeners.append(places)
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +23,9 @@ from zerolite.comm import Communicator
 from zerolite.memory_items import COMPUTE, GATHERED, STAGING, listeners
 from zerolite.runtime import build
 from zerolite.runtime.offload import tiers_of
+from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.runtime.zero.shard_reader import Arrival, ShardReader
+from zerolite.runtime.zero.swap_file import SwapFile
 from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
 
 
@@ -141,6 +145,88 @@ def _nothing_is_whole(engine: Any) -> None:
         if not handle.persistent:
             assert handle.status is ZeroParamStatus.NOT_AVAILABLE, handle.name
             assert handle.storage is None or handle.full.untyped_storage().nbytes() == 0, handle.name
+
+
+# -------------------------------------------------------------------- zero.Init
+
+
+def built_partitioned(configs: dict[str, dict[str, Any]], remote_device: str | None = None) -> dict[str, Any]:
+    """Of a model built inside zero.Init with each config: where its shards rest, its values, those of a copy, and the
+    losses of an engine that takes it over, and of a second one after the first has gone."""
+    results = {}
+    for name, config in configs.items():
+        with zerolite.zero.Init(config_dict_or_path=config, remote_device=remote_device):
+            model = models.build(models.PrimeMlp)
+            with torch.no_grad():
+                model.get_parameter("first.weight").mul_(2)  # gathered, changed, and cut again
+            copied = copy.deepcopy(model)
+        handles = [handle_of(p) for p in model.parameters()]
+        result: dict[str, Any] = {"places": sorted({h.tier.place for h in handles if h.numel})}
+        with GatheredParameters([*model.parameters(), *copied.parameters()]):
+            result["values"] = {key: p.detach().clone() for key, p in model.named_parameters()}
+            result["copied"] = {key: p.detach().clone() for key, p in copied.named_parameters()}
+        del copied
+        for turn in range(2):
+            engine = zerolite.initialize(model, config)
+            result[f"losses {turn}"] = _losses(engine, 3)
+            del engine
+            with GatheredParameters(model):
+                result[f"parameters {turn}"] = {key: p.detach().clone() for key, p in model.named_parameters()}
+        results[name] = result
+    return results
+
+
+def _losses(engine: Any, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = models.square_loss(engine, models.float_batch(step, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+# -------------------------------------------------------------------- a disk that fails
+
+
+def failing_disk(config: dict[str, Any]) -> dict[str, Any]:
+    """A disk that cannot be read for a while, on all ranks: in a gather on demand, and in one read ahead."""
+    engine = zerolite.initialize(models.build(models.Chain, depth=6, width=32), config)
+    losses = _chain(engine, 3)
+    caught = []
+    for fail_at in (0, 5):
+        reads = itertools.count()
+
+        def read(file: Any, resting: torch.Tensor, into: torch.Tensor) -> Any:
+            if next(reads) == fail_at:  # noqa: B023 (called in this turn of the loop)
+                return _Failed()
+            return SwapFile_read(file, resting, into)
+
+        with mock.patch.object(SwapFile, "read", read):
+            try:
+                _chain(engine, 1)
+            except OSError as error:
+                caught.append(str(error))
+        _nothing_is_whole(engine)
+    return {"caught": caught, "losses": losses + _chain(engine, 3)}
+
+
+SwapFile_read = SwapFile.read
+
+
+class _Failed:
+    def wait(self) -> None:
+        raise OSError(5, "read 17 bytes of the swap file")
+
+
+def _chain(engine: Any, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = engine(torch.full((2, 32), float(step + 1))).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 # -------------------------------------------------------------------- what is where

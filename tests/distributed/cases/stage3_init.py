@@ -253,9 +253,10 @@ def dtype_and_device() -> None:
     assert model.count.ds_tensor.dtype == torch.int64
     assert torch.equal(whole(model)["0.weight"], wanted)
     assert whole(model)["count"].tolist() == [0, 1, 2]
-    for device in ("nvme", "cuda"):
-        with raises(ValueError, "remote_device", device, "not supported yet"):
-            zero.Init(remote_device=device)
+    with raises(ValueError, "remote_device", "nvme_path", "config_dict_or_path"):
+        zero.Init(remote_device="nvme")
+    with raises(ValueError, "remote_device", "'cuda'", "expected", "'nvme'"):
+        zero.Init(remote_device="cuda")
     with raises(ValueError, "dtype", "int32"):
         zero.Init(dtype=torch.int32)
     with raises(ValueError, "module", "str"):

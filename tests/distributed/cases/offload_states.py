@@ -1,0 +1,84 @@
+"""Runs that bring the engine's states to the host in their middle, beside runs that do not."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.memory_report import Mixed
+
+
+def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """By name, the first words of what each call raises; empty for what goes through."""
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = ""
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+def run(config: dict[str, Any], out: list[str] | None, offloads: bool, non_blocking: bool = False) -> dict[str, Any]:
+    """Four windows. offloads: states go out in the middle of the third (after its first backward), and come back."""
+    model = models.build(Mixed)
+    engine = zerolite.initialize(model, config)
+    losses, found = [], {}
+    for window in range(4):
+        for micro in range(engine.gradient_accumulation_steps):
+            loss = models.square_loss(engine, models.float_batch(window, micro, engine.rank))
+            engine.backward(loss)
+            losses.append(float(loss))
+            if offloads and window == 2 and micro == 0:
+                before = engine.memory_report().items
+                engine.offload_states(out, non_blocking=non_blocking)
+                found["before"], found["during"] = before, engine.memory_report().items
+                found["refused"] = refused(calls_of(engine))
+                engine.reload_states()
+                engine.reload_states()
+                found["after"] = engine.memory_report().items
+            engine.step()
+    state = engine.full_state_dict()
+    first = list(model.parameters())[0]
+    moment = zerolite.get_full_optimizer_state(first, "exp_avg_sq")
+    return {"losses": losses, "state": state, "moment": moment, **found}
+
+
+def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
+    first: nn.Parameter = list(engine.module.parameters())[0]
+
+    def forward() -> None:
+        with torch.no_grad():
+            engine(models.float_batch(0, 0, engine.rank)[0])
+
+    return {
+        "forward": forward,
+        "step": engine.optimizer.step,
+        "read": lambda: first.data.sum(),
+        "save": lambda: engine.save_checkpoint(tempfile.gettempdir()),
+        "gradient": lambda: zerolite.get_full_grad(first),
+        "state": lambda: zerolite.get_full_optimizer_state(first, "exp_avg"),
+        "again": engine.offload_states,
+    }
+
+
+def several(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: run(**arguments) for name, arguments in runs.items()}
+
+
+def wrong_arguments(config: dict[str, Any]) -> dict[str, str]:
+    engine = zerolite.initialize(models.build(Mixed), config)
+    said = {}
+    for name, arguments in {"include": {"include": ["moments"]}, "device": {"device": "nvme"}}.items():
+        try:
+            engine.offload_states(**arguments)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
