@@ -1,7 +1,7 @@
 """Packaging of zerolite. Nothing is compiled here: kernels are built at run time, on the machine that uses them.
 
-With `ZEROLITE_BUILD_OPS=1` the CPU kernels are built ahead: a wheel then holds their library and is of one platform; an
-editable install puts it into the user's cache.
+With `ZEROLITE_BUILD_OPS=1` what needs no GPU is built ahead: a wheel then holds the libraries and is of one platform; an
+editable install puts them into the user's cache.
 
 `csrc/` (sources of the kernels) and `op_builder/` (what builds them) live at the top level of the repository and travel
 inside the wheel as `zerolite/csrc` and `zerolite/op_builder`.
@@ -22,7 +22,7 @@ BUILD_OPS = os.environ.get("ZEROLITE_BUILD_OPS") == "1"
 
 
 class BuildPy(build_py):  # type: ignore[misc]  # setuptools has no types
-    """Python modules as ever, and the CPU kernels if they are to be built ahead."""
+    """Python modules as ever, and the libraries if they are to be built ahead."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         """Leave out zerolite/op_builder.py, which stands for the package of that name in a checkout."""
@@ -38,10 +38,11 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools has no types
             sys.path.insert(0, str(ROOT))
             import op_builder
 
-            if self.editable_mode:
-                op_builder.load("cpu_kernels")
-            else:
-                op_builder.build_into(prebuilt, "cpu_kernels")
+            for name, op in op_builder.OPS.items():
+                if op.kind == "cpp" and self.editable_mode:
+                    op_builder.load(name)
+                elif op.kind == "cpp":
+                    op_builder.build_into(prebuilt, name)
 
 
 def read_version() -> str:

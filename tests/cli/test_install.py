@@ -21,8 +21,9 @@ WHERE = "import zerolite, zerolite.op_builder as b; print(zerolite.__file__); pr
 # Loads the CPU kernels where nothing can be compiled, and prints where they come from.
 LOAD_WITHOUT_COMPILER = """\
 from zerolite import op_builder
-op_builder.load("cpu_kernels")
-print(op_builder.status("cpu_kernels").path)
+for name in ("async_io", "cpu_kernels"):
+    op_builder.load(name)
+    print(op_builder.status(name).path)
 """
 NO_COMPILER = {"CC": "false", "CXX": "false"}
 SAMPLE_SOURCE = Path("csrc") / "sample" / "sample.cpp"
@@ -146,7 +147,7 @@ def test_source_distribution_builds_the_same_wheel(source: Path, wheel: Path, tm
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 def test_kernels_built_ahead(source: Path, tmp_path: Path) -> None:
-    """`ZEROLITE_BUILD_OPS=1`: one library more and the platform's name; it loads without compiler and cache. The next
+    """`ZEROLITE_BUILD_OPS=1`: two libraries more and the platform's name; it loads without compiler and cache. The next
     wheel without the variable, from the same directory, holds nothing of it."""
     for name in ("ahead", "pure", "installed"):
         (tmp_path / name).mkdir()
@@ -155,14 +156,17 @@ def test_kernels_built_ahead(source: Path, tmp_path: Path) -> None:
     assert wheel.name == f"zerolite-{__version__}-py3-none-{platform}.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    (library,) = names - expected_files(source)
-    assert library.startswith("zerolite/op_builder/prebuilt/cpu_kernels-") and library.endswith(".so")
+    libraries = sorted(names - expected_files(source))
+    assert [name.rpartition("-")[0].rpartition("/")[2] for name in libraries] == ["async_io", "cpu_kernels"]
+    assert all(name.startswith("zerolite/op_builder/prebuilt/") and name.endswith(".so") for name in libraries)
     assert expected_files(source) <= names
     target = tmp_path / "installed"
     run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
     changes = {"PYTHONPATH": str(target), "ZEROLITE_CACHE_DIR": "/proc/zerolite", "PATH": "", **NO_COMPILER}
-    assert run(sys.executable, "-c", LOAD_WITHOUT_COMPILER, cwd=tmp_path, **changes) == f"{target / library}\n"
-    assert (source / "build" / "lib" / library).exists()
+    assert run(sys.executable, "-c", LOAD_WITHOUT_COMPILER, cwd=tmp_path, **changes) == "".join(
+        f"{target / library}\n" for library in libraries
+    )
+    assert all((source / "build" / "lib" / library).exists() for library in libraries)
     pure = build_wheel(source, tmp_path / "pure", ZEROLITE_BUILD_OPS=None)
     assert pure.name == f"zerolite-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(pure) as archive:
@@ -205,7 +209,8 @@ def test_editable_install(build_ops: str | None, source: Path, tmp_path: Path) -
         "ZEROLITE_CACHE_DIR": str(tmp_path / "cache"),
     }
     run(bin_directory / "pip", "install", *options, "-e", source, cwd=tmp_path, **changes)
-    assert len(list(tmp_path.glob("cache/kernels/cpu_kernels-*.so"))) == (1 if build_ops else 0)
+    built = sorted(path.name.partition("-")[0] for path in tmp_path.glob("cache/kernels/*.so"))
+    assert built == (["async_io", "cpu_kernels"] if build_ops else [])
     assert not list(source.glob("op_builder/**/*.so"))
     lines = run(bin_directory / "python", "-c", WHERE, cwd=tmp_path).splitlines()
     assert lines == [str(source / "zerolite" / "__init__.py"), str(source / "csrc")]

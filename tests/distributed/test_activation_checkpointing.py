@@ -31,25 +31,14 @@ def settings(stage: str, precision: str) -> dict[str, Any]:
     return {**config(int(stage[0]), precision, 1, 0.0, ADAMW, zero), "train_micro_batch_size_per_gpu": 32}
 
 
+FAST = {("0", 1, "fp32"), ("3-moving", 2, "fp32")}
+STAGES = ("0", "1", "2", "3-moving", "3-tight", "3-one unit")
+EACH = [(stage, *more) for stage in STAGES for more in ((1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16"))]
+
+
 @pytest.mark.parametrize(
-    ("world", "precision"),
-    [
-        (2, "fp32"),
-        pytest.param(2, "bf16", marks=pytest.mark.slow),
-        pytest.param(1, "fp32", marks=pytest.mark.slow),
-        pytest.param(3, "bf16", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    "stage",
-    [
-        "0",
-        pytest.param("1", marks=pytest.mark.slow),
-        pytest.param("2", marks=pytest.mark.slow),
-        "3-moving",
-        pytest.param("3-tight", marks=pytest.mark.slow),
-        pytest.param("3-one unit", marks=pytest.mark.slow),
-    ],
+    ("stage", "world", "precision"),
+    [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in EACH],
 )
 def test_every_way_gives_the_same_bits(pools: Pools, stage: str, world: int, precision: str) -> None:
     for rank in pools(world).run(f"{CASES}:train_each", {"config": settings(stage, precision), "runs": RUNS}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ def states(stage: int, precision: str, world: int) -> dict[str, int]:
         "buffers": BUFFERS,
         "persistent_parameters": 0,
         "gathered_parameters": 0,
+        "offload_buffers": 0,
+        "activations": 0,
     }
 
 
@@ -186,9 +189,39 @@ def test_a_report_is_text_and_plain_data_and_counts_each_storage_once(pools: Poo
         assert data["resident_peak"] >= data["resident"] > 50e6
         assert found["total"] == sum(items.values())
         assert found["model_states"] == items["compute_parameters"] + items["master_weights"]
-        assert set(data["host"].values()) == {0}
+        assert set(data["host"].values()) == set(data["disk"].values()) == {0}
         assert f"memory of rank {rank} on cpu" in found["text"]
         assert f"  compute parameters  {2 * (flat(2) + sum(FROZEN)) / 1000:>7.2f} KB" in found["text"].splitlines()
         assert found["with_view"] == items
         assert found["with_new"] == {**items, "buffers": BUFFERS + 4000}
         assert found["with_sparse"] == items
+
+
+def test_what_rests_off_the_device_is_told_apart_where_the_device_is_the_cpu(pools: Pools, tmp_path: Path) -> None:
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
+    kinds = {
+        "optimizer on the host": (2, {"offload_optimizer": host}),
+        "optimizer on disk": (1, {"offload_optimizer": disk}),
+        "all on the host": (3, {**PARTITIONED["moving"], "offload_optimizer": host, "offload_param": host}),
+        "on both": (
+            3,
+            {**PARTITIONED["moving"], "offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 150}},
+        ),
+    }
+    runs = {name: {"config": config(stage, "bf16", 1, 0.0, ADAMW, zero)} for name, (stage, zero) in kinds.items()}
+    for found in pools(2).run(f"{CASES}:several_places", {"runs": runs}):
+        for name, (stage, _) in kinds.items():
+            places, expected = found[name], states(stage, "bf16", 2)
+            everywhere = {item: sum(places[place][item] for place in places) for item in expected}
+            assert without(everywhere, "offload_buffers") == without(expected, "offload_buffers"), name
+            away = "disk" if name in ("optimizer on disk", "on both") else "host"
+            for item in ("master_weights", "optimizer_states"):
+                assert places[away][item] == expected[item], (name, item)
+            assert places["disk"]["offload_buffers"] == places["device"]["offload_buffers"] == 0
+            assert places["host"]["offload_buffers"] > 0 or away == "host"
+        compute = {name: [found[name][place]["compute_parameters"] for place in found[name]] for name in kinds}
+        whole_ones, shards = (states(stage, "bf16", 2)["compute_parameters"] for stage in (2, 3))
+        assert compute["optimizer on the host"] == compute["optimizer on disk"] == [whole_ones, 0, 0]
+        assert compute["all on the host"] == [0, shards, 0]
+        device, on_host, on_disk = compute["on both"]
+        assert device == 0 and 0 < on_host <= 2 * 150 and on_host + on_disk == shards

@@ -11,7 +11,7 @@ from torch import nn
 import zerolite
 from zerolite.comm import create_communicator
 from zerolite.config import load_config
-from zerolite.planning import fits
+from zerolite.planning import fits, host_room
 from zerolite.planning.host_room import find_room
 
 
@@ -19,11 +19,22 @@ def stack() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
 
 
-def start(config: dict[str, Any], free: list[int], partitioned: bool = False) -> dict[str, Any]:
-    """Make an engine while rank r has ``free[r]`` bytes; what came of it."""
+def start(
+    config: dict[str, Any],
+    free: list[int],
+    partitioned: bool = False,
+    host: list[int] | None = None,
+    disk: list[int] | None = None,
+) -> dict[str, Any]:
+    """Make an engine while rank r has ``free[r]`` bytes on its device, and as much as ``host[r]`` and ``disk[r]`` say;
+    what came of it."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fits, "available_memory", lambda device: free[rank])
+        if host is not None:
+            patch.setattr(host_room, "share_of_host", lambda ranks: host[rank])
+        if disk is not None:
+            patch.setattr(host_room, "_free", lambda path: disk[rank])
         if partitioned:
             with zerolite.zero.Init():
                 model = stack()

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
+from tests.planning.fits_cases import start
 from tests.pool import Pools
 from tests.unit.plan_examples import GB, make_items, make_plan
-from zerolite.comm import create_communicator
+from zerolite.comm import dry_communicator
 from zerolite.config import ZeroliteConfig, load_config
-from zerolite.planning import host_room
+from zerolite.planning import command, host_room, make, sources
 from zerolite.planning.host_room import OPTIMIZER, PARAMETERS, Room, find_room, find_shortage, is_ample, offloads
+from zerolite.planning.make import compare
 from zerolite.zero import Init
 
 
@@ -25,7 +26,7 @@ def config(path: Path | None = None, **more: Any) -> ZeroliteConfig:
 
 
 def room(config: ZeroliteConfig, model: nn.Module | None = None) -> Room:
-    return find_room(model or nn.Linear(1, 1), config, create_communicator(torch.device("cpu")))
+    return find_room(model or nn.Linear(1, 1), config, dry_communicator("gloo", 0, 1))
 
 
 def test_nothing_is_asked_without_offload() -> None:
@@ -96,3 +97,75 @@ def test_what_is_short_is_told() -> None:
 
 def test_ranks_count_themselves_where_no_launcher_tells(pools: Pools) -> None:
     assert pools(2).run("tests.planning.fits_cases:ranks_here", {}) == [2, 2]
+
+
+CASE = "tests.planning.fits_cases:start"
+NUMEL = 8 * (64 * 64 + 64)
+PLENTY = 10**12
+
+
+def job(path: Path | None = None, stage: int | str = 2) -> dict[str, Any]:
+    block = {"device": "cpu"} if path is None else {"device": "nvme", "nvme_path": str(path)}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 4200, "offload_optimizer": block},
+    }
+
+
+def test_a_host_or_disk_that_is_too_small_stops_all_ranks(pools: Pools, tmp_path: Path) -> None:
+    """2 ranks: 12 bytes a parameter for each two of them are on the host or on disk."""
+    plenty = [PLENTY, PLENTY]
+    cases = {
+        "host memory on each of 2 ranks": (job(), {"host": [PLENTY, NUMEL]}),
+        "at zero_optimization.offload_optimizer.nvme_path": (job(tmp_path), {"host": plenty, "disk": [PLENTY, NUMEL]}),
+    }
+    for words, (config, short) in cases.items():
+        results = pools(2).run(CASE, {"config": config, "free": plenty, **short})
+        assert len({result.get("error") for result in results}) == 1
+        error = results[0]["error"]
+        assert words in error and "on rank 1 of 2" in error and "zerolite plan" in error
+    enough = {"host": [15 * NUMEL] * 2, "disk": [40 * NUMEL] * 2}  # a plan is made, and it fits
+    results = pools(2).run(CASE, {"config": job(tmp_path), "free": plenty, **enough})
+    assert [result.get("steps") for result in results] == [1, 1]
+
+
+def test_an_automatic_stage_is_one_that_has_what_is_to_be_offloaded() -> None:
+    made = start(job(stage="auto"), [PLENTY], host=[PLENTY])
+    assert made["stage"] == 1
+    config = job(stage="auto")
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    assert start(config, [PLENTY], host=[PLENTY])["stage"] == 3
+
+
+def test_a_comparison_leaves_out_stages_without_what_is_to_be_offloaded() -> None:
+    config = job()
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    config["zero_optimization"]["stage"] = 3
+    compared = compare(lambda: nn.Linear(64, 64), config, 2, device_memory=10**9, host_memory=10**9, nodes=1)
+    assert {plan.stage for _, plan in compared.rows} == {3} and compared.chosen is not None
+    assert any(line.startswith("stage 0 is left out: ") and "offload_optimizer" in line for line in compared.left_out)
+    assert all(plan.host is not None and plan.host_spare is not None for _, plan in compared.rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "meant"),
+    [
+        (["--host-memory", "3GB"], {"device": "none"}, 3 * GB),
+        (["--host-memory", "3GB"], {"device": "cpu"}, 3 * GB),
+        ([], {"device": "cpu"}, command.find_host_memory()),
+        (["--host-memory", "auto"], {"device": "none"}, command.find_host_memory()),
+        ([], {"device": "none"}, None),
+    ],
+)
+def test_the_memory_of_the_host_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], block: dict[str, Any], meant: int | None
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(make, "plan", lambda *args, **options: told.append(options.get("host_memory")))
+    monkeypatch.setattr(sources, "load_model_fn", lambda name: None)
+    config = load_config({"zero_optimization": {"stage": 1, "offload_optimizer": block}})
+    job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", *given]
+    command.make(command.parse_command_line(job), config)
+    assert told == [meant]

@@ -303,6 +303,7 @@ class Loader:
         parts.pipeline.load_state_dict(state)
         if window is not None:
             window.finish(parts.pipeline.window_scale() / (saved["loss_scale"] or 1.0))
+            parts.model.buffer.tiers.written_in_place()
             index_of = {name: index for index, name in enumerate(parts.model.names_by_index())}
             here = {stored: name for name, stored in plan.match.names.items()}
             used = (index_of.get(here.get(name, "")) for name in saved["used"])

@@ -145,7 +145,7 @@ class ActivationCheckpointingConfig(_Block):
     contiguous_memory_optimization: Bool = Field(
         default=False,
         description="Put what one of the first two keys keeps into one piece of memory of `number_checkpoints` equal "
-        "slots, as long as the first checkpoint's inputs; what does not fit gets memory of its own, which is said once.",
+        "slots, as long as the first checkpoint's inputs; what does not fit gets memory of its own, with a warning.",
     )
     number_checkpoints: Annotated[int | None, BeforeValidator(Integer(1, nullable=True, null_means="not known"))] = (
         Field(

@@ -133,7 +133,7 @@ class CheckpointMethods:
         ``torch.float16`` these rounded; other floating tensors are cast. Raises ValueError for another dtype. Called on
         all ranks.
         """
-        self._pipeline.check_here()
+        self._check_readable()
         return full_state_dict(self.module, self._comm, rank0_only, dtype, self._masters())
 
     def load_full_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
@@ -156,7 +156,7 @@ class CheckpointMethods:
         exclude_frozen_parameters: only what trains, such as adapters. Raises CheckpointError on all ranks if rank 0,
         which writes, cannot; what was there is left then. Called on all ranks.
         """
-        self._pipeline.check_here()
+        self._check_readable()
         computes = self._precision.compute or self._precision.autocast
         dtype = computes if computes in HALF else torch.bfloat16
         assert dtype is not None
@@ -171,6 +171,10 @@ class CheckpointMethods:
             max_shard_size,
             exclude_frozen_parameters,
         )
+
+    def _check_readable(self) -> None:
+        self._pipeline.check_here()
+        self._pipeline.check_whole()
 
     def _masters(self) -> Masters:
         return Masters(self.parameter_access.positions(), self.parameter_access.masters)

@@ -264,6 +264,7 @@ class StepPipeline:
     def update(self, publish: bool = False) -> None:
         """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
         loss scale."""
+        self.check_whole()
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         if self._unpublished:
@@ -344,6 +345,7 @@ class StepPipeline:
         """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
         self._written.clear()
         self._buffer.tiers.written_in_place()
+        self._torn = ""
         self.zero_grad()
         self.publish()
 
@@ -490,13 +492,12 @@ class StepPipeline:
         found_inf: torch.Tensor | None,
         publish: bool,
     ) -> None:
-        self.check_whole()
         self._optimizer.method.begin(used)
         self._unpublished = not publish
         try:
             self._sweep.run(factor, used, found_inf, publish)
         except BaseException as error:
-            self._torn = f"{type(error).__name__}: {error}"
+            self._torn, self._unpublished = f"{type(error).__name__}: {error}", False
             raise
 
     def check_here(self) -> None:

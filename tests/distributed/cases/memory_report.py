@@ -69,6 +69,21 @@ def several_moments(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: moments(**run) for name, run in runs.items()}
 
 
+def several_places(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is where after two steps, by name of the run and place."""
+    found = {}
+    for name, run in runs.items():
+        engine = zerolite.initialize(models.build(Mixed), run["config"])
+        for window in range(2):
+            engine.backward(models.square_loss(engine, models.float_batch(window, 0, engine.rank)))
+            engine.step()
+        report = engine.memory_report()
+        found[name] = {"device": report.items, "host": report.host, "disk": report.disk}
+        text = str(report)
+        assert all(f"({place})" in text for place in ("host", "disk") if any(found[name][place].values()))
+    return found
+
+
 def whole_report(config: dict[str, Any]) -> dict[str, Any]:
     """A report as text and as plain data, the collectives that it took, and what it says of views and new tensors."""
     engine = zerolite.initialize(models.build(Mixed), config)

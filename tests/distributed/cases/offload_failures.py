@@ -60,13 +60,15 @@ def refusal(function: Any, *args: Any, **kwargs: Any) -> str:
     return ""
 
 
-def begin(directory: str, name: str, stage: int, zero: dict[str, Any], steps: int) -> dict[str, Any]:
+def begin(
+    directory: str, name: str, stage: int, zero: dict[str, Any], steps: int, config: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What is raised, and in which phase, where each rank's ``nvme_path`` is relative to a directory of its own."""
     rank = torch.distributed.get_rank()
     with inside(directory, rank):
         phase = "initialize"
         try:
-            engine = make_engine(RUNS[name], stage, zero=zero)
+            engine = make_engine(RUNS[name], stage, zero=zero, **(config or {}))
             for step in range(steps):
                 phase = f"step {step}"
                 list(engine_loop(engine, RUNS[name], step))

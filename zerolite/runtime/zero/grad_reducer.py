@@ -600,6 +600,7 @@ class GradReducer:
 
     def clear(self) -> None:
         """Drop everything: the window's gradients were consumed or are not wanted."""
+        self.resting.clear()
         self.end_pass(complete=False)
         self._wait_for_all()
         for state in self._states:

@@ -7,6 +7,7 @@ device with the bits that it has without offload.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -28,6 +29,7 @@ class RestingGradients:
         self._transfers = transfers
         self._homes: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, Transfer] = {}
+        self._lost: dict[int, OSError] = {}  # by bucket: why its gradient is not where it should be
 
     def away(self, bucket: int) -> bool:
         """Whether a bucket's gradient rests where the device does not reach it."""
@@ -40,7 +42,8 @@ class RestingGradients:
         self.on_leaving(bucket, gradient)
         own(gradient, BUCKETS)
         for leaving in self._leaving.values():
-            leaving.advance()
+            with contextlib.suppress(OSError):  # it is raised by whoever waits
+                leaving.advance()
         while len(self._leaving) >= _ON_THEIR_WAY:
             self.wait(next(iter(self._leaving)))
         home = self.home(bucket, gradient.numel(), gradient.dtype)
@@ -69,8 +72,21 @@ class RestingGradients:
 
     def wait(self, bucket: int) -> None:
         """Afterwards the host may read what :meth:`keep` has given for the bucket. Raises OSError if the disk has
-        failed."""
-        self._leaving.pop(bucket, DONE).finish()
+        failed, every time until :meth:`clear`."""
+        try:
+            self._leaving.pop(bucket, DONE).finish()
+        except OSError as error:
+            self._lost[bucket] = error
+        if bucket in self._lost:
+            raise self._lost[bucket]
+
+    def clear(self) -> None:
+        """No gradient is wanted any more."""
+        for leaving in self._leaving.values():
+            with contextlib.suppress(OSError):
+                leaving.finish()
+        self._leaving.clear()
+        self._lost.clear()
 
     def memory(self) -> Iterable[torch.Tensor]:
         """Where gradients rest off the device."""

@@ -182,9 +182,10 @@ class Tiers:
             file.forget_cached()
 
     def close(self) -> None:
-        """Remove what is on disk."""
-        for file in self._files():
-            file.close()
+        """The engine is gone, and with it what its optimizer has on disk. Parameters stay with the model: their file
+        goes when they do."""
+        if isinstance(self.optimizer, DiskTier) and self.optimizer.file is not None:
+            self.optimizer.file.close()
 
 
 def _last_ones(numels: Sequence[int], part: float) -> list[int]:

@@ -28,7 +28,6 @@ from zerolite.runtime.zero.spans import Span, sub_groups
 from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, Tier
 from zerolite.runtime.zero.transfers import Transfer, Transfers
 
-
 _SEVERAL = 16  # sub-groups at most where the config allows fewer
 _SMALLEST = 1 << 22  # elements of a sub-group that the config does not ask for
 
