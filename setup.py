@@ -1,6 +1,6 @@
 """Packaging of zerolite. Nothing is compiled here: kernels are built at run time, on the machine that uses them.
 
-With `ZEROLITE_BUILD_OPS=1` what needs no GPU is built ahead: a wheel then holds the libraries and is of one platform; an
+With `ZEROLITE_BUILD_OPS=1` what needs no GPU is built ahead: a wheel then holds libraries and is of one platform; an
 editable install puts them into the user's cache.
 
 `csrc/` (sources of the kernels) and `op_builder/` (what builds them) live at the top level of the repository and travel

@@ -37,7 +37,7 @@ class Contest:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.setting = Setting(args.device, args.dtype, args.micro_batch, args.nproc)
+        self.setting = Setting(args.device, args.dtype, args.micro_batch, args.nproc, args.nvme_path)
         self.size = ModelSize(args.layers, args.width, args.heads, args.vocab, args.context)
         self.workers: dict[str, Workers] = {}
         self.started: dict[str, Started] = {}
@@ -114,8 +114,10 @@ class Contest:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = ",".join(COMPETITORS)
-    parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
+    default = ",".join(name for name, competitor in COMPETITORS.items() if not competitor.extra)
+    every = ", ".join(COMPETITORS)
+    parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {every} (default: {default})")
+    parser.add_argument("--nvme-path", default=Setting.nvme_path, help="where those that offload to disk do")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=8, help="timed steps of each competitor in a round")
     parser.add_argument(

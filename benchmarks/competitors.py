@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +30,14 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all competitors. `micro_batch` counts sequences a rank."""
+    """What is the same for all competitors. `micro_batch` counts sequences a rank. nvme_path: where those that offload
+    to disk do."""
 
     device: str = "cpu"
     dtype: str = "fp32"
     micro_batch: int = 2
     world_size: int = 2
+    nvme_path: str = tempfile.gettempdir()
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Competitor:
     package: str = "torch"
     options: dict[str, Any] = field(default_factory=dict)
     communicates: bool = True
+    extra: bool = False  # takes part only if it is asked for
 
     def missing(self) -> str | None:
         """Why this competitor cannot run here, or None."""
@@ -123,34 +127,63 @@ def _json_config(setting: Setting, stage: int) -> dict[str, Any]:
     return config
 
 
-def build_deepspeed(model: nn.Module, setting: Setting, stage: int, small_buckets: bool = False) -> Step:
-    """`small_buckets`: of 4 M elements instead of its default, 5e8, which reserves 2 GB."""
+def _offloaded(setting: Setting, **devices: str) -> dict[str, Any]:
+    """Blocks of `zero_optimization` for `offload_optimizer` and `offload_param`, each "cpu" or "nvme"."""
+    on_disk, limit = {"nvme_path": setting.nvme_path}, {"offload_param": {"max_in_cpu": 0}}
+    return {
+        name: {"device": device, **(on_disk | limit.get(name, {}) if device == "nvme" else {})}
+        for name, device in devices.items()
+    }
+
+
+def build_deepspeed(
+    model: nn.Module, setting: Setting, stage: int, small_buckets: bool = False, offload: dict[str, str] | None = None
+) -> Step:
+    """`small_buckets`: of 4 M elements instead of its default, 5e8, which reserves 2 GB. `offload`: see
+    :func:`_offloaded`; its own CPU Adam updates then."""
     import deepspeed  # type: ignore[import-not-found]
 
     config = _json_config(setting, stage)
+    config["zero_optimization"].update(_offloaded(setting, **(offload or {})))
     if small_buckets:
         config["zero_optimization"]["reduce_bucket_size"] = 4_000_000
         if stage < 3:
             config["zero_optimization"]["allgather_bucket_size"] = 4_000_000
     config["steps_per_print"] = 10**9
     config["zero_allow_untested_optimizer"] = True
+    if offload:
+        params = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+        engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+        return _engine_loop(engine)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer_for(model, fused=True))
     return _engine_loop(engine)
 
 
-def make_zerolite_engine(model: nn.Module, setting: Setting, stage: int, zero: dict[str, Any] | None = None) -> Any:
-    """`zero`: further keys of `zero_optimization`."""
+def make_zerolite_engine(
+    model: nn.Module, setting: Setting, stage: int, zero: dict[str, Any] | None = None, fused: bool = True
+) -> Any:
+    """`zero`: further keys of `zero_optimization`. fused: torch's fused AdamW updates, as with the competitors;
+    otherwise zerolite's kernels."""
     import zerolite
 
     config = _json_config(setting, stage)
     config["zero_optimization"].update(zero or {})
-    params = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
-    config["optimizer"] = {"type": "AdamW", "params": params}
+    params = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    config["optimizer"] = {"type": "AdamW", "params": params | ({"fused": True} if fused else {})}
     return zerolite.initialize(model, config)
 
 
 def build_zerolite(model: nn.Module, setting: Setting, stage: int, **zero: Any) -> Step:
     return _engine_loop(make_zerolite_engine(model, setting, stage, zero))
+
+
+def build_zerolite_offloaded(
+    model: nn.Module, setting: Setting, stage: int, offload: dict[str, str] | None = None, **zero: Any
+) -> Step:
+    """With zerolite's kernels; `offload`: see :func:`_offloaded`."""
+    blocks = _offloaded(setting, **(offload or {}))
+    return _engine_loop(make_zerolite_engine(model, setting, stage, blocks | zero, fused=False))
 
 
 def _engine_loop(engine: Any) -> Step:
@@ -165,6 +198,29 @@ def _engine_loop(engine: Any) -> Step:
 
 # Every parameter moves for every use, as under FSDP2's defaults.
 RESHARD = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+def _offloading() -> list[Competitor]:
+    """What offloads to the host or to disk, the optimizer or everything, beside the same without."""
+    found: list[Competitor] = []
+
+    def add(name: str, build: Callable[..., Any], **options: Any) -> None:
+        package = "deepspeed" if build is build_deepspeed else "zerolite"
+        found.append(Competitor(name, build, package, options, extra=True))
+
+    for stage in (1, 2, 3):
+        add(f"zerolite-{stage}-kernels", build_zerolite_offloaded, stage=stage)
+    add("zerolite-3-reshard-kernels", build_zerolite_offloaded, stage=3, **RESHARD)
+    for place, device in (("host", "cpu"), ("disk", "nvme")):
+        optimizer = {"offload_optimizer": device}
+        for stage in (1, 2, 3):
+            add(f"zerolite-{stage}-{place}", build_zerolite_offloaded, stage=stage, offload=optimizer)
+            if device == "cpu" or stage == 3:  # DeepSpeed refuses the others
+                add(f"deepspeed-{stage}-{place}", build_deepspeed, stage=stage, offload=optimizer, small_buckets=True)
+        everything = {"offload_optimizer": device, "offload_param": device}
+        add(f"zerolite-3-{place}-all", build_zerolite_offloaded, stage=3, offload=everything, **RESHARD)
+        add(f"deepspeed-3-{place}-all", build_deepspeed, stage=3, offload=everything, small_buckets=True)
+    return found
 
 
 def _all_competitors() -> dict[str, Competitor]:
@@ -182,6 +238,7 @@ def _all_competitors() -> dict[str, Competitor]:
     found.append(Competitor("deepspeed-3-small", build_deepspeed, "deepspeed", options))
     found += [Competitor(f"zerolite-{s}", build_zerolite, "zerolite", {"stage": s}) for s in range(4)]
     found.append(Competitor("zerolite-3-reshard", build_zerolite, "zerolite", {"stage": 3, **RESHARD}))
+    found += _offloading()
     return {competitor.name: competitor for competitor in found}
 
 

@@ -85,7 +85,7 @@ def load(
     processes may call it at once; one of them compiles.
 
     Args:
-        name: "cpu_kernels" or "cuda_kernels".
+        name: "async_io", "cpu_kernels" or "cuda_kernels".
         capability: compute capability of the GPU as (major, minor); a CUDA op needs it.
         torch_cuda: `torch.version.cuda`, whose major version nvcc must share; None does not compare.
         csrc: the directory of the sources, by default `csrc_path()`.

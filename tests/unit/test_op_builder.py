@@ -509,7 +509,7 @@ def test_missing_sources(place: Place) -> None:
 
 
 def test_unknown_op() -> None:
-    with pytest.raises(ValueError, match="no op 'adam'; there are cpu_kernels, cuda_kernels"):
+    with pytest.raises(ValueError, match="no op 'adam'; there are async_io, cpu_kernels, cuda_kernels"):
         load_function("adam")
 
 

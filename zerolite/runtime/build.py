@@ -148,7 +148,7 @@ class _Assembly:
         self.comm, self.device = comm, device
         self.partitioned: PartitionedModel | None = None
         self.communication = communication_dtypes(model, config, precision)
-        self.tiers = tiers_of(config, device, kind, comm.rank)
+        self.tiers = tiers_of(config, device, kind, comm)
         self.transfers = Transfers(self.tiers)
 
     def build(self, make_inner: Any, groups: Groups, broadcast_buffers: bool, adopts: bool) -> Engine:

@@ -116,7 +116,9 @@ def start_stage3(
 
 
 def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
-    """Let buckets be launched at the ends of their units' backward uses, which is learned from here on."""
+    """Let buckets be launched at the ends of their units' backward uses, which is learned from here on, and shards be
+    read ahead from where they are now."""
+    partitioned.coordinator.look_at_disk()
     schedule = partitioned.coordinator.schedule
     units = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
     reducer.follow(LaunchPlan(units, lambda: schedule.plan_number, lambda: schedule.plan_done))

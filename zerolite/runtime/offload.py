@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from zerolite.accelerator import is_dry_run
+from zerolite.comm import Communicator, HostGroup
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zerolite.ops.async_io import AsyncIO
@@ -14,9 +15,28 @@ from zerolite.runtime.zero.swap_file import SwapFile
 from zerolite.runtime.zero.tiers import DiskTier, HostTier, Tier, Tiers
 
 
-def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Tiers:
+def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Tiers:
     """The tiers that ``zero_optimization`` asks for. kind: type of the device for which memory is managed. Raises
-    OSError if a file cannot be made where ``nvme_path`` says. Nothing is sent."""
+    OSError on all ranks if one of them cannot make a file where ``nvme_path`` says. Called on all ranks."""
+    zero = config.zero_optimization
+    if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device) or is_dry_run():
+        return _make(config, device, kind, comm.rank)
+    made, own = None, None
+    try:
+        made = _make(config, device, kind, comm.rank)
+    except OSError as error:  # raised when all ranks know
+        own = error
+    told = HostGroup(comm, "offload").gather(str(own or "")) if comm.world_size > 1 else [str(own or "")]
+    if own is not None:
+        raise own
+    for rank, sentence in enumerate(told):
+        if sentence:
+            raise OSError(f"zerolite.initialize: rank {rank}: {sentence}")
+    assert made is not None
+    return made
+
+
+def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Tiers:
     zero = config.zero_optimization
     disk = _Disk(config.aio, rank)
     return Tiers(

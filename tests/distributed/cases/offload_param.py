@@ -190,11 +190,13 @@ def _losses(engine: Any, steps: int) -> list[float]:
 
 
 def failing_disk(config: dict[str, Any]) -> dict[str, Any]:
-    """A disk that cannot be read for a while, on all ranks: in a gather on demand, and in one read ahead."""
+    """A disk that cannot be read for a while, on all ranks, in a forward: in a gather on demand, and in one that is
+    read ahead."""
     engine = zerolite.initialize(models.build(models.Chain, depth=6, width=32), config)
-    losses = _chain(engine, 3)
+    losses = []
     caught = []
-    for fail_at in (0, 5):
+    for fail_at in (0, 3):
+        losses += _chain(engine, 3 if fail_at else 1)
         reads = itertools.count()
 
         def read(file: Any, resting: torch.Tensor, into: torch.Tensor) -> Any:
@@ -208,7 +210,9 @@ def failing_disk(config: dict[str, Any]) -> dict[str, Any]:
             except OSError as error:
                 caught.append(str(error))
         _nothing_is_whole(engine)
-    return {"caught": caught, "losses": losses + _chain(engine, 3)}
+    del engine
+    undisturbed = zerolite.initialize(models.build(models.Chain, depth=6, width=32), config)
+    return {"caught": caught, "losses": losses, "expected": _chain(undisturbed, 1) + _chain(undisturbed, 3)}
 
 
 SwapFile_read = SwapFile.read

@@ -23,9 +23,8 @@ class FetchSchedule:
     """Answers the events of a step; see the module.
 
     units: the parameter ids of each unit, by unit id; a parameter may belong to several. numels: elements of each
-    parameter, by parameter id. persistent: ids of the parameters that always stay whole. on_disk: see
-    :func:`~zerolite.runtime.zero.fetch_plan.plan_step`; answers say ahead of a gather what to read for it once there is
-    a plan. Raises ValueError for an id without an entry in `numels`.
+    parameter, by parameter id. persistent: ids of the parameters that always stay whole. Raises ValueError for an id
+    without an entry in `numels`.
 
     Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
     rank calls, in this order: begin_step, then enter and leave for each use, then end_step; afterwards, where
@@ -34,17 +33,12 @@ class FetchSchedule:
     """
 
     def __init__(
-        self,
-        units: Sequence[Sequence[int]],
-        numels: Sequence[int],
-        persistent: Collection[int],
-        limits: FetchLimits,
-        on_disk: Mapping[int, int] | None = None,
+        self, units: Sequence[Sequence[int]], numels: Sequence[int], persistent: Collection[int], limits: FetchLimits
     ) -> None:
         self._numels = tuple(numels)
         self._persistent = frozenset(persistent)
         self._limits = limits
-        self._on_disk = dict(on_disk or {})
+        self._on_disk: dict[int, int] = {}
         for unit, parameters in enumerate(units):
             for p in parameters:
                 self._check(p, f"unit {unit}")
@@ -70,6 +64,11 @@ class FetchSchedule:
         self._count = 0
         self._last: int | None = None
         self.steps = 0  # begun so far
+
+    def set_on_disk(self, on_disk: Mapping[int, int]) -> None:
+        """The elements of this rank's shards that are on disk, by parameter id: plans made from now on say ahead of a
+        gather what to read for it. Called by all ranks, with the same numbers."""
+        self._on_disk = dict(on_disk)
 
     def _check(self, parameter: int, place: str) -> None:
         if not 0 <= parameter < len(self._numels):

@@ -97,9 +97,7 @@ class PartitionedParameterCoordinator:
         self.units = [Unit(index, name) for index, name in enumerate(unit_names)]
         self._index = {id(handle): index for index, handle in enumerate(self.handles)}
         persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
-        on_disk = {i: handle.shard.numel() for i, handle in enumerate(self.handles) if handle.tier.place == DISK}
-        numels = [handle.numel for handle in self.handles]
-        self.schedule = FetchSchedule(units, numels, persistent, limits, on_disk)
+        self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
         self.reader = reader
         self._stack: list[Use] = []  # forward uses under way
         self._backward: list[Use] = []  # backward uses under way
@@ -360,6 +358,11 @@ class PartitionedParameterCoordinator:
                 take_values(handle.name, handle.parameter, view)
         if self._shards:
             self.reader.write(self._shards, self._parts)
+
+    def look_at_disk(self) -> None:
+        """Find the parameters whose shards are on disk."""
+        on_disk = {i: handle.shard.numel() for i, handle in enumerate(self.handles) if handle.tier.place == DISK}
+        self.schedule.set_on_disk(on_disk)
 
     def look_at_whole(self) -> None:
         """Find the trained parameters that stay whole, and their parts."""

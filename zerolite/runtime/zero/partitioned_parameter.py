@@ -357,9 +357,11 @@ def launch(members: Sequence[PartitionedParameter]) -> None:
                     pending = comm.gather_shards(fulls, shards, "parameters", members[0].key)
                 else:
                     arrival = reader.bring(moved, alone=comm.world_size == 1)
-                    with reader.arriving():
+                    with arrival.behind_copies():
                         pending = comm.gather_shards(fulls, arrival.shards, "parameters", members[0].key)
     except BaseException:
+        if arrival is not None:
+            arrival.wait()  # nothing may be copied into memory that is freed now
         for member in members:
             member.drop()
         raise

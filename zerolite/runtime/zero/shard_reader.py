@@ -108,10 +108,19 @@ class Arrival:
         self._copies = copies
         self._reads = reads
 
-    def end(self) -> None:
-        """The collective has been waited for. On CUDA the current stream waits for the copies, not the host."""
+    def behind_copies(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the launch of the collective. On CUDA it begins when the copies have ended, which have begun when all
+        had that was launched before them; the current stream does not wait."""
+        return self._reader.arriving() if self._copies else contextlib.nullcontext()
+
+    def wait(self) -> None:
+        """For the copies: on CUDA the current stream does, not the host."""
         for copy in self._copies:
             copy.wait()
+
+    def end(self) -> None:
+        """The collective has been waited for."""
+        self.wait()
         self._reader.let_go(self._reads, self._copies)
         self.shards, self._copies, self._reads = [], [], []
 
@@ -234,7 +243,7 @@ class ShardReader:
         return found, copies
 
     def arriving(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the launch of a collective: on CUDA it waits for the copies, and the current stream does not."""
+        """Inside, what is launched on CUDA comes after the copies."""
         return self._transfers.arriving()
 
     def write(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
