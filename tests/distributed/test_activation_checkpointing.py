@@ -27,12 +27,16 @@ RUNS: list[dict[str, Any]] = [
 
 
 def settings(stage: str, precision: str) -> dict[str, Any]:
-    zero = PARTITIONED[stage.partition("-")[2]] if stage.startswith("3-") else None
+    zero = None
+    if stage == "3-offloaded":
+        zero = {**PARTITIONED["moving"], "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    elif stage.startswith("3-"):
+        zero = PARTITIONED[stage.partition("-")[2]]
     return {**config(int(stage[0]), precision, 1, 0.0, ADAMW, zero), "train_micro_batch_size_per_gpu": 32}
 
 
 FAST = {("0", 1, "fp32"), ("3-moving", 2, "fp32")}
-STAGES = ("0", "1", "2", "3-moving", "3-tight", "3-one unit")
+STAGES = ("0", "1", "2", "3-moving", "3-tight", "3-one unit", "3-offloaded")
 EACH = [(stage, *more) for stage in STAGES for more in ((1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16"))]
 
 

@@ -15,7 +15,7 @@ from zerolite.comm import dry_communicator
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import command, host_room, make, sources
 from zerolite.planning.host_room import OPTIMIZER, PARAMETERS, Room, find_room, find_shortage, is_ample, offloads
-from zerolite.planning.make import compare
+from zerolite.planning.make import compare, plan
 from zerolite.zero import Init
 
 
@@ -147,6 +147,19 @@ def test_a_comparison_leaves_out_stages_without_what_is_to_be_offloaded() -> Non
     assert {plan.stage for _, plan in compared.rows} == {3} and compared.chosen is not None
     assert any(line.startswith("stage 0 is left out: ") and "offload_optimizer" in line for line in compared.left_out)
     assert all(plan.host is not None and plan.host_spare is not None for _, plan in compared.rows)
+
+
+def test_what_rests_elsewhere_leaves_nothing_on_the_device() -> None:
+    """A plan for CUDA, where what comes from the host is a copy: none of it stays between two steps."""
+    moving = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+    config = job() | {"zero_optimization": {**moving, "offload_param": {"device": "cpu"}}}
+    made = plan(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), config, 2)
+    assert made.host is not None and made.host["compute_parameters"] >= NUMEL  # 2 bytes, a half
+    assert (made.at_rest["compute_parameters"], made.at_rest["offload_buffers"]) == (0, 0)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    made = plan(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), config, 2)
+    assert {item for item, nbytes in made.at_rest.items() if nbytes} <= {"activations", "other"}
+    assert made.host is not None and made.host["optimizer_states"] >= 4 * NUMEL
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,7 @@ def test_two_ranks(pools: Pools, stage: int, kind: str, buckets: str, precision:
     ],
 )
 def test_what_rests_off_the_device(pools: Pools, stage: int, offload: str, precision: str) -> None:
-    kind = "odd" if precision == "fp32" else "deep odd"
-    check(pools, 2, kind, first=False, stage=stage, buckets="small", precision=precision, offload=offload)
+    check(pools, 2, "odd", first=False, stage=stage, buckets="small", precision=precision, offload=offload)
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import logging
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -264,6 +266,19 @@ def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.Monke
     assert backward == [TO_DEVICE, TO_DEVICE, "run", TO_DEVICE, "run", "run"]
 
 
+def test_backwards_in_another_order_than_forwards() -> None:
+    checkpointing.configure(checkpoint_in_cpu=True)
+    results = []
+    for call in (of_torch, checkpointing.checkpoint):
+        inputs = [torch.full((ROWS, WIDTH), 0.1 * n, requires_grad=True) for n in range(3)]
+        torch.manual_seed(3)
+        losses = [call(block, x * 1.0).sum() for block, x in zip(stack(), inputs, strict=True)]
+        for number in (2, 0, 1):  # what was fetched with the last one's is not the next one's
+            losses[number].backward()
+        results.append([x.grad for x in inputs])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_parameters_and_leaves_stay(owned: Owned) -> None:
     checkpointing.configure(checkpoint_in_cpu=True)
     leaf = torch.ones(ROWS, WIDTH, requires_grad=True)
@@ -272,6 +287,22 @@ def test_parameters_and_leaves_stay(owned: Owned) -> None:
     checkpointing.checkpoint(lambda x, w, g: (x @ w * g).sin(), leaf, weight, gaps).sum().backward()
     assert owned.notes == []
     assert leaf.grad is not None and weight.grad is not None
+
+
+def test_torch_is_given_something_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the random states of the devices of what it is given, which is not what is kept here."""
+    checkpointing.configure(checkpoint_in_cpu=True)
+    given: list[tuple[Any, ...]] = []
+
+    def noted(function: Call, *args: Any, **options: Any) -> Any:
+        given.append(args)
+        return torch_checkpoint(function, *args, **options)
+
+    module = sys.modules["zerolite.runtime.activation_checkpointing.checkpoint"]
+    monkeypatch.setattr(module, "torch_checkpoint", noted)
+    checkpointing.checkpoint(stack()[0], torch.ones(ROWS, WIDTH), small := torch.ones(1)).sum().backward()
+    assert [tensor.numel() for tensor in given[0]] == [1, 0]
+    assert given[0][0] is small and given[0][1].device == torch.device("cpu")
 
 
 # -------------------------------------------------------------------- what else may happen
@@ -395,6 +426,7 @@ def test_times_of_what_is_configured_are_printed(capsys: pytest.CaptureFixture[s
     assert [line.split(": ")[:2] for line in lines] == [[f"step {n}", "activation checkpointing, ms"] for n in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attaches", [False, True])
 def test_a_compiled_model_is_checkpointed(attaches: bool) -> None:
     """Compiled as one graph, inputs stay on the device."""
@@ -546,6 +578,67 @@ def test_memory_on_the_host_that_is_too_small_is_let_go() -> None:
     assert memory.take(5000).memory.numel() == 8192
     assert quiet == [1]
     assert [buffer.numel() for buffer in memory.memory()] == [8192]
+
+
+class Streams:
+    """Stands in for torch.cuda: notes who waits for what."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        streams = self
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                streams.log.append(f"event on {stream.name}")
+
+        class Stream:
+            def __init__(self, device: Any = None, name: str = "copies") -> None:
+                self.name = name
+
+            def wait_stream(self, other: Any) -> None:
+                streams.log.append(f"{self.name} wait for {other.name}")
+
+            def wait_event(self, event: Any) -> None:
+                streams.log.append(f"{self.name} waits for event")
+
+            def synchronize(self) -> None:
+                streams.log.append(f"host waits for {self.name}")
+
+        now = Stream(name="current")
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Streams(monkeypatch).log
+    copies = Copies(torch.device("cuda"), None)
+    source, target = torch.ones(3), torch.zeros(3)
+    known = weakref.ref(source)
+    copy = copies.launch([(source, target)], TO_HOST)
+    assert torch.equal(target, source)
+    assert log == ["copies wait for current", "event on copies"]
+    del source
+    assert known() is not None  # until the current stream waits
+    copy.wait()
+    copy.wait()
+    assert log[2:] == ["current waits for event"]
+    assert known() is None
+    copies.launch([(torch.ones(3), target)], TO_DEVICE)  # nobody holds it
+    assert log[3:] == ["copies wait for current", "event on copies", "current waits for event"]
+    copies.finish()
+    assert log[6:] == ["host waits for copies"]
+
+
+def test_memory_is_freed_when_no_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Streams(monkeypatch).log
+    memory = HostMemory(False, Copies(torch.device("cuda"), None).finish)
+    region = memory.take(100)
+    del memory
+    assert log == []  # it is in use
+    del region
+    assert log == ["host waits for copies"]
 
 
 # -------------------------------------------------------------------- in a plan

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import gc
 import logging
 import mmap
 import os
 import random
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def test_both_ways_to_a_tensor_show_the_same(
     chance = random.Random(7)
     sizes = (5, 3 * BLOCK, 41 * BLOCK + 17)
     tensors, models = [file.zeros(n) for n in sizes], [torch.zeros(n, dtype=torch.uint8) for n in sizes]
-    for _ in range(300):
+    for _ in range(150):
         index = chance.randrange(len(sizes))
         tensor, model, size = tensors[index], models[index], sizes[index]
         start = chance.randrange(-(-size // BLOCK)) * BLOCK
@@ -156,13 +156,11 @@ def test_space_is_allocated_at_once_and_comes_back(file: SwapFile) -> None:
     assert file.nbytes == allocated <= on_disk()
     file.write(second, staging(MIB + 5).fill_(9)).wait()
     del second
-    gc.collect()
     assert on_disk() <= allocated - MIB
     again = file.zeros(MIB)  # where the second was
     assert file.nbytes == allocated and not again.any()
     assert first.data_ptr() != again.data_ptr() != third.data_ptr()
     del first, again, third
-    gc.collect()
     assert not file.zeros(7).any()
     assert file.nbytes == BLOCK
 
@@ -172,15 +170,14 @@ def test_zeros_where_holes_cannot_be_punched(file: SwapFile, monkeypatch: pytest
     monkeypatch.setattr(libc, "fallocate", lambda *_: -1)
     keep = [file.zeros(3 * BLOCK).fill_(1), file.zeros(BLOCK).fill_(2)]
     del keep[0]
-    gc.collect()
     assert not file.zeros(2 * BLOCK).any() and keep[0].eq(2).all()
 
 
 def test_descriptors_do_not_grow_with_tensors(file: SwapFile) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    tensors = [file.zeros(100).fill_(i) for i in range(200)]
+    tensors = [file.zeros(100).fill_(i) for i in range(60)]
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert [int(tensor[99]) for tensor in tensors] == list(range(200))
+    assert [int(tensor[99]) for tensor in tensors] == list(range(60))
 
 
 def test_full_disk(io: AsyncIO, small_disk: Path) -> None:
@@ -309,6 +306,9 @@ def test_nothing_is_left_by_a_process_that_is_killed(small_disk: Path) -> None:
     assert not list(small_disk.iterdir())
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    deadline = time.monotonic() + 20  # the kernel ends what was under way after the process
+    while free() < before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert free() == before
 
 
@@ -325,7 +325,6 @@ def test_a_fork_does_not_touch_its_parents_file(io: AsyncIO, tmp_path: Path) -> 
                 refused.append(str(error))
         file.close()
         tensors.clear()
-        gc.collect()
         assert len(refused) == 2 and "a fork" in refused[0]
 
     pid = in_fork(work)
@@ -374,13 +373,11 @@ def test_transfers_keep_their_ends_alive(file: SwapFile) -> None:
     address = resting.data_ptr()
     transfers = [file.write(resting, staging(4 * MIB).fill_(9)), file.read(resting, staging(4 * MIB))]
     del resting
-    gc.collect()
     assert address in file._offsets
     for transfer in transfers:
         transfer.wait()
     del transfer
     transfers.clear()
-    gc.collect()
     assert not file._offsets
 
 
@@ -402,14 +399,12 @@ def test_closing(io: AsyncIO, tmp_path: Path) -> None:
 def test_a_file_that_is_dropped_goes_with_its_last_tensor(io: AsyncIO, tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     tensor = SwapFile(tmp_path, io, 0, KEY).zeros(100)
-    gc.collect()
     tensor.fill_(1)
     del tensor
-    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_forgetting_what_is_cached(file: SwapFile) -> None:
+def test_forgetting_what_is_cached(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     def cached(tensor: torch.Tensor) -> int:
         pages = (ctypes.c_ubyte * -(-tensor.numel() // mmap.PAGESIZE))()
         assert (
@@ -417,12 +412,21 @@ def test_forgetting_what_is_cached(file: SwapFile) -> None:
         )
         return sum(page & 1 for page in bytes(pages))
 
+    kind = subprocess.run(["stat", "-f", "-c", "%T", str(file.directory)], capture_output=True, text=True, check=True)
+    if kind.stdout.strip() in ("tmpfs", "ramfs"):
+        pytest.skip(f"{file.directory} is a file system in memory")
     resting = file.zeros(MIB).fill_(5)
     assert cached(resting) == MIB // mmap.PAGESIZE
     file.forget_cached()
-    if cached(resting):
-        pytest.skip(f"{file.directory} is a file system in memory")
+    assert cached(resting) == 0
     assert resting.eq(5).all()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(OSError, match="writing the swap file of rank 3 in .* to the disk failed: Input/output error"):
+        file.forget_cached()
 
 
 def test_checksums(io: AsyncIO, tmp_path: Path) -> None:
@@ -444,6 +448,7 @@ def test_checksums(io: AsyncIO, tmp_path: Path) -> None:
         with pytest.raises(OSError, match=words):
             file.read(view, buffer).wait()
     file.write(resting[4 * BLOCK : 6 * BLOCK], staging(2 * BLOCK)).wait()  # the sum of the whole part is void
+    file.write(resting[BLOCK : 2 * BLOCK], staging(BLOCK)).wait()
     file.read(resting, into).wait()
     resting[-1] ^= 1
     with pytest.raises(OSError, match="16384|8201 bytes at byte 32768"):
@@ -451,9 +456,9 @@ def test_checksums(io: AsyncIO, tmp_path: Path) -> None:
     file.forget_cached()
     file.read(resting, into).wait()
     file.write(resting, into).wait()
-    del resting, parts, view
-    gc.collect()
+    del resting, parts, part, view
     again = file.zeros(10 * BLOCK + 9)
+    assert file.nbytes == 11 * BLOCK
     file.read(again, into).wait()  # the sums of what was here before are not its own
     assert not into.any()
     file.close()

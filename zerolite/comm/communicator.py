@@ -177,7 +177,12 @@ class Communicator:
         return pending
 
     def gather_shards(
-        self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int = 0
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        tag: str,
+        key: int = 0,
+        lasting: Sequence[torch.Tensor] | None = None,
     ) -> Pending:
         """One launch for several tensors: after ``wait()`` every ``fulls[i]`` is the concatenation of all ranks'
         ``shards[i]``. What ``wait()`` gives means nothing.
@@ -185,7 +190,8 @@ class Communicator:
         ``fulls[i]``: flat [world_size * numel of ``shards[i]``], contiguous, written to until ``wait()`` has
         returned. ``shards[i]``: flat, contiguous, not part of ``fulls[i]``, unchanged until then. A pair has one
         dtype, which may differ from pair to pair. Lengths may be 0. ``key`` says what is gathered: where ranks
-        compare what they launch (shared memory), those with different keys raise RuntimeError.
+        compare what they launch (shared memory), those with different keys raise RuntimeError. ``lasting``: what the
+        record of collectives keeps instead of ``shards``, where these are copies for this launch.
 
         On one process ``fulls[i]`` may be ``shards[i]``, and is left alone then. Called on all ranks, in the same
         order, with as many tensors of the same lengths and dtypes.
@@ -196,7 +202,7 @@ class Communicator:
             return self._gather_shards(fulls, shards, tag, key)
         if recorder.active:
             recorder.note_several("all_gather", fulls, tag)
-        entry: Raw = ("all_gather", tag, shards, None, key)
+        entry: Raw = ("all_gather", tag, shards if lasting is None else lasting, None, key)
         flight = self.flight
         flight.count += 1
         flight.latest.append(entry)

@@ -133,12 +133,12 @@ class MemoryTracker(TorchDispatchMode):
         self.modules = ModulesAtWork()
         self.items = {place: dict.fromkeys((*ITEMS, MADE), 0) for place in PLACES}  # bytes now
         self.nbytes = dict.fromkeys(PLACES, 0)  # the sums of these
-        self.most_in_host_memory = 0  # bytes, since the beginning or :meth:`forget_most`
-        self.largest = self._now()  # bytes of each item at its own most
         self._apart = apart
         self._known: dict[int, _Known] = {}
         self._fresh: _Fresh | None = None
         self._fullest = Fullest(0, self._on_device(), _NOWHERE)
+        self._largest = self._now()
+        self._most = 0
         self._op = ""
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
         self._before: dict[str, int] = {}
@@ -186,15 +186,28 @@ class MemoryTracker(TorchDispatchMode):
         self._settle()
         return self._fullest
 
+    @property
+    def largest(self) -> dict[str, dict[str, int]]:
+        """Bytes of each item at its own most, by place."""
+        self._settle()
+        return self._largest
+
+    @property
+    def most_in_host_memory(self) -> int:
+        """Bytes, since the beginning or :meth:`forget_most`."""
+        self._settle()
+        return self._most
+
     def measure_from_here(self) -> None:
         """Begin anew with the fullest moment and the items' largest."""
         self._settle()
         self._fullest = Fullest(self.nbytes[DEVICE], self._on_device(), Place(self.phase, "", ""))
-        self.largest = self._now()
+        self._largest = self._now()
 
     def forget_most(self) -> None:
         """Begin anew with the most in the host's memory."""
-        self.most_in_host_memory = self._in_host_memory()
+        self._settle()
+        self._most = self._in_host_memory()
 
     def record(self) -> None:
         """Begin to keep every change, for :meth:`course`."""
@@ -291,14 +304,14 @@ class MemoryTracker(TorchDispatchMode):
         self._tell(known.item, known.place, -known.nbytes, self._here())
 
     def _change(self, item: str, place: str, nbytes: int) -> None:
-        items, largest = self.items[place], self.largest[place]
-        items[item] += nbytes
-        largest[item] = max(largest[item], items[item])
+        self.items[place][item] += nbytes
         self.nbytes[place] += nbytes
-        self.most_in_host_memory = max(self.most_in_host_memory, self._in_host_memory())
 
     def _tell(self, item: str, place: str, nbytes: int, where: Place) -> None:
-        """What has changed, to the fullest moment and to the course of the device."""
+        """What has changed, to whatever keeps the most, and to the course of the device."""
+        largest = self._largest[place]
+        largest[item] = max(largest[item], self.items[place][item])
+        self._most = max(self._most, self._in_host_memory())
         if place != DEVICE or not nbytes:
             return
         if self.nbytes[DEVICE] > self._fullest.nbytes:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from zerolite.accelerator import default_device, is_dry_run
-from zerolite.comm import create_communicator, init_distributed, local_rank
+from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.offload import OffloadOptimizerConfig
 from zerolite.runtime.full_state import guard_module, guard_state_dict
@@ -77,7 +77,7 @@ class Init:
         init_distributed()
         self._device = default_device(local_rank())
         self._comm = create_communicator(self._device)  # until an engine takes the parameters over
-        self._home = _home(remote_device, config, self._device, self._comm.rank)
+        self._home = _home(remote_device, config, self._device, self._comm)
         if module is not None:
             partition_model(module, self._comm, self._device, dtype, self._home)
             guard_state_dict(module)
@@ -145,30 +145,33 @@ class Init:
                 self._built.pop(id(module), None)
 
 
-def _home(remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, rank: int) -> Home | None:
+def _home(
+    remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, comm: Communicator
+) -> Home | None:
     """Where parts rest until an engine takes them over; None: on ``device``. Raises ValueError for ``remote_device``,
     OSError for a disk that cannot be used."""
     chosen: str = "none" if config is None else config.zero_optimization.offload_param.device
-    if remote_device in ("cpu", "nvme") and remote_device != chosen:
-        if remote_device == "nvme":
+    if remote_device not in (None, chosen):
+        if remote_device == "cpu":
+            chosen = "cpu"
+        elif remote_device in ("none", device.type, str(device)):
+            chosen = "none"
+        elif remote_device == "nvme":
             raise ValueError(
                 'zero.Init: remote_device "nvme" needs a config that says where the disk is; pass '
                 "config_dict_or_path with zero_optimization.offload_param.device and nvme_path"
             )
-        chosen = remote_device
-    elif remote_device in ("none", device.type, str(device)):
-        chosen = "none"
-    elif remote_device not in (None, chosen):
-        raise ValueError(
-            f"zero.Init: expected remote_device to be None, 'none', 'cpu', 'nvme' or '{device.type}', got "
-            f"{remote_device!r}"
-        )
+        else:
+            raise ValueError(
+                f"zero.Init: expected remote_device to be None, 'none', 'cpu', 'nvme' or '{device.type}', got "
+                f"{remote_device!r}"
+            )
     if chosen == "none":
         return None
     host = HostTier(pin=False, fake=is_dry_run())  # the engine gives them other memory
     tiers = Tiers(device, Tier(device), host, apart=device.type != "cpu")
     if chosen == "nvme" and config is not None:
-        tiers = tiers_of(_only_parameters(config), device, device.type, rank)
+        tiers = tiers_of(_only_parameters(config), device, device.type, comm)
     reader = ShardReader(tiers, Transfers(tiers))
     return lambda numel: (tiers.place_parameters(numel), reader)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -299,3 +300,43 @@ def parity(runs: list[dict[str, Any]]) -> list[str]:
             found += [f"{where}: {text}" for text in differences(plain, offloaded)]
             gc.collect()
     return found
+
+
+def several(runs: list[dict[str, Any]], environment: dict[str, str] | None = None) -> list[str]:
+    """As :func:`parity`, with further environment variables."""
+    with mock.patch.dict(os.environ, environment or {}):
+        return parity(runs)
+
+
+# -------------------------------------------------------------------- what moves, and what is where
+
+
+def traffic(stage: int, zero: dict[str, Any], apart: bool) -> list[Any]:
+    """The collectives of three steps, with everything that is recorded of them."""
+    recipe = RUNS["wide in bf16"]
+    with two_memories() if apart else contextlib.nullcontext():
+        engine = make_engine(recipe, stage, zero=zero)
+    with zerolite.comm.record() as recorder:
+        for step in range(3):
+            list(engine_loop(engine, recipe, step))
+    return [(call.op, call.numel, str(call.dtype), call.nbytes, call.tag) for call in recorder.calls]
+
+
+def residence(stage: int, precision: str, zero: dict[str, Any], apart: bool) -> dict[str, Any]:
+    """Bytes by item and place in the middle of a window and after its step, and the elements of the rank's part."""
+    settings = BF16 if precision == "bf16" else {}
+    recipe = Recipe(lambda: models.build(models.Chain, depth=3, width=128), config=settings)
+    with two_memories() if apart else contextlib.nullcontext():
+        engine = make_engine(recipe, stage, zero=zero)
+    pending, after = [], []
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 128)).float().square().mean())
+        pending.append(engine.memory_report())
+        engine.step()
+        after.append(engine.memory_report())
+    keys = ("items", "host", "disk")
+    return {
+        "pending": [{key: getattr(report, key) for key in keys} for report in pending],
+        "after": [{key: getattr(report, key) for key in keys} for report in after],
+        "numel": 3 * 128 * 128,
+    }

@@ -104,7 +104,7 @@ def run(model: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
                 engine.step()
                 result["losses"].append(loss.item())
             result["norms"].append(engine.get_global_grad_norm())
-            with torch.no_grad():
+            with torch.inference_mode() if step % 2 else torch.no_grad():
                 result["evaluated"].append(loss_of(engine, batch_of(step, 7, dist.get_rank())).item())
             _nothing_is_whole(engine)
     result["calls"] = [(call.op, call.tag, call.numel) for call in calls.calls]

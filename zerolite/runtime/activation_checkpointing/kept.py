@@ -128,7 +128,7 @@ class Keeper:
         for length in lengths:
             starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
         if not new:
-            return self._copies.launch((), TO_HOST)
+            return Copy((), None, self._device)
         region = self._source.take(starts[-1])
         pairs: list[Pair] = []
         for (entry, tensor), start, length in zip(new, starts, lengths, strict=False):
@@ -143,7 +143,7 @@ class Keeper:
             return self._copies.launch(pairs, TO_HOST)
         for part, resting in pairs:
             resting.copy_(part)
-        return self._copies.launch((), TO_HOST)
+        return Copy((), None, self._device)
 
     # ---------------------------------------------------------------- backward
 
@@ -178,7 +178,8 @@ class Keeper:
                 pairs.append((entry.resting, arrived[entry]))
             else:
                 arrived[entry] = entry.resting
-        return _Ahead(entries, arrived, self._copies.launch(pairs, TO_DEVICE))
+        copy = self._copies.launch(pairs, TO_DEVICE) if pairs else Copy((), None, self._device)
+        return _Ahead(entries, arrived, copy)
 
     def _gather(
         self, entries: Sequence[KeptInput], arrived: dict[KeptInput, torch.Tensor], what: str

@@ -96,7 +96,12 @@ class GradReducer:
         for bucket in layout.buckets[len(self._states) :]:
             filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
             self._states.append(BucketState(bucket, filler=filler))
+            if self.resting.away(bucket.index):
+                dtype = self._reduced_dtype(self._states[-1])
+                self.resting.home(bucket.index, bucket.numel // self._comm.world_size, dtype)
         # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
+        widest = max((bucket.numel for bucket in layout.buckets), default=0)
+        self.resting.longest = 4 * widest // self._comm.world_size  # sums are in fp32
         buckets = 3 if self._options.shard else len(layout.buckets)
         self._pool = BucketPool(buckets if self._options.keep_buckets else 0)
         more = len(self.parameters) - len(self._expected)
@@ -528,9 +533,14 @@ class GradReducer:
     def reduced(self, bucket: int) -> torch.Tensor:
         """The mean gradient of the window where it rests: the full bucket at stage 0, this rank's part above. Valid
         after :meth:`finish`."""
+        value = self.place_of_reduced(bucket)
+        self.resting.wait(bucket)
+        return value
+
+    def place_of_reduced(self, bucket: int) -> torch.Tensor:
+        """The same, where it may still be on its way."""
         value = self._states[bucket].reduced
         assert value is not None, "reduced() is read after finish()"
-        self.resting.wait(bucket)
         return value
 
     def owned_part(self, bucket: int) -> torch.Tensor:

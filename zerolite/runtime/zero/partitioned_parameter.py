@@ -12,7 +12,6 @@ begins with bringing the shard (see shard_reader.py).
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
 import weakref
@@ -20,13 +19,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.comm import Communicator, Pending
 from zerolite.memory_items import COMPUTE, DEVICE, GATHERED, PERSISTENT, listeners, own, resize
 from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.released_parameter import close, open_again
-from zerolite.runtime.zero.shard_reader import Arrival, ShardReader
+from zerolite.runtime.zero.shard_reader import Arrival, ShardReader, undispatched
 from zerolite.runtime.zero.tiers import Tier
 
 _ids = itertools.count()
@@ -327,13 +325,6 @@ def whole_numel(parameter: torch.Tensor) -> int:
 
 # -------------------------------------------------------------------- gathers
 
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-def _undispatched() -> contextlib.AbstractContextManager[Any]:
-    """Our own work is nobody's operators: selective checkpointing records what runs under its mode."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
-
 
 def launch(members: Sequence[PartitionedParameter]) -> None:
     """Start to gather ``members``, of one communicator and not available, in one launch. Called on all ranks, in the
@@ -351,14 +342,14 @@ def launch(members: Sequence[PartitionedParameter]) -> None:
             if listeners:
                 for member in moved:
                     own(member.full, PERSISTENT if member.persistent else GATHERED)
-            with _undispatched():
+            with undispatched():
                 fulls, shards = [member.full for member in moved], [member.shard for member in moved]
                 if reader is None:
                     pending = comm.gather_shards(fulls, shards, "parameters", members[0].key)
                 else:
                     arrival = reader.bring(moved, alone=comm.world_size == 1)
                     with arrival.behind_copies():
-                        pending = comm.gather_shards(fulls, arrival.shards, "parameters", members[0].key)
+                        pending = comm.gather_shards(fulls, arrival.shards, "parameters", members[0].key, shards)
     except BaseException:
         if arrival is not None:
             arrival.wait()  # nothing may be copied into memory that is freed now
@@ -376,7 +367,7 @@ def finish(started: _Launch) -> None:
     """Wait for a gather: its parameters may be read from now on. On CUDA the stream waits, not the host."""
     try:
         if started.pending is not None:
-            with _undispatched():
+            with undispatched():
                 started.pending.wait()
                 if started.arrival is not None:
                     started.arrival.end()

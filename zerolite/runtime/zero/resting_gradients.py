@@ -25,6 +25,7 @@ class RestingGradients:
 
     def __init__(self, tiers: Tiers, transfers: Transfers) -> None:
         self.on_leaving: Callable[[int, torch.Tensor], None] = lambda bucket, gradient: None
+        self.longest = 0  # bytes of a bucket's gradient, at most
         self._tiers = tiers
         self._transfers = transfers
         self._homes: dict[int, torch.Tensor] = {}
@@ -47,7 +48,7 @@ class RestingGradients:
         while len(self._leaving) >= _ON_THEIR_WAY:
             self.wait(next(iter(self._leaving)))
         home = self.home(bucket, gradient.numel(), gradient.dtype)
-        self._leaving[bucket] = self._transfers.send(gradient, home, self._tiers.of_optimizer(bucket))
+        self._leaving[bucket] = self._transfers.send(gradient, home, self._tiers.of_optimizer(bucket), self.longest)
         return home
 
     def home(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +66,7 @@ class RestingGradients:
             return resting
         self.wait(bucket)
         gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
-        coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient)
+        coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self.longest)
         coming.wait()
         coming.finish()
         return gradient

@@ -14,11 +14,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.accelerator import is_fake
 from zerolite.memory_items import DEVICE, DISK, HOST, STAGING, own
 from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, DiskTier, Tier, Tiers
 from zerolite.runtime.zero.transfers import Transfer, Transfers
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def undispatched() -> contextlib.AbstractContextManager[Any]:
+    """Our own work is nobody's operators: selective checkpointing records what runs under its mode."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
 
 
 class Resting(Protocol):
@@ -144,9 +152,12 @@ class ShardReader:
         """Begin to read those that rest on disk, for a gather of each that comes later: as often as it is said, in the
         order of the gathers. What is read and never gathered stays in memory until :meth:`forget`."""
         wanted = [m for m in members if m.tier.place == DISK and m.shard.numel()]
-        if not wanted:
-            return
-        self._collect_buffers()
+        if wanted:
+            with undispatched():
+                self._collect_buffers()
+                self._read(wanted)
+
+    def _read(self, wanted: Sequence[Resting]) -> None:
         shards = [member.shard for member in wanted]
         for span in spans(shards, SPAN_ALIGNMENT):
             resting, tier = cover(span, shards), wanted[span.indices[0]].tier
@@ -167,8 +178,9 @@ class ShardReader:
         if self._ahead:
             found = [place for several in self._ahead.values() for place in several]
             self._ahead.clear()
-            for place in found:
-                self._release(place.read)
+            with undispatched():
+                for place in found:
+                    self._release(place.read)
 
     def written(self, member: Resting) -> None:
         """Somebody has changed its shard, where it rests. Raises OSError if the disk fails."""

@@ -130,7 +130,10 @@ class SwapFile:
         fails."""
         with self._lock:
             self._check_open()
-            os.fdatasync(self._fd)
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                raise OSError(error.errno, f"writing {self.name} to the disk failed: {error.strerror}") from error
             for address, (_, nbytes) in self._offsets.copy().items():
                 _libc().madvise(address, nbytes, mmap.MADV_DONTNEED)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -41,6 +41,11 @@ class Transfer(Protocol):
         ...
 
 
+def whole_blocks(nbytes: int) -> int:
+    """``nbytes``, up to the end of a block of a disk."""
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
 class _Done:
     """Nothing is under way."""
 
@@ -117,15 +122,16 @@ class _TwoHops:
 
 
 class StagingPool:
-    """Buffers on the host through which things pass, to be used again. What is made stays until :meth:`clear`."""
+    """Buffers on the host through which things pass, to be used again. What is made stays until :meth:`clear`, so
+    whoever takes some of different lengths says how long the longest is: all of them are, and fit the next time."""
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin
         self._free: list[torch.Tensor] = []
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel], uninitialised, beginning at a page, in memory of whole blocks."""
-        nbytes = -(-numel * dtype.itemsize // _BLOCK) * _BLOCK
+    def take(self, numel: int, dtype: torch.dtype, longest: int = 0) -> torch.Tensor:
+        """[numel], uninitialised, beginning at a page, in memory of whole blocks. longest: in bytes."""
+        nbytes = whole_blocks(max(numel * dtype.itemsize, longest))
         fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_LARGER * nbytes, _SMALL)]
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
@@ -160,25 +166,26 @@ class Transfers:
         self._to_device = torch.cuda.Stream(tiers.device) if cuda else None
         self._to_host = torch.cuda.Stream(tiers.device) if cuda else None
 
-    def bring(self, resting: torch.Tensor, tier: Tier, into: torch.Tensor) -> Transfer:
+    def bring(self, resting: torch.Tensor, tier: Tier, into: torch.Tensor, longest: int = 0) -> Transfer:
         """Copy ``resting``, a range of a flat tensor of ``tier``, to ``into``, of the same length and dtype, on the
-        device or of :attr:`pool`. From disk the range begins at a multiple of tiers.SPAN_ALIGNMENT elements."""
+        device or of :attr:`pool`. From disk the range begins at a multiple of tiers.SPAN_ALIGNMENT elements.
+        longest: of what the caller brings, in bytes."""
         if not (isinstance(tier, DiskTier) and tier.file is not None):
             return self.copy(resting, into)
         if into.device.type == "cpu" and self._aligned(into):
             return _FileCopy(tier.file.read(resting, into))
-        through = self.pool.take(resting.numel(), resting.dtype)
+        through = self.pool.take(resting.numel(), resting.dtype, longest)
         read = _FileCopy(tier.file.read(resting, through))
         return _TwoHops(read, lambda: _Returning(self.copy(through, into), self.pool, through))
 
-    def send(self, source: torch.Tensor, resting: torch.Tensor, tier: Tier) -> Transfer:
-        """Copy ``source`` to ``resting``: the reverse of :meth:`bring`."""
+    def send(self, source: torch.Tensor, resting: torch.Tensor, tier: Tier, longest: int = 0) -> Transfer:
+        """Copy ``source`` to ``resting``: the reverse of :meth:`bring`. longest: of what the caller sends, in bytes."""
         if not (isinstance(tier, DiskTier) and tier.file is not None):
             return self.copy(source, resting)
         file = tier.file
         if source.device.type == "cpu" and self._aligned(source):
             return _FileCopy(file.write(resting, source))
-        through = self.pool.take(source.numel(), source.dtype)
+        through = self.pool.take(source.numel(), source.dtype, longest)
         copied = self.copy(source, through)
         return _TwoHops(copied, lambda: _Returning(_FileCopy(file.write(resting, through)), self.pool, through))
 
@@ -198,7 +205,7 @@ class Transfers:
         """Whether it can be written to disk as it is: from a page on, in memory that goes on to the end of a block."""
         storage = tensor.untyped_storage()
         start = tensor.storage_offset() * tensor.element_size()
-        end = start + -(-tensor.numel() * tensor.element_size() // _BLOCK) * _BLOCK
+        end = start + whole_blocks(tensor.numel() * tensor.element_size())
         return tensor.data_ptr() % _BLOCK == 0 and end <= storage.nbytes()
 
 

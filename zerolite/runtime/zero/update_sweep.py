@@ -26,40 +26,72 @@ from zerolite.runtime.zero.pieces import Hand, UpdateMethod
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.spans import Span, sub_groups
 from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, Tier
-from zerolite.runtime.zero.transfers import Transfer, Transfers
+from zerolite.runtime.zero.transfers import Transfer, Transfers, whole_blocks
 
 _SEVERAL = 16  # sub-groups at most where the config allows fewer
 _SMALLEST = 1 << 22  # elements of a sub-group that the config does not ask for
 
 
-class _Copy(NamedTuple):
-    """What is in hand of something that rests elsewhere."""
+class _Part(NamedTuple):
+    """Of something that an update reads or writes: what rests, and whether it must be brought within reach."""
 
-    here: torch.Tensor
     resting: torch.Tensor
     tier: Tier
+    brought: bool
     written: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of a staging buffer."""
+        return whole_blocks(self.resting.numel() * self.resting.element_size()) if self.brought else 0
+
+
+class _Wanted(NamedTuple):
+    """All parts of a span."""
+
+    span: Span
+    gradient: _Part
+    master: _Part
+    states: dict[str, _Part]
+    out: _Part | None
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.gradient, self.master, *self.states.values(), *([] if self.out is None else [self.out]))
+        return sum(part.nbytes for part in parts)
 
 
 class _Grip:
-    """A sub-group on its way to the update, in hand, or on its way back."""
+    """A sub-group on its way to the update, in hand, or on its way back, in one staging buffer."""
 
-    def __init__(self, spans: Sequence[Span], transfers: Transfers) -> None:
-        self.spans = spans
-        self.hands: list[Hand] = []
+    def __init__(self, wanted: Sequence[_Wanted], device: torch.device, transfers: Transfers, longest: int) -> None:
+        """device: of the update. longest: bytes of the largest sub-group."""
+        self._device = device
         self._transfers = transfers
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[torch.Tensor, _Part]] = []
         self._under_way: list[Transfer] = []
+        self._buffer = transfers.pool.take(longest, torch.uint8) if device.type == "cpu" else None
+        self._position = 0
+        self.hands = [self._hand(of_span) for of_span in wanted]
 
-    def bring(self, resting: torch.Tensor, tier: Tier, device: torch.device, written: bool) -> torch.Tensor:
-        """A copy of ``resting``, within reach of an update on ``device`` when :meth:`ready` returns."""
-        transfers = self._transfers
-        if device.type == "cpu":
-            here = transfers.pool.take(resting.numel(), resting.dtype)
+    def _hand(self, wanted: _Wanted) -> Hand:
+        states = {name: self._within_reach(part) for name, part in wanted.states.items()}
+        out = None if wanted.out is None else self._within_reach(wanted.out)
+        return Hand(wanted.span, self._within_reach(wanted.gradient), self._within_reach(wanted.master), states, out)
+
+    def _within_reach(self, part: _Part) -> torch.Tensor:
+        """What rests, or a copy that is complete when :meth:`ready` returns."""
+        resting = part.resting
+        if not part.brought:
+            return resting
+        if self._buffer is None:
+            here = torch.empty_like(resting, device=self._device)
         else:
-            here = torch.empty_like(resting, device=device)
-        self._copies.append(_Copy(here, resting, tier, written))
-        self._under_way.append(transfers.bring(resting, tier, here))
+            size = resting.numel() * resting.element_size()
+            here = self._buffer.narrow(0, self._position, size).view(resting.dtype)
+            self._position += part.nbytes
+        self._copies.append((here, part))
+        self._under_way.append(self._transfers.bring(resting, part.tier, here))
         return here
 
     def ready(self) -> None:
@@ -68,10 +100,10 @@ class _Grip:
 
     def give_back(self) -> None:
         """After the update: send what it has written to where it rests. The device sees it there."""
-        for here, resting, tier, written in self._copies:
-            if written:
-                self._under_way.append(self._transfers.send(here, resting, tier))
-                if resting.device.type != "cpu":
+        for here, part in self._copies:
+            if part.written:
+                self._under_way.append(self._transfers.send(here, part.resting, part.tier))
+                if part.resting.device.type != "cpu":
                     self._under_way[-1].wait()
 
     def advance(self) -> None:
@@ -79,13 +111,13 @@ class _Grip:
             transfer.advance()
 
     def finish(self) -> None:
-        """Wait until it is there, and let the buffers go."""
+        """Wait until it is there, and let the buffer go."""
         while self._under_way:
             self._under_way.pop().finish()
-        while self._copies:
-            here = self._copies.pop().here
-            if here.device.type == "cpu":
-                self._transfers.pool.give_back(here)
+        self._copies.clear()
+        if self._buffer is not None:
+            self._transfers.pool.give_back(self._buffer)
+            self._buffer = None
 
 
 class UpdateSweep:
@@ -113,15 +145,17 @@ class UpdateSweep:
     def plan(self) -> None:
         """Look at the layout anew: it has other buckets than before."""
         near: list[tuple[int, int]] = []
-        far: list[tuple[int, int]] = []
+        far: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
         for bucket, master in enumerate(self._buffer.master):
-            (near if self._within_reach(bucket) else far).append((bucket, master.numel()))
+            its = near if self._within_reach(bucket) else far[self._tiers.updates_on_host(bucket)]
+            its.append((bucket, master.numel()))
         total = sum(numel for _, numel in near)
         limit = total if self._method.one_launch else self._update_numel
         self._near = sub_groups(near, limit, 0)
         alignment = SPAN_ALIGNMENT if self._method.cuts_buckets else 0
-        several = max(_SMALLEST, sum(numel for _, numel in far) // _SEVERAL)  # so that there is something to overlap
-        self._far = sub_groups(far, min(self._tiers.sub_group_numel, several), alignment)
+        elements = sum(numel for buckets in far.values() for _, numel in buckets)
+        most = min(self._tiers.sub_group_numel, max(_SMALLEST, elements // _SEVERAL))  # there is something to overlap
+        self._far = [group for buckets in far.values() for group in sub_groups(buckets, most, alignment)]
 
     def _within_reach(self, bucket: int) -> bool:
         """Whether everything of a bucket is updated where it rests."""
@@ -159,12 +193,14 @@ class UpdateSweep:
                 self._buffer.follow(bucket)
             self._tiers.written_in_place()
         count = self._tiers.buffer_count
+        wanted = [[self._wanted(span, publish) for span in spans] for spans in self._far]
+        longest = max(sum(of_span.nbytes for of_span in group) for group in wanted)
         coming: deque[_Grip] = deque()  # the first is in hand
         leaving: deque[_Grip] = deque()
         try:
             for index, spans in enumerate(self._far):
                 while len(coming) < min(2, count) and index + len(coming) < len(self._far):
-                    coming.append(self._take(self._far[index + len(coming)], publish))
+                    coming.append(self._take(wanted[index + len(coming)], longest))
                 grip = coming[0]
                 grip.ready()
                 gradients = [hand.gradient for hand in grip.hands]
@@ -184,31 +220,29 @@ class UpdateSweep:
                     grip.finish()
             raise
 
-    def _take(self, spans: Sequence[Span], publish: bool) -> _Grip:
-        grip = _Grip(spans, self._transfers)
-        self._publisher.wait([span.bucket for span in spans])
-        for span in spans:
-            grip.hands.append(self._hand(grip, span, publish))
-        return grip
+    def _take(self, wanted: Sequence[_Wanted], longest: int) -> _Grip:
+        buckets = [of_span.span.bucket for of_span in wanted]
+        self._publisher.wait(buckets)
+        for bucket in buckets:
+            self._reducer.reduced(bucket)  # has arrived
+        on_host = self._tiers.updates_on_host(buckets[0])
+        return _Grip(wanted, torch.device("cpu") if on_host else self._tiers.device, self._transfers, longest)
 
-    def _hand(self, grip: _Grip, span: Span, publish: bool) -> Hand:
+    def _wanted(self, span: Span, publish: bool) -> _Wanted:
         buffer, tiers, bucket = self._buffer, self._tiers, span.bucket
         on_host = tiers.updates_on_host(bucket)
-        device = torch.device("cpu") if on_host else tiers.device
 
-        def reach(flat: torch.Tensor, tier: Tier, written: bool) -> torch.Tensor:
-            part = flat[span.low : span.high]
-            return part if tiers.within_reach(tier, on_host) else grip.bring(part, tier, device, written)
+        def part(flat: torch.Tensor, tier: Tier, written: bool) -> _Part:
+            return _Part(flat[span.low : span.high], tier, not tiers.within_reach(tier, on_host), written)
 
-        states = self._method.states_of(bucket)
         of_optimizer, of_compute = tiers.of_optimizer(bucket), buffer.tier_of_compute(bucket)
         writes = publish and buffer.separate_master(bucket)
-        return Hand(
+        return _Wanted(
             span,
-            reach(self._reducer.reduced(bucket), of_optimizer, False),
-            reach(buffer.master[bucket], buffer.tier_of_master(bucket), True),
-            {name: reach(flat, of_optimizer, True) for name, flat in states.items()},
-            reach(buffer.owned_compute(bucket), of_compute, True) if writes else None,
+            part(self._reducer.place_of_reduced(bucket), of_optimizer, False),
+            part(buffer.master[bucket], buffer.tier_of_master(bucket), True),
+            {name: part(flat, of_optimizer, True) for name, flat in self._method.states_of(bucket).items()},
+            part(buffer.owned_compute(bucket), of_compute, True) if writes else None,
         )
 
     def _end(self, spans: Sequence[Span], rounded: bool, publish: bool) -> None:

@@ -1,0 +1,133 @@
+"""Checkpoints know nothing of tiers: what is saved at one goes on at any other, as if nothing had happened."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.cases.resume import differences
+from tests.checkpoint.test_resume import SLOW, assert_goes_on, same_sums
+from tests.pool import Pools
+from zerolite.checkpoint import export
+
+CASES = "tests.checkpoint.cases.offload"
+TIERS = ("none", "cpu", "nvme")
+Saved = tuple[str, int]  # tier and stage
+
+
+def zero(tier: str, directory: Path) -> dict[str, Any]:
+    if tier == "none":
+        return {}
+    path = {"nvme_path": str(directory)} if tier == "nvme" else {}
+    return {"offload_optimizer": {"device": tier, **path}, "sub_group_size": 100}
+
+
+def run(pools: Pools, world: int, runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Results by run, then by rank."""
+    ranks = pools(world).run(f"{CASES}:several", {"runs": runs}, timeout=600.0)
+    return [list(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+
+
+def check(
+    pools: Pools, directory: Path, name: str, worlds: tuple[int, int], saves: list[Saved], loads: list[list[Saved]]
+) -> None:
+    """Save at each of ``saves``, and load that at the corresponding ones of ``loads``."""
+    apart = {"apart": True}
+    runs = [
+        {"how": "save", "directory": str(directory / f"{tier}-{stage}"), "name": name, "stage": stage}
+        | {"zero": zero(tier, directory), **apart}
+        for tier, stage in saves
+    ]
+    saved = dict(zip(saves, run(pools, worlds[0], runs), strict=True))
+    pairs = [(source, goal) for source, goals in zip(saves, loads, strict=True) for goal in goals]
+    runs = [
+        {"how": "load", "directory": str(directory / f"{source[0]}-{source[1]}"), "name": name, "stage": stage}
+        | {"zero": zero(tier, directory), **apart}
+        for source, (tier, stage) in pairs
+    ]
+    for (source, goal), loaded in zip(pairs, run(pools, worlds[1], runs), strict=True):
+        where = f"'{name}', {worlds[0]} ranks at {source} to {worlds[1]} at {goal}"
+        assert_goes_on(saved[source], loaded, name, same_sums(name, source[1], goal[1]), where)
+
+
+def first_fast(*names: str) -> list[Any]:
+    return [names[0], *(pytest.param(name, marks=SLOW) for name in names[1:])]
+
+
+@pytest.mark.parametrize(
+    "name", first_fast("mixture in bf16", "mixture", "mixture in fp16", "NAdam", "woken", "autocast")
+)
+def test_every_tier_goes_on_at_another(pools: Pools, tmp_path: Path, name: str) -> None:
+    saves = [("none", 2), ("cpu", 3), ("nvme", 1)]
+    check(pools, tmp_path, name, (2, 2), saves, [[("nvme", 3)], [("none", 1)], [("cpu", 2)]])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window in bf16",
+        *(
+            pytest.param(n, marks=SLOW)
+            for n in ("window", "window in fp16", "window with weights", "window, reduced within")
+        ),
+    ],
+)
+def test_a_window_goes_on(pools: Pools, tmp_path: Path, name: str) -> None:
+    """Its sums rest at the tier."""
+    saves = [("nvme", 2), ("none", 3)]
+    check(pools, tmp_path, name, (2, 2), saves, [[("cpu", 2)], [("nvme", 3)]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [(2, 2), (2, 3), (3, 2), (1, 2)])
+@pytest.mark.parametrize(
+    "name", ["mixture", "mixture in bf16", "mixture in fp16", "window in bf16", "NAdam", "RMSprop", "Adagrad"]
+)
+def test_every_tier_and_stage_into_every_other(
+    pools: Pools, tmp_path: Path, name: str, worlds: tuple[int, int]
+) -> None:
+    saves = [*itertools.product(TIERS, (1, 2, 3)), ("none", 0)]
+    check(pools, tmp_path, name, worlds, saves, [saves] * len(saves))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stage"), [("mixture in bf16", 2), ("NAdam", 3), ("mixture", 1)])
+def test_a_save_in_the_background(pools: Pools, tmp_path: Path, name: str, stage: int) -> None:
+    kwargs = {"directory": str(tmp_path / "saved"), "name": name, "stage": stage, "zero": zero("cpu", tmp_path)}
+    for found in pools(2).run(f"{CASES}:in_the_background", kwargs):
+        assert found == []
+
+
+def test_what_is_on_disk_is_not_copied_to_the_host_for_a_save(pools: Pools, tmp_path: Path) -> None:
+    kwargs = {"directory": str(tmp_path / "saved"), "zero": zero("nvme", tmp_path)}
+    for rank, result in enumerate(pools(2).run(f"{CASES}:not_in_the_background", kwargs)):
+        assert result["complete"] == [True, True]
+        assert result["copied"] == 0
+        assert len(result["warnings"]) == (rank == 0)
+        assert all("complete when the call returns" in warning for warning in result["warnings"])
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
+def test_models_are_the_same(pools: Pools, tmp_path: Path, stage: int) -> None:
+    """full_state_dict, save_16bit_model, and what ``zerolite export`` makes of the checkpoint."""
+    zeros = {tier: zero(tier, tmp_path) for tier in TIERS}
+    kwargs = {"directory": str(tmp_path), "name": "mixture in bf16", "zeros": zeros, "stage": stage}
+    results = pools(2).run(f"{CASES}:models_of", kwargs)[0]
+    files = {}
+    for tier in TIERS:
+        export.main([str(tmp_path / tier / "checkpoints"), str(tmp_path / tier / "exported")])
+        files[tier] = {
+            str(path.relative_to(tmp_path / tier)): path.read_bytes()
+            for part in ("model", "exported")
+            for path in sorted((tmp_path / tier / part).iterdir())
+            if path.suffix == ".safetensors"
+        }
+    assert len(files["none"]) == 2
+    assert any(isinstance(value, torch.Tensor) and value.numel() > 100 for value in results["none"].values())
+    for tier in TIERS[1:]:
+        assert differences(results["none"], results[tier]) == []
+        assert files["none"] == files[tier]
