@@ -155,23 +155,25 @@ def limited_memory(nbytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-LAYERS = 64
+LAYERS = 40
 STATES = LAYERS * 1024 * 1024 * 16  # bytes: weights and gradients in bf16, masters and two moments in fp32
 
 
-@pytest.mark.parametrize(("what", "trains"), [("nothing", False), ("optimizer", True), ("everything", True)])
-def test_states_of_four_times_the_memory(tmp_path: Path, what: str, trains: bool) -> None:
+@pytest.mark.parametrize(("what", "times"), [("nothing", 4), ("optimizer", 4), ("everything", 8)])
+def test_states_of_several_times_the_memory(tmp_path: Path, what: str, times: int) -> None:
+    """Without offload the kernel ends the process."""
     script = tmp_path / "train.py"
     script.write_text(LARGE)
-    with limited_memory(STATES // 4) as procs:
+    with limited_memory(STATES // times) as procs:
         done = subprocess.run(
             [sys.executable, script, what, tmp_path, str(LAYERS), procs],
-            env=job_environment(PYTHONPATH=str(ROOT)),
+            # The C library keeps what is freed in pieces below this size: what is measured here is the engine.
+            env=job_environment(PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536"),
             capture_output=True,
             text=True,
             timeout=600,
         )
-    if not trains:
+    if what == "nothing":
         assert done.returncode == -signal.SIGKILL, (done.returncode, done.stderr)
         assert "states" not in done.stdout
         return

@@ -35,11 +35,16 @@ def run(pools: Pools, world: int, calls: dict[str, tuple[str, dict[str, Any]]]) 
     return pools(world).run(f"{CASES}:all_of_it", {"calls": calls}, timeout=240)
 
 
-def compared(path: Path, model: str, setting: str, **more: Any) -> tuple[str, dict[str, Any]]:
-    """For :func:`run`. The disk is met twice: where device and host share memory, and where they do not."""
-    configs = tiers(path, setting, **more)
-    configs["host apart"], configs["disk apart"] = configs["host"], configs["disk"]
-    return "compare", {"model": model, "configs": configs, "apart": ("host apart", "disk apart")}
+EVERY = ("device", "host", "disk", "host apart", "disk apart")
+
+
+def compared(
+    path: Path, model: str, setting: str, names: tuple[str, ...] = EVERY, **more: Any
+) -> tuple[str, dict[str, Any]]:
+    """For :func:`run`. names: of tiers, "apart" where device and host do not share their memory."""
+    of_tier = tiers(path, setting, **more)
+    configs = {name: of_tier[name.split()[0]] for name in names}
+    return "compare", {"model": model, "configs": configs, "apart": tuple(name for name in names if "apart" in name)}
 
 
 def assert_alike(ranks: list[dict[str, Any]]) -> None:
@@ -59,9 +64,10 @@ def assert_alike(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_every_tier_gives_the_bits_and_collectives_of_the_device(pools: Pools, world: int, tmp_path: Path) -> None:
+    some, others = ("device", "host apart", "disk"), ("device", "host", "disk apart")
     calls = {
-        "tied, frozen, empty": compared(tmp_path, "OddModel", "moving"),
-        "bf16, accumulated": compared(tmp_path, "OddModel", "tight", precision="bf16", accumulation=2),
+        "tied, frozen, empty": compared(tmp_path, "OddModel", "moving", some),
+        "bf16, accumulated": compared(tmp_path, "OddModel", "tight", others, precision="bf16", accumulation=2),
     }
     assert_alike(run(pools, world, calls))
 
@@ -70,11 +76,12 @@ def test_every_tier_gives_the_bits_and_collectives_of_the_device(pools: Pools, w
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("setting", list(PARTITIONED))
 def test_every_kind_of_model_is_the_same_at_every_tier(pools: Pools, world: int, setting: str, tmp_path: Path) -> None:
-    models = ("Frozen", "External", "SharedCheckpointed", "PrimeMlp")
+    models = ("OddModel", "Frozen", "External", "SharedCheckpointed", "PrimeMlp")
     calls = {
         model: compared(tmp_path, model, setting, disk={"buffer_size": 300, "buffer_count": 1}) for model in models
     }
-    calls["bf16"] = compared(tmp_path, "Frozen", setting, precision="bf16", accumulation=2)
+    for model in ("Frozen", "OddModel"):
+        calls[f"{model}, bf16"] = compared(tmp_path, model, setting, precision="bf16", accumulation=2)
     assert_alike(run(pools, world, calls))
 
 
@@ -165,3 +172,19 @@ def test_a_disk_that_cannot_be_read_is_an_error_after_which_training_goes_on(
     for results in run(pools, world, {"": ("failing_disk", {"config": disk})}):
         assert len(results[""]["caught"]) == 2 and all("17 bytes" in text for text in results[""]["caught"])
         assert results[""]["losses"] == results[""]["expected"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", ["config", "group"])
+def test_parameters_that_are_trained_later_move_on_at_their_tier(
+    pools: Pools, world: int, how: str, tmp_path: Path
+) -> None:
+    found = {
+        name: pools(world).run("tests.distributed.cases.growth:train", {"config": settings, "how": how, "steps": 7})
+        for name, settings in tiers(tmp_path, "tight", precision="bf16").items()
+    }
+    for name in ("host", "disk"):
+        for expected, ours in zip(found["device"], found[name], strict=True):
+            assert_same_bits(expected["parameters"], ours["parameters"], name)
+            assert ours["losses"] == expected["losses"]

@@ -23,8 +23,7 @@ from zerolite.ops.io_reference import END_OF_FILE, Outcome, PythonIO
 logger = logging.getLogger("zerolite")
 
 BACKENDS = ("auto", "io_uring", "threads", "python")
-ALIGNMENT = 4096
-"""Bytes: what travels past the page cache begins at a multiple in memory and in the file, and is a multiple long."""
+_SECTOR = 4096  # bytes: what travels past the page cache is a multiple long
 _MOST_IN_FLIGHT = 4096
 _LARGEST_BLOCK = 1 << 30
 _SLICE_S = 0.5  # of waiting, between which Python sees signals
@@ -133,9 +132,9 @@ class AsyncIO:
         overlap_events: bool = True,
         backend: str = "auto",
     ) -> None:
-        if not (0 < block_size <= _LARGEST_BLOCK and block_size % ALIGNMENT == 0):
+        if not (0 < block_size <= _LARGEST_BLOCK and block_size % _SECTOR == 0):
             raise ValueError(
-                f"aio.block_size: expected a multiple of {ALIGNMENT} up to {_LARGEST_BLOCK} (1 GiB), got {block_size}"
+                f"aio.block_size: expected a multiple of {_SECTOR} up to {_LARGEST_BLOCK} (1 GiB), got {block_size}"
             )
         for name, value in (("queue_depth", queue_depth), ("thread_count", thread_count)):
             if not 1 <= value <= _MOST_IN_FLIGHT:

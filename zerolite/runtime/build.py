@@ -267,6 +267,7 @@ class _Assembly:
         settings, known, pipeline = self.config.activation_checkpointing, weakref.ref(engine), self.pipeline
         attached = attach(self.model, settings, self.device, functools.partial(_print_checkpointing, known))
         engine.activation_checkpointing = attached
+        engine.memory_parts = dataclasses.replace(engine.memory_parts, activations=attached.memory)
         if settings.profile:
             around(pipeline, "update", lambda: None, lambda: attached.end_step(pipeline.global_steps))
         return list(attached.handles)

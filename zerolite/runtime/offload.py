@@ -12,7 +12,7 @@ from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zerolite.ops.async_io import AsyncIO
 from zerolite.runtime.zero.swap_file import SwapFile
-from zerolite.runtime.zero.tiers import DiskTier, HostTier, Tier, Tiers
+from zerolite.runtime.zero.tiers import DiskTier, DryFile, HostTier, Tier, Tiers
 
 
 def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Tiers:
@@ -78,4 +78,4 @@ def _tier(block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.devi
     if block.device == "cpu":
         return HostTier(pin, fake=is_dry_run())
     directory, key = str(block.nvme_path), f"zero_optimization.{name}.nvme_path"
-    return DiskTier(None if is_dry_run() else disk.file(directory, key), pin)
+    return DiskTier(DryFile() if is_dry_run() else disk.file(directory, key), pin)

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerolite.accelerator import is_fake
-from zerolite.memory_items import DEVICE, DISK, HOST, STAGING, own
+from zerolite.memory_items import DEVICE, DISK, STAGING, own
 from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, DiskTier, Tier, Tiers
 from zerolite.runtime.zero.transfers import Transfer, Transfers
 
@@ -161,17 +160,11 @@ class ShardReader:
         shards = [member.shard for member in wanted]
         for span in spans(shards, SPAN_ALIGNMENT):
             resting, tier = cover(span, shards), wanted[span.indices[0]].tier
-            buffer = self._buffer(resting)
+            buffer = self._transfers.pool.take(resting.numel(), resting.dtype, like=resting)
             read = _Read(self._transfers.bring(resting, tier, buffer), buffer, len(span.indices))
             for index, place in places(span, shards, buffer).items():
                 member = wanted[index]
                 self._ahead.setdefault(id(member), deque()).append(_Place(read, place, member))
-
-    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory of the host. In a dry run's place a tensor without any, whatever modes are active."""
-        if is_fake(like):
-            return own(torch.empty_like(like), STAGING, HOST)
-        return self._transfers.pool.take(like.numel(), like.dtype)
 
     def forget(self) -> None:
         """What is read ahead is outdated, or not needed."""
@@ -198,8 +191,7 @@ class ShardReader:
         if not read.users:
             with contextlib.suppress(OSError):  # nobody wants to know any more
                 read.transfer.finish()
-            if not is_fake(read.buffer):
-                self._transfers.pool.give_back(read.buffer)
+            self._transfers.pool.give_back(read.buffer)
 
     def _collect_buffers(self) -> None:
         """Use again what the gathers before the last have been copied from: by now those copies have ended."""

@@ -23,17 +23,22 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.ops.async_io import ALIGNMENT, AsyncIO, Request
-from zerolite.ops.checksums import Checksums, compare
 from zerolite.pinned_memory import host_memory
+from zerolite.runtime.zero.checksums import Checksums, compare
 from zerolite.runtime.zero.space import Space
 from zerolite.sizes import format_size
 
+if TYPE_CHECKING:
+    from zerolite.ops.async_io import AsyncIO, Request
+
 logger = logging.getLogger("zerolite")
 
+ALIGNMENT = 4096
+"""Bytes: what travels past the page cache begins at a multiple in memory and in the file, and is a multiple long."""
 _GRAIN = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 

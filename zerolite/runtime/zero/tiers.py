@@ -77,19 +77,43 @@ class HostTier(Tier):
         return own(host_memory(numel * dtype.itemsize, self.pin).view(dtype), item, self.place)
 
 
+class _Ended:
+    def wait(self) -> None:
+        return
+
+
+class DryFile:
+    """A file of a dry run, which has no bytes."""
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer:
+        into.copy_(resting)
+        return _Ended()
+
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer:
+        resting.copy_(source)
+        return _Ended()
+
+    def forget_cached(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 class DiskTier(Tier):
-    """Files of this rank; ``file`` is None in a dry run."""
+    """A file of this rank."""
 
     place = DISK
 
-    def __init__(self, file: File | None, pin: bool) -> None:
+    def __init__(self, file: File, pin: bool) -> None:
         super().__init__(torch.device("cpu"))
         self.file = file
         self.pin = pin  # of the buffers on the way there
 
     def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
-        if self.file is None:
-            return super().zeros(numel, dtype, item)
         return own(self.file.zeros(numel * dtype.itemsize).view(dtype), item, self.place)
 
 
@@ -145,7 +169,7 @@ class Tiers:
         if isinstance(tier, DiskTier) and (stays or numel <= self.max_in_host):
             if not stays:
                 self.max_in_host -= numel
-            return HostTier(tier.pin, fake=tier.file is None)
+            return HostTier(tier.pin, fake=isinstance(tier.file, DryFile))
         return tier
 
     def updates_on_host(self, bucket: int) -> bool:
@@ -174,7 +198,7 @@ class Tiers:
 
     def _files(self) -> list[File]:
         tiers = (self.optimizer, self.parameters)
-        return [tier.file for tier in tiers if isinstance(tier, DiskTier) and tier.file is not None]
+        return [tier.file for tier in tiers if isinstance(tier, DiskTier)]
 
     def written_in_place(self) -> None:
         """What rests has been written as tensors, not by the step. While nothing is under way."""
@@ -184,7 +208,7 @@ class Tiers:
     def close(self) -> None:
         """The engine is gone, and with it what its optimizer has on disk. Parameters stay with the model: their file
         goes when they do."""
-        if isinstance(self.optimizer, DiskTier) and self.optimizer.file is not None:
+        if isinstance(self.optimizer, DiskTier):
             self.optimizer.file.close()
 
 

@@ -8,6 +8,7 @@ in between.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -128,9 +129,11 @@ class StagingPool:
     def __init__(self, pin: bool) -> None:
         self._pin = pin
         self._free: list[torch.Tensor] = []
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by ``_cdata``: those that are alive
 
-    def take(self, numel: int, dtype: torch.dtype, longest: int = 0) -> torch.Tensor:
-        """[numel], uninitialised, beginning at a page, in memory of whole blocks. longest: in bytes."""
+    def take(self, numel: int, dtype: torch.dtype, longest: int = 0, like: torch.Tensor | None = None) -> torch.Tensor:
+        """[numel], uninitialised, beginning at a page, in memory of whole blocks. longest: in bytes. like: in a dry
+        run, a tensor of it: what is made is of it too, whatever modes are active."""
         nbytes = whole_blocks(max(numel * dtype.itemsize, longest))
         fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_LARGER * nbytes, _SMALL)]
         if fitting:
@@ -138,22 +141,34 @@ class StagingPool:
             self._free = [other for other in self._free if other is not memory]
         else:
             with torch.inference_mode(False):  # whose tensors could not be written later
-                fake = is_dry_run()
-                made = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if fake else host_memory(nbytes, self._pin)
-                memory = own(made, STAGING, HOST)
+                memory = own(self._make(nbytes, like), STAGING, HOST)
+            storage = memory.untyped_storage()
+            key = storage._cdata
+            self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def _make(self, nbytes: int, like: torch.Tensor | None) -> torch.Tensor:
+        if not is_dry_run():
+            return host_memory(nbytes, self._pin)
+        make = torch.empty if like is None else like.new_empty
+        return make(nbytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """A tensor of :meth:`take` is not used any more."""
-        storage = tensor.untyped_storage()
-        self._free.append(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+        with torch.inference_mode(False):
+            self._free.append(tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a buffer of :meth:`take`."""
+        return tensor.untyped_storage()._cdata in self._made
 
     def clear(self) -> None:
         self._free.clear()
 
     def memory(self) -> list[torch.Tensor]:
-        """The buffers that nobody uses now."""
-        return self._free
+        """All buffers, in use or not."""
+        alive = [storage for ref in self._made.values() if (storage := ref()) is not None]
+        return [torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in alive]
 
 
 class Transfers:
@@ -170,22 +185,22 @@ class Transfers:
         """Copy ``resting``, a range of a flat tensor of ``tier``, to ``into``, of the same length and dtype, on the
         device or of :attr:`pool`. From disk the range begins at a multiple of tiers.SPAN_ALIGNMENT elements.
         longest: of what the caller brings, in bytes."""
-        if not (isinstance(tier, DiskTier) and tier.file is not None):
+        if not isinstance(tier, DiskTier):
             return self.copy(resting, into)
-        if into.device.type == "cpu" and self._aligned(into):
+        if self._direct(into):
             return _FileCopy(tier.file.read(resting, into))
-        through = self.pool.take(resting.numel(), resting.dtype, longest)
+        through = self.pool.take(resting.numel(), resting.dtype, longest, resting)
         read = _FileCopy(tier.file.read(resting, through))
         return _TwoHops(read, lambda: _Returning(self.copy(through, into), self.pool, through))
 
     def send(self, source: torch.Tensor, resting: torch.Tensor, tier: Tier, longest: int = 0) -> Transfer:
         """Copy ``source`` to ``resting``: the reverse of :meth:`bring`. longest: of what the caller sends, in bytes."""
-        if not (isinstance(tier, DiskTier) and tier.file is not None):
+        if not isinstance(tier, DiskTier):
             return self.copy(source, resting)
         file = tier.file
-        if source.device.type == "cpu" and self._aligned(source):
+        if self._direct(source):
             return _FileCopy(file.write(resting, source))
-        through = self.pool.take(source.numel(), source.dtype, longest)
+        through = self.pool.take(source.numel(), source.dtype, longest, source)
         copied = self.copy(source, through)
         return _TwoHops(copied, lambda: _Returning(_FileCopy(file.write(resting, through)), self.pool, through))
 
@@ -200,13 +215,12 @@ class Transfers:
         """Inside, the current stream is that of the copies to the device: what is launched there comes after them."""
         return contextlib.nullcontext() if self._to_device is None else torch.cuda.stream(self._to_device)
 
-    @staticmethod
-    def _aligned(tensor: torch.Tensor) -> bool:
-        """Whether it can be written to disk as it is: from a page on, in memory that goes on to the end of a block."""
-        storage = tensor.untyped_storage()
+    def _direct(self, tensor: torch.Tensor) -> bool:
+        """Whether it can be read from disk and written there as it is: it lies in a buffer of the pool, from a block's
+        beginning on, and the buffer goes on to the end of its last block."""
         start = tensor.storage_offset() * tensor.element_size()
         end = start + whole_blocks(tensor.numel() * tensor.element_size())
-        return tensor.data_ptr() % _BLOCK == 0 and end <= storage.nbytes()
+        return self.pool.has(tensor) and not start % _BLOCK and end <= tensor.untyped_storage().nbytes()
 
 
 class _Returning:
