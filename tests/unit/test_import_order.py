@@ -99,6 +99,8 @@ LAYERS = {
 
 ZERO_LAYERS = {  # within zerolite/runtime/zero
     "zerolite.runtime.zero.layout": 0,
+    "zerolite.runtime.zero.space": 0,
+    "zerolite.runtime.zero.checksums": 0,
     "zerolite.runtime.zero.spans": 0,
     "zerolite.runtime.zero.stages": 0,
     "zerolite.runtime.zero.fetch_plan": 0,
@@ -106,6 +108,7 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
     "zerolite.runtime.zero.weak_hook": 0,
     "zerolite.runtime.zero.fetch_schedule": 1,
     "zerolite.runtime.zero.tiers": 1,
+    "zerolite.runtime.zero.swap_file": 1,
     "zerolite.runtime.zero.released_parameter": 1,
     "zerolite.runtime.zero.transfers": 2,
     "zerolite.runtime.zero.buffer": 2,
@@ -146,7 +149,9 @@ PURE = (
     "zerolite.runtime.zero.fetch_schedule",
     "zerolite.runtime.zero.launch_plan",
     "zerolite.runtime.zero.layout",
+    "zerolite.runtime.zero.checksums",
     "zerolite.runtime.zero.fetch_plan",
+    "zerolite.runtime.zero.space",
     "zerolite.runtime.zero.spans",
     "zerolite.runtime.zero.stages",
     "op_builder",

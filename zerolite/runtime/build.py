@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerolite.accelerator import is_dry_run
 from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
@@ -57,7 +59,7 @@ from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.memory_report import MemoryParts
 from zerolite.runtime.monitoring import start_monitoring
-from zerolite.runtime.offload import tiers_of
+from zerolite.runtime.offload import tiers_of, warn_of_few_threads
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Names
 from zerolite.runtime.precision import GraphBoundary, Precision
@@ -150,6 +152,8 @@ class _Assembly:
         self.communication = communication_dtypes(model, config, precision)
         self.tiers = tiers_of(config, device, kind, comm)
         self.transfers = Transfers(self.tiers)
+        if comm.rank == 0 and not is_dry_run():
+            warn_of_few_threads(self.tiers, os.environ)
 
     def build(self, make_inner: Any, groups: Groups, broadcast_buffers: bool, adopts: bool) -> Engine:
         """make_inner, groups: of the optimizer. adopts: whether parameters that are unfrozen later join its group."""

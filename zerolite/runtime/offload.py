@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +13,12 @@ from zerolite.accelerator import is_dry_run
 from zerolite.comm import Communicator, HostGroup
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from zerolite.memory_items import DEVICE
 from zerolite.ops.async_io import AsyncIO
 from zerolite.runtime.zero.swap_file import SwapFile
 from zerolite.runtime.zero.tiers import DiskTier, DryFile, HostTier, Tier, Tiers
+
+logger = logging.getLogger("zerolite")
 
 
 def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Tiers:
@@ -34,6 +40,21 @@ def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Comm
             raise OSError(f"zerolite.initialize: rank {rank}: {sentence}")
     assert made is not None
     return made
+
+
+def warn_of_few_threads(tiers: Tiers, environ: Mapping[str, str]) -> None:
+    """Say so if the CPU updates with one thread where it could have several: torchrun sets OMP_NUM_THREADS to 1."""
+    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    fair = cores // max(1, ranks)
+    if tiers.apart and tiers.optimizer.place != DEVICE and torch.get_num_threads() == 1 and fair > 1:
+        logger.warning(
+            "zero_optimization.offload_optimizer: the CPU updates what is offloaded with 1 thread, and %d cores would "
+            "do it with %d; set OMP_NUM_THREADS=%d (torchrun sets it to 1; the zerolite command sets it well)",
+            cores,
+            ranks * fair,
+            fair,
+        )
 
 
 def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Tiers:

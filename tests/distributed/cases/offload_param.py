@@ -20,7 +20,7 @@ from tests import models
 from tests.distributed.cases.growth import Frozen
 from tests.distributed.cases.training import KINDS, snapshot
 from zerolite.comm import Communicator
-from zerolite.memory_items import COMPUTE, GATHERED, STAGING, listeners
+from zerolite.memory_items import COMPUTE, GATHERED, HOST, STAGING, listeners
 from zerolite.runtime import build
 from zerolite.runtime.offload import tiers_of
 from zerolite.runtime.zero.partitioned_parameter import handle_of
@@ -259,7 +259,7 @@ class Census:
 
 def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     """Of a chain of equal layers, half of them frozen: the bytes of parameters that rest between steps, and the most
-    that were whole, and staged, after any layer's forward."""
+    that were whole, and staged, after any layer's forward; and the layers whose shards are on the host."""
     census, whole, staged = Census(), [0], [0]
 
     def look(*_: Any) -> None:
@@ -278,9 +278,10 @@ def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
             engine.backward(engine(torch.full((2, 32), float(step + 1))).square().mean())
             engine.step()
         rests = census.bytes(COMPUTE, GATHERED)
+        on_host = [index for index, handle in enumerate(engine.coordinator.handles) if handle.tier.place == HOST]
     finally:
         listeners.remove(census)
-    return {"rests": rests, "whole": max(whole), "staged": max(staged)}
+    return {"rests": rests, "whole": max(whole), "staged": max(staged), "on host": on_host}
 
 
 # -------------------------------------------------------------------- reading ahead

@@ -30,6 +30,7 @@ class RestingGradients:
         self._transfers = transfers
         self._homes: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, Transfer] = {}
+        self._arrived: Transfer = DONE  # the last that was fetched
         self._lost: dict[int, OSError] = {}  # by bucket: why its gradient is not where it should be
 
     def away(self, bucket: int) -> bool:
@@ -68,7 +69,9 @@ class RestingGradients:
         gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
         coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self.longest)
         coming.wait()
-        coming.finish()
+        # The device waits for it, not the host, which lets the buffers on the way go when the next one comes.
+        self._arrived.finish()
+        self._arrived = coming
         return gradient
 
     def wait(self, bucket: int) -> None:
@@ -88,6 +91,8 @@ class RestingGradients:
                 leaving.finish()
         self._leaving.clear()
         self._lost.clear()
+        self._arrived.finish()
+        self._arrived = DONE
 
     def memory(self) -> Iterable[torch.Tensor]:
         """Where gradients rest off the device."""

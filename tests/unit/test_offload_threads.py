@@ -1,0 +1,49 @@
+"""The warning about an update on the CPU with one thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+from zerolite.runtime.offload import warn_of_few_threads
+from zerolite.runtime.zero.tiers import HostTier, Tier, Tiers
+
+CPU = torch.device("cpu")
+
+
+def said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tiers: Tiers, threads: int, ranks: str
+) -> list[str]:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        warn_of_few_threads(tiers, {"LOCAL_WORLD_SIZE": ranks})
+    return [record.getMessage() for record in caplog.records]
+
+
+def on_host(apart: bool = True) -> Tiers:
+    return Tiers(CPU, HostTier(pin=False), Tier(CPU), apart=apart)
+
+
+def test_one_thread_of_several(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    (message,) = said(caplog, monkeypatch, on_host(), threads=1, ranks="3")
+    assert "set OMP_NUM_THREADS=5" in message and "16 cores would do it with 15" in message
+
+
+@pytest.mark.parametrize(
+    ("tiers", "threads", "ranks"),
+    [
+        (on_host(), 2, "4"),
+        (on_host(), 1, "16"),
+        (on_host(apart=False), 1, "1"),
+        (Tiers.on(CPU), 1, "1"),
+    ],
+    ids=["several threads", "a core each", "the CPU is the device", "nothing on the host"],
+)
+def test_nothing_to_say(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tiers: Tiers, threads: int, ranks: str
+) -> None:
+    assert said(caplog, monkeypatch, tiers, threads, ranks) == []
