@@ -6,7 +6,10 @@ passes through the buffers through which it passes on a GPU, only that no copy r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,3 +178,105 @@ def test_where_the_bytes_are(pools: Pools, tmp_path: Path, device: str, stage: i
         # Four sub-groups of 2 (gradient) + 4 + 8 + 2 (rounded) bytes an element, in whole blocks.
         assert 0 < after["host"]["offload_buffers"] <= 4 * (16 * 5000 + 5 * 4096)
         assert rank["after"][0] == after
+
+
+# -------------------------------------------------------------------- disks that fail
+
+FAILURES = "tests.distributed.cases.offload_failures"
+
+
+def check_refusals(result: dict[str, Any], directory: Path) -> None:
+    """After an error nothing goes on as if there had been none, but from the checkpoint on everything does."""
+    assert result["raised"].startswith(("OSError", "UnexpectedEnd"))
+    assert "bytes at byte" in result["raised"] and str(directory) in result["raised"]
+    refused = [result[what] for what in ("step", "save", "loop")]
+    assert all("the swap file of rank 0" in text for text in refused if text)
+    assert result["loop"], "a step was done with what the disk has lost"
+    assert result["save"], "what the disk has lost was saved"
+    if "failed in its middle" in result["save"]:
+        assert "last checkpoint" in result["save"] and "failed in its middle" in result["export"]
+    assert result["differences"] == []
+
+
+def failures(pools: Pools, directory: Path, name: str, stage: int, points: list[int]) -> list[dict[str, Any]]:
+    (directory / "disk").mkdir()
+    zero = {**offload("nvme", directory / "disk"), "sub_group_size": 5000}
+    kwargs = {"directory": str(directory / "saved"), "name": name, "stage": stage, "zero": zero, "points": points}
+    results: list[dict[str, Any]] = pools(1).run(f"{FAILURES}:breaks", kwargs, timeout=600.0)[0]
+    return results
+
+
+def test_an_error_of_the_disk_is_not_forgotten(pools: Pools, tmp_path: Path) -> None:
+    """A gradient on its way there, something on its way to the update, and its result on the way back."""
+    for result in failures(pools, tmp_path, "window in bf16", 2, [0, 7, 40, 80]):
+        check_refusals(result, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stage"), [("mixture in bf16", 2), ("window in bf16", 2), ("NAdam", 3), ("wide", 1)])
+def test_an_error_of_any_request_is_not_forgotten(pools: Pools, tmp_path: Path, name: str, stage: int) -> None:
+    results = failures(pools, tmp_path, name, stage, list(range(150)))
+    broken = [result for result in results if result["raised"]]
+    assert len(broken) > 30
+    for result in broken:
+        check_refusals(result, tmp_path)
+    for result in results[len(broken) :]:
+        assert result["requests"] <= len(broken), "one that failed was not noticed"
+        assert result["differences"] == []
+
+
+@pytest.mark.parametrize("what", ["missing", pytest.param("a file", marks=pytest.mark.slow)])
+def test_a_path_that_is_not_there_on_one_rank_is_said_on_all(pools: Pools, tmp_path: Path, what: str) -> None:
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    (tmp_path / "0" / "swap").mkdir()
+    if what == "a file":
+        (tmp_path / "1" / "swap").touch()
+    kwargs = {"directory": str(tmp_path), "name": "mixture", "stage": 2, "zero": offload("nvme", Path("swap"))}
+    for rank, result in enumerate(pools(2).run(f"{FAILURES}:begin", {**kwargs, "steps": 1})):
+        assert result["phase"] == "initialize"
+        assert "zero_optimization.offload_optimizer.nvme_path" in result["error"]
+        assert {"missing": "swap does not exist", "a file": "swap is not a directory"}[what] in result["error"]
+        assert rank or "rank 1:" in result["error"]
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size: str) -> Iterator[None]:
+    """A file system of its own. Skips where none can be mounted."""
+    directory.mkdir(exist_ok=True)
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], capture_output=True, text=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip(f"no file system can be mounted: {mounted.stderr if mounted else 'there is no mount'}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_disk_that_is_full_on_one_rank_is_said_on_all(pools: Pools, tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        (tmp_path / rank / "swap").mkdir(parents=True)
+    kwargs = {"directory": str(tmp_path), "name": "wide", "stage": 2, "zero": offload("nvme", Path("swap"))}
+    with small_disk(tmp_path / "1" / "swap", "300k"):
+        for result in pools(2).run(f"{FAILURES}:begin", {**kwargs, "steps": 1}):
+            assert result["phase"] == "initialize"
+            for word in ("zero_optimization.offload_optimizer.nvme_path", "KB are free", "rank 1"):
+                assert word in result["error"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
+    """However little there is; nobody has checked before."""
+    zero, config = offload("nvme", Path("swap")), {"memory_check": "off"}
+    kwargs = {"directory": str(tmp_path), "name": "wide in bf16", "stage": 2, "zero": zero, "config": config}
+    (tmp_path / "0").mkdir()
+    phases = set()
+    for size in ("8k", "200k", "300k", "500k", "600k", "2m"):
+        with small_disk(tmp_path / "0" / "swap", size):
+            result = pools(1).run(f"{FAILURES}:begin", {**kwargs, "steps": 2})[0]
+        phases.add(result["phase"])
+        if result["error"]:
+            assert "expected room for" in result["error"] and "the swap file of rank 0 in swap" in result["error"]
+    assert phases == {"initialize", "none"}

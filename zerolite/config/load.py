@@ -284,6 +284,8 @@ def _unknown(block: str, key: str) -> str:
         return f'{sentence}; write it nested: "{nested}": ...' + "}" * key.count(".")
     if block in ("optimizer", "scheduler"):
         return f"{sentence}; arguments of the constructor belong into {block}.params"
+    if block and key in supported:
+        return f"{sentence}; did you mean {key}? It belongs to the top level: move it out of {block}"
     near = nearest_keys(block, key, supported, unsupported)
     return f"{sentence}; did you mean {' or '.join(near)}?" if near else f"{sentence}; remove it"
 

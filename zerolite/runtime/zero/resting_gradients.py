@@ -67,8 +67,12 @@ class RestingGradients:
             return resting
         self.wait(bucket)
         gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
-        coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self.longest)
-        coming.wait()
+        try:
+            coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self.longest)
+            coming.wait()
+        except OSError as error:
+            self._lost[bucket] = error
+            raise
         # The device waits for it, not the host, which lets the buffers on the way go when the next one comes.
         self._arrived.finish()
         self._arrived = coming
@@ -99,5 +103,6 @@ class RestingGradients:
         return self._homes.values()
 
     def wait_all(self) -> None:
-        for bucket in list(self._leaving):
+        """:meth:`wait` for all buckets."""
+        for bucket in (*self._leaving, *self._lost):
             self.wait(bucket)

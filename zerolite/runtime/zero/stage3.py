@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerolite.accelerator import is_dry_run
 from zerolite.comm import Communicator
 from zerolite.memory_items import COMPUTE, DEVICE
 from zerolite.runtime.zero.fetch_plan import FetchLimits
@@ -18,7 +19,7 @@ from zerolite.runtime.zero.partition_parameters import partition_model
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.runtime.zero.partitioned_parameter import PartitionedParameter, gather, handle_of, whole_numel
 from zerolite.runtime.zero.shard_reader import ShardReader
-from zerolite.runtime.zero.tiers import Tiers
+from zerolite.runtime.zero.tiers import HostTier, Tiers
 from zerolite.runtime.zero.transfers import Transfers
 
 
@@ -48,10 +49,13 @@ class PartitionedModel:
         transfers: Transfers,
     ) -> None:
         """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers. Shards rest on the
-        device until they are given a place; some of them have been given one by ``zero.Init``."""
+        device, or on the host where they are not to stay there, until they are given a place; some of them have been
+        given one by ``zero.Init``."""
         self.model = model
         self.reader = ShardReader(tiers, transfers)
-        partition_model(model, comm, device)
+        away = tiers.parameters.place != DEVICE
+        on_host = HostTier(pin=False, fake=is_dry_run())  # on the way to their tier: the device has no room to spare
+        partition_model(model, comm, device, home=(lambda _: (on_host, self.reader)) if away else None)
         self.parameters = list(model.parameters())
         self.handles: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -61,7 +65,7 @@ class PartitionedModel:
             handle.comm, handle.name = gathers, names[id(parameter)]
             handle.persistent, handle.manager, handle.on_written = False, None, None
             handle.release()
-            if tiers.parameters.place != DEVICE or handle.reader is not None:
+            if away or handle.reader is not None:
                 handle.reader = self.reader
             self.handles.append(handle)
 
