@@ -30,6 +30,7 @@ def offload(device: str, directory: Path, **more: Any) -> dict[str, Any]:
 def variants(directory: Path) -> dict[str, dict[str, Any]]:
     """Of zero_optimization. Sub-groups of one element, of odd lengths, and larger than everything."""
     return {
+        "nothing": {},
         "cpu": offload("cpu", directory),
         "cpu, apart": {**offload("cpu", directory), "apart": True},
         "cpu, small": {**offload("cpu", directory, buffer_count=1), "sub_group_size": 1, "apart": True},
@@ -99,8 +100,9 @@ SOME = ("mixture in bf16", "mixture in fp16", "window in bf16", "wide in bf16", 
 @pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "engine"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_loop(pools: Pools, tmp_path: Path, stage: int, loop: str) -> None:
-    chosen = ("cpu", "cpu, a third", "nvme, odd", "nvme, apart")
-    check(pools, 2, [of(name, stage, tmp_path, *chosen, loop=loop) for name in (*SOME, "NAdam")])
+    chosen = ("nothing", "cpu", "cpu, a third", "nvme, odd", "nvme, apart")
+    more = ("NAdam", "window with weights", "clamped in bf16", "reloaded in bf16", "replacing in bf16")
+    check(pools, 2, [of(name, stage, tmp_path, *chosen, loop=loop) for name in (*SOME, *more)])
 
 
 @pytest.mark.slow

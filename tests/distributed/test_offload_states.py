@@ -33,7 +33,9 @@ def check(pools: Pools, world: int, stages: tuple[int, ...], precision: str) -> 
                 assert found["losses"] == plain["losses"]
                 assert all(torch.equal(value, plain["state"][name]) for name, value in found["state"].items())
                 assert torch.equal(found["moment"], plain["moment"])
-                assert found["after"] == found["before"], (stage, kind)
+                moved = ("gradients", "communication_buckets")  # a reduction that was under way has ended meanwhile
+                before, after = ({k: n for k, n in found[m].items() if k not in moved} for m in ("before", "after"))
+                assert after == before, (stage, kind)
             during = ranks[f"{stage} all"]["during"]
             states = ("compute_parameters", "persistent_parameters", "gradients", "master_weights", "optimizer_states")
             assert [item for item in states if during[item]] == []
@@ -61,3 +63,15 @@ def test_wrong_arguments(pools: Pools) -> None:
     said = pools(1).run(f"{CASES}:wrong_arguments", {"config": settings(0, "fp32")})[0]
     assert "expected include to be some of" in said["include"] and "'moments'" in said["include"]
     assert 'expected device to be "cpu"' in said["device"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_that_goes_gives_back_what_is_the_models(pools: Pools, stage: int) -> None:
+    assert pools(1).run(f"{CASES}:engine_goes", {"config": settings(stage, "fp32")}) == [True]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_host_without_memory_changes_nothing(pools: Pools, stage: int) -> None:
+    given = config(stage, "bf16", optimizer=ADAMW, zero=STAGE_3 if stage == 3 else None)
+    for found in pools(2).run(f"{CASES}:no_memory", {"config": given}):
+        assert found == {"said": "no room", "kept": True}

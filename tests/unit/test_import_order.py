@@ -164,6 +164,7 @@ THIRD_PARTY = {
     "zerolite.report": {"cpuinfo"},
     "zerolite.monitor.wandb_writer": {"wandb"},
     "zerolite.runtime.memory_report": {"psutil"},
+    "zerolite.runtime.offload": {"psutil"},
     "zerolite.planning.available": {"psutil"},
     "zerolite.planning.result": {"pydantic"},
     "zerolite.planning.measure": {"pydantic", "psutil"},

@@ -59,7 +59,7 @@ from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.memory_report import MemoryParts
 from zerolite.runtime.monitoring import start_monitoring
-from zerolite.runtime.offload import tiers_of, warn_of_few_threads
+from zerolite.runtime.offload import check_optimizer, tiers_of, warn_of_few_threads
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Names
 from zerolite.runtime.precision import GraphBoundary, Precision
@@ -202,6 +202,7 @@ class _Assembly:
         self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting)
         choose = kernel_chooser(comm, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
+        check_optimizer(self.tiers, self.sharded.inner)
         self.publisher = Publisher(
             buffer,
             comm,
@@ -261,7 +262,7 @@ class _Assembly:
         if self.partitioned is not None:
             hooks += start_stage3(self.partitioned, engine, pipeline, self.publisher, reducer)
         engine.state_offload = StateOffload(engine.memory_parts, pipeline, engine.coordinator)
-        weakref.finalize(engine, self.tiers.close)
+        weakref.finalize(engine, engine.state_offload.restore).atexit = False
         weakref.finalize(engine, _remove_hooks, reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
         for parameter in trained:
             OWNERS[parameter] = known
@@ -469,6 +470,8 @@ def _print_progress(engine: Engine | None, norm: float) -> None:
         return
     every = engine.config.steps_per_print
     steps = engine.global_steps
+    if engine.rank == 0 and steps == 1:
+        engine.activation_checkpointing.check_used()
     if engine.rank == 0 and every and steps % every == 0:
         lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
         print(

@@ -220,6 +220,7 @@ class Engine(CheckpointMethods):
         exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
         small exchange on the host at each forward, backward and step. Called on all ranks.
         """
+        self._pipeline.check_here()
         if self._comm.world_size == 1 or self._comm.group is None:
             yield
             return
@@ -300,7 +301,8 @@ class Engine(CheckpointMethods):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Undo :meth:`offload_states`; nothing if it has not been called. non_blocking: return while copies are under
-        way, which the device waits for. Called on all ranks."""
+        way, which the device waits for. An engine that goes while states are out gives the model's back. Called on all
+        ranks."""
         self.state_offload.reload(non_blocking)
 
     def clip_gradients(self, max_norm: float) -> float:

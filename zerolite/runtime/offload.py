@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import torch
 
 from zerolite.accelerator import is_dry_run
@@ -40,6 +42,19 @@ def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Comm
             raise OSError(f"zerolite.initialize: rank {rank}: {sentence}")
     assert made is not None
     return made
+
+
+def check_optimizer(tiers: Tiers, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError if ``optimizer`` cannot work where its parameters rest."""
+    if tiers.optimizer.place == DEVICE:
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("capturable"):
+            raise ValueError(
+                f"optimizer.param_groups[{index}]['capturable']: expected false with "
+                "zero_optimization.offload_optimizer, where the CPU updates and no CUDA graph captures it, got true; leave "
+                "it out (optimizer.params.capturable in the config)"
+            )
 
 
 def warn_of_few_threads(tiers: Tiers, environ: Mapping[str, str]) -> None:
@@ -99,4 +114,23 @@ def _tier(block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.devi
     if block.device == "cpu":
         return HostTier(pin, fake=is_dry_run())
     directory, key = str(block.nvme_path), f"zero_optimization.{name}.nvme_path"
-    return DiskTier(DryFile() if is_dry_run() else disk.file(directory, key), pin)
+    if is_dry_run():
+        return DiskTier(DryFile(), pin)
+    _warn_of_memory(directory, key)
+    return DiskTier(disk.file(directory, key), pin)
+
+
+@functools.cache
+def _warn_of_memory(directory: str, key: str) -> None:
+    """Say so, once, if files in ``directory`` are in the host's memory."""
+    mounted = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    path = Path(directory).resolve()
+    point = next((str(parent) for parent in (path, *path.parents) if str(parent) in mounted), "")
+    if mounted.get(point) in ("tmpfs", "ramfs"):
+        logger.warning(
+            "%s: %s is a %s, whose files are in the host's memory: nothing is gained by it; name a folder on a disk, "
+            'or use "cpu" as the device',
+            key,
+            directory,
+            mounted[point],
+        )

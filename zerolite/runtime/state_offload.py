@@ -6,7 +6,7 @@ learning, or an evaluation. Storages are emptied and filled again, so every view
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class StateOffload:
 
     @torch.no_grad()
     def offload(self, include: Iterable[Any] | None, device: Any, pin_memory: bool, non_blocking: bool) -> None:
-        """See :meth:`Engine.offload_states`."""
+        """See :meth:`Engine.offload_states`. Nothing is changed before all memory on the host is there."""
         kinds = _kinds(include)
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f'engine.offload_states: expected device to be "cpu", got {device!r}')
@@ -53,47 +53,57 @@ class StateOffload:
             raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
         self._pipeline.check_between_steps()
         self._pipeline.settle()
+        self._pipeline.wait_for_reductions()
         self._pipeline.refresh_written()
         parameters = list(self._parts.module.named_parameters()) if "lp_params" in kinds else []
-        if parameters:
-            self._check_class(parameters)
-            self._let_go()
+        self._check_class(parameters)
         pin = pin_memory and self._parts.device.type == "cuda"
-        items = {KINDS[kind] for kind in kinds}
-        seen: set[int] = set()
-        for item, tensor in self._held():
-            storage = tensor.untyped_storage()
-            first = storage._cdata not in seen  # masters that are the parameters themselves are parameters
-            seen.add(storage._cdata)
-            if item not in items or not first or not _moves(tensor, self._parts.device):
-                continue
-            there = host_memory(storage.nbytes(), pin)
+        chosen = self._chosen({KINDS[kind] for kind in kinds})
+        out = [(storage, host_memory(storage.nbytes(), pin)) for storage in chosen]
+        for storage, there in out:
             there.copy_(_bytes_of(storage), non_blocking=pin)
-            self._out.append((storage, there))
         self._synchronize(non_blocking)
-        for storage, _ in self._out:
+        if parameters:
+            self._let_go()
+        for storage, _ in out:
             resize(storage, 0)
         for name, parameter in parameters:
             if handle_of(parameter) is None:
                 put_away(parameter, name)
-        self._pipeline.away = True
+        self._out, self._pipeline.away = out, True
 
-    @torch.no_grad()
     def reload(self, non_blocking: bool) -> None:
         """See :meth:`Engine.reload_states`."""
-        for storage, there in self._out:
+        self.restore(non_blocking)
+        whole, self._whole = self._whole, []
+        gather(whole)
+
+    @torch.no_grad()
+    def restore(self, non_blocking: bool = True) -> None:
+        """What this rank does of it by itself: all when the engine is gone, and its model stays."""
+        out, self._out = self._out, []
+        for storage, there in out:
             resize(storage, there.numel())
             _bytes_of(storage).copy_(there, non_blocking=True)
-        if self._out:
+        if out:
             self._synchronize(non_blocking)
-            self._out.clear()
         self._pipeline.away = False
         if self._coordinator is not None:
             self._coordinator.before_launch = None
         for parameter in self._parts.module.parameters():
             take_back(parameter)
-        whole, self._whole = self._whole, []
-        gather(whole)
+
+    def _chosen(self, items: Collection[str]) -> list[torch.UntypedStorage]:
+        """The device's storages that belong to ``items``, each once."""
+        seen: set[int] = set()
+        chosen = []
+        for item, tensor in self._held():
+            storage = tensor.untyped_storage()
+            first = storage._cdata not in seen  # masters that are the parameters themselves are parameters
+            seen.add(storage._cdata)
+            if item in items and first and _moves(tensor, self._parts.device):
+                chosen.append(storage)
+        return chosen
 
     @staticmethod
     def _check_class(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:

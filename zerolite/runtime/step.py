@@ -186,6 +186,12 @@ class StepPipeline:
         """After a backward, or when one is found to have been cut short by an exception."""
         self._reducer.end_pass(complete)
 
+    def wait_for_reductions(self) -> None:
+        """None is under way afterwards. Nothing is launched for it that is not launched anyway."""
+        if self._reducer.pass_open:
+            self.end_backward(complete=False)
+        self._reducer.wait()
+
     def window_scale(self) -> float:
         """The loss scale of the window in hand; the same from its first backward to its step."""
         if self._scaler is None:
@@ -199,6 +205,7 @@ class StepPipeline:
 
     def reduce(self) -> None:
         """Afterwards the mean gradient over ranks is where its owner needs it."""
+        self.check_here()
         self._look_at_grads()
         with self.commands(Command.REDUCE):
             self._reducer.finish()

@@ -243,11 +243,26 @@ def joined_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
         yield from engine_loop(engine, recipe, step)
 
 
+def away_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    """Everything leaves the device between any two calls, now and then without its weights."""
+    for micro in range(recipe.micros):
+        engine.offload_states(["optim_states", "hp_params"] if micro else None)
+        engine.reload_states()
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
+        engine.offload_states(non_blocking=step == 1)
+        engine.reload_states(non_blocking=step == 1)
+        engine.step()
+        yield float(loss.detach())
+
+
 LOOPS: dict[str, Callable[[Any, Recipe, int], Iterator[float]]] = {
     "engine": engine_loop,
     "phases": phases_loop,
     "plain": plain_loop,
     "join": joined_loop,
+    "away": away_loop,
 }
 
 
@@ -282,12 +297,13 @@ def two_memories() -> Iterator[None]:
 
 def parity(runs: list[dict[str, Any]]) -> list[str]:
     """Where a run differs from the same without offload. Each of ``runs``: ``name`` (of :data:`RUNS`), ``stage``,
-    ``loop``, ``zero``, ``config``, and ``variants``: sections that are added to ``zero``, with ``apart``."""
+    ``loop``, ``zero``, ``config``, and ``variants``: sections that are added to ``zero``, with ``apart``. What goes
+    away between calls is compared with what stays."""
     found = []
     for run in runs:
         recipe, stage, loop = RUNS[run["name"]], run["stage"], run.get("loop", "engine")
         config, zero = run.get("config", {}), run.get("zero", {})
-        plain = train(recipe, stage, loop, zero=zero, **config)
+        plain = train(recipe, stage, "engine" if loop == "away" else loop, zero=zero, **config)
         assert plain["counters"]["global_steps"] == STEPS
         for variant in run["variants"]:
             where = f"'{run['name']}', stage {stage}, {loop}, {config} {zero} {variant}"

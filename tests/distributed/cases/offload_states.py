@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +63,9 @@ def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
     return {
         "forward": forward,
         "step": engine.optimizer.step,
+        "reduce": engine.reduce_gradients,
+        "set gradient": lambda: zerolite.set_full_grad(first, None),
+        "join": lambda: contextlib.ExitStack().enter_context(engine.join()),
         "read": lambda: first.data.sum(),
         "save": lambda: engine.save_checkpoint(tempfile.gettempdir()),
         "gradient": lambda: zerolite.get_full_grad(first),
@@ -82,3 +87,47 @@ def wrong_arguments(config: dict[str, Any]) -> dict[str, str]:
         except ValueError as error:
             said[name] = str(error)
     return said
+
+
+def engine_goes(config: dict[str, Any]) -> bool:
+    """Whether a model has its values back when its engine goes while they are out."""
+    model = models.build(Mixed)
+    engine = zerolite.initialize(model, config)
+    before = engine.full_state_dict()
+    engine.offload_states()
+    del engine
+    gc.collect()
+    with zerolite.zero.GatheredParameters(model):
+        return all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
+
+
+def no_memory(config: dict[str, Any]) -> dict[str, Any]:
+    """The host has no memory for the third storage: nothing has changed, and the next call works."""
+    from unittest import mock
+
+    from zerolite.runtime import state_offload
+
+    engine = zerolite.initialize(models.build(Mixed), config)
+    engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+    engine.step()
+    real, left = state_offload.host_memory, [2]
+
+    def fails(nbytes: int, pin: bool) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no room")
+        return real(nbytes, pin)
+
+    said = ""
+    with mock.patch.object(state_offload, "host_memory", fails):
+        try:
+            engine.offload_states()
+        except MemoryError as error:
+            said = str(error)
+    engine.backward(models.square_loss(engine, models.float_batch(1, 0, engine.rank)))
+    engine.step()
+    trained = engine.full_state_dict()
+    engine.offload_states(["optim_states"])
+    engine.reload_states()
+    state = engine.full_state_dict()
+    return {"said": said, "kept": all(torch.equal(value, trained[name]) for name, value in state.items())}

@@ -54,6 +54,7 @@ class Checkpointing:
         tell: is given the times of each step if ``settings.profile``, when the clock is told of its end; counts: or
         when a checkpoint follows a backward, as nobody tells of steps."""
         self.settings = settings
+        self.used = False  # whether a checkpoint was called
         self._device = device
         self._counts = counts
         self._passes = 0  # backwards so far
@@ -78,6 +79,7 @@ class Checkpointing:
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, computed again in backward; see :func:`zerolite.checkpointing.checkpoint`."""
+        self.used = True
         kwargs = dict(kwargs)
         if kwargs.pop("use_reentrant", None):
             raise ValueError(

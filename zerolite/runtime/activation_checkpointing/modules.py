@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.runtime.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.runtime.activation_checkpointing.clock import Tell
 from zerolite.runtime.activation_checkpointing.current import current, group_of_parts, running
+
+logger = logging.getLogger("zerolite")
 
 KEY = "activation_checkpointing.modules"
 
@@ -32,6 +35,15 @@ class Attached:
         """Step number ``step`` has ended: its times are told, if they are measured."""
         if self.checkpointing is not None and self.checkpointing.clock is not None:
             self.checkpointing.clock.end_step(step)
+
+    def check_used(self) -> None:
+        """After the first step: say so if no checkpoint was called for which the settings are."""
+        if self.checkpointing is not None and not self.checkpointing.used:
+            logger.warning(
+                "activation_checkpointing: the first step has called no checkpoint, so the block has no effect; name "
+                "modules of the model in activation_checkpointing.modules, or call zerolite.checkpointing.checkpoint "
+                "in its forward"
+            )
 
     def memory(self) -> list[torch.Tensor]:
         """Buffers for inputs that nobody uses now."""

@@ -465,6 +465,11 @@ class GradReducer:
             self._passes_in_local = 0
         self._wait_for_all()
 
+    def wait(self) -> None:
+        """For the reductions that are under way, and for gradients on their way to where they rest."""
+        self._wait_for_all()
+        self.resting.wait_all()
+
     def follow(self, plan: LaunchPlan) -> None:
         """Launch buckets when units end, not when gradients are there."""
         self._plan = plan
@@ -553,7 +558,7 @@ class GradReducer:
     @torch.no_grad()
     def sums(self) -> WindowSums:
         """What the window has summed so far; nothing is reduced for it. Between passes."""
-        self._wait_for_all()
+        self.wait()
         local: dict[int, torch.Tensor] = {}
         for state in self._states:
             self._put_held(state)
@@ -562,7 +567,6 @@ class GradReducer:
                 slot = self.layout.slots[index]
                 local[index] = state.local.narrow(0, slot.start, slot.numel)
         reduced = {state.bucket.index: state.reduced for state in self._states if state.reduced is not None}
-        self.resting.wait_all()
         return WindowSums(local, reduced, self._passes_in_local, self._passes_in_window)
 
     def new_sums(

@@ -211,6 +211,7 @@ class SwapFile:
     def _reclaim(self, offset: int, nbytes: int, clean: bool) -> None:
         """What _release leaves, which the collector may call in the middle of anything."""
         self._space.give_back(offset, nbytes, clean)
+        os.ftruncate(self._fd, self._space.end)  # what comes there next reads as zeros, also where no holes are made
         if self._sums is not None:
             self._sums.forget(offset, nbytes)
 

@@ -43,8 +43,6 @@ class File(Protocol):
 
     def forget_cached(self) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class Tier:
     """place: of :data:`zerolite.memory_items.PLACES`. device: of its tensors; the CPU for host and disk."""
@@ -97,9 +95,6 @@ class DryFile:
         return _Ended()
 
     def forget_cached(self) -> None:
-        return
-
-    def close(self) -> None:
         return
 
 
@@ -204,12 +199,6 @@ class Tiers:
         """What rests has been written as tensors, not by the step. While nothing is under way."""
         for file in self._files():
             file.forget_cached()
-
-    def close(self) -> None:
-        """The engine is gone, and with it what its optimizer has on disk. Parameters stay with the model: their file
-        goes when they do."""
-        if isinstance(self.optimizer, DiskTier):
-            self.optimizer.file.close()
 
 
 def _last_ones(numels: Sequence[int], part: float) -> list[int]:
