@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import weakref
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("zerolite")
 
 
 def host_memory(nbytes: int, pin: bool) -> torch.Tensor:
@@ -26,7 +29,20 @@ def host_memory(nbytes: int, pin: bool) -> torch.Tensor:
         runtime: Any = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0:
             weakref.finalize(exporter, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+        else:
+            _told_of_failure(nbytes)
     return memory
+
+
+def _told_of_failure(nbytes: int) -> None:
+    """CUDA has not registered memory: whoever asks CUDA next for an error would be given this one."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    logger.warning(
+        "CUDA cannot pin %d bytes of the host's memory: copies between host and device wait for each other and are slow. "
+        "The limit of locked memory (ulimit -l) or the host's memory may be too small",
+        nbytes,
+    )
 
 
 def _huge(nbytes: int) -> mmap.mmap:

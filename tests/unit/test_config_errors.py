@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zerolite.config import ConfigError, load_config
-from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key, unsupported_paths
+from zerolite.config.known_keys import ALIASES, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, unsupported_paths
 from zerolite.config.load import supported_paths
 from zerolite.config.nearest import nearest_keys
 
@@ -233,6 +233,16 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
         'offload_optimizer.device is "nvme"',
     ),
     (
+        "zero_optimization.offload_optimizer.device",
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": True, "nvme_path": "/fast"}}},
+        'expected "cpu" or "nvme", got nvme_path and pin_memory and no device',
+    ),
+    (
+        "zero_optimization.offload_param.device",
+        {"zero_optimization": {"stage": 0, "offload_param": {"max_in_cpu": 0}}},
+        "leave the block out",
+    ),
+    (
         "zero_optimization.offload_param.nvme_path",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": None}}},
         'offload_param.device is "nvme"',
@@ -297,7 +307,15 @@ def test_contradictions(path: str, source: dict[str, Any], names: str) -> None:
         {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["a"]}},
         {"zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-        {"zero_optimization": {"stage": 0, "offload_optimizer": {"ratio": 0.5}, "offload_param": {"nvme_path": "/a"}}},
+        {
+            "zero_optimization": {
+                "stage": 0,
+                "offload_optimizer": {"device": "none", "ratio": 0.5},
+                "offload_param": {"device": None, "nvme_path": "/a"},
+            }
+        },
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/a"}}},
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {}, "offload_param": {"pin_memory": "auto"}}},
         {
             "activation_checkpointing": {
                 "contiguous_memory_optimization": True,
@@ -541,9 +559,35 @@ def test_a_common_deepspeed_configuration_is_accepted() -> None:
 def test_deprecated_spellings_name_todays_key(old: str, new: str) -> None:
     errors = errors_of(nested(old, True))
     assert list(errors) == [old]
-    assert f"use {new}" in errors[old]
+    assert f"use {new}" in errors[old] or old in TO_WRITE
     known = {*supported_paths(), *(path for path, _ in UNSUPPORTED_PATHS)}
     assert new.split(" ")[0] in known
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "remedy"),
+    [
+        ("cpu_offload", True, '; write "offload_optimizer": {"device": "cpu"}'),
+        ("cpu_offload", False, "; leave it out"),
+        ("cpu_offload", "yes", "; use zero_optimization.offload_optimizer"),
+        ("cpu_offload_param", True, '; write "offload_param": {"device": "cpu"}'),
+        ("cpu_offload_params", True, '; write "offload_param": {"device": "cpu"}'),
+        ("cpu_offload_params", False, "; leave it out"),
+        ("cpu_offload_use_pin_memory", False, '; write "pin_memory": false beside the device in offload_optimizer'),
+        ("cpu_offload_use_pin_memory", True, "; leave it out: pin_memory of offload_optimizer and offload_param is"),
+    ],
+)
+def test_old_switches_of_offload_say_what_to_write(old: str, value: Any, remedy: str) -> None:
+    path = f"zero_optimization.{old}"
+    sentence = errors_of(nested(path, value))[path]
+    assert remedy in sentence and (old, value) != ("cpu_offload", False) or sentence.endswith("; leave it out")
+
+
+def test_what_is_said_to_write_is_accepted() -> None:
+    for entry in TO_WRITE.values():
+        for remedy in entry.values():
+            if remedy.startswith('write "offload'):
+                load_config('{"zero_optimization": {"stage": 3, ' + remedy.removeprefix("write ") + "}}")
 
 
 # ------------------------------------------------------------------ all at once

@@ -190,6 +190,8 @@ def get(config: BaseModel, path: str) -> Any:
 def nested(path: str, value: Any) -> dict[str, Any]:
     for name in reversed(path.split(".")):
         value = {name: value}
+        if path in (f"{block}.{name}" for block in OFFLOADS) and name != "device":
+            value["device"] = "none"
     return value
 
 

@@ -99,6 +99,17 @@ def _offload_has_its_stage(config: ZeroliteConfig) -> Iterator[Contradiction]:
         )
 
 
+def _what_offloads_says_where_to(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    for name in ("offload_optimizer", "offload_param"):
+        given = getattr(config.zero_optimization, name).model_fields_set
+        if given and "device" not in given:
+            yield Contradiction(
+                (f"zero_optimization.{name}.device",),
+                f'expected "cpu" or "nvme", got {" and ".join(sorted(given))} and no device, so nothing would leave the '
+                'device; write where to, such as "device": "cpu", or leave the block out',
+            )
+
+
 def _a_disk_has_a_path(config: ZeroliteConfig) -> Iterator[Contradiction]:
     for name in ("offload_optimizer", "offload_param"):
         block = getattr(config.zero_optimization, name)
@@ -251,6 +262,7 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _one_way_to_divide,
     _stage_3_reduce_scatters,
     _offload_has_its_stage,
+    _what_offloads_says_where_to,
     _a_disk_has_a_path,
     _a_part_is_for_the_host,
     _threads_have_one_number,

@@ -432,6 +432,22 @@ RENAMED: dict[str, str] = {
 }
 """Spellings that DeepSpeed deprecates, and today's key."""
 
+_PARAMETERS_ON_THE_HOST = {True: 'write "offload_param": {"device": "cpu"}', False: "leave it out"}
+
+TO_WRITE: dict[str, dict[bool, str]] = {
+    "zero_optimization.cpu_offload": {
+        True: 'write "offload_optimizer": {"device": "cpu"}',
+        False: "leave it out",
+    },
+    "zero_optimization.cpu_offload_param": _PARAMETERS_ON_THE_HOST,
+    "zero_optimization.cpu_offload_params": _PARAMETERS_ON_THE_HOST,
+    "zero_optimization.cpu_offload_use_pin_memory": {
+        True: "leave it out: pin_memory of offload_optimizer and offload_param is true unless they say otherwise",
+        False: 'write "pin_memory": false beside the device in offload_optimizer and offload_param',
+    },
+}
+"""What to write for those whose value says something else than that of today's key."""
+
 
 def same(value: object, other: object) -> bool:
     """Equality that keeps booleans and numbers apart, unlike Python's."""

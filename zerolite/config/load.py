@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from .batch import MICRO, TRAIN
 from .errors import ConfigError
-from .known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key, same, unsupported_paths
+from .known_keys import ALIASES, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, same, unsupported_paths
 from .models import ZeroliteConfig
 from .nearest import nearest_keys
 from .rules import NullIsAbsent, show
@@ -166,7 +166,7 @@ class _Cleaner:
             if not isinstance(key, str):
                 self.errors.append((here, _not_a_key(key)))
             elif here in RENAMED:
-                self.errors.append((here, _renamed(here)))
+                self.errors.append((here, _renamed(here, value)))
             elif not (isinstance(value, str) and value == AUTO):
                 self.errors += _non_finite(value, here)
                 clean[key] = value
@@ -175,7 +175,7 @@ class _Cleaner:
     def _not_in_model(self, block: str, key: str, value: Any, here: str) -> None:
         entry = UNSUPPORTED.get(block, {}).get(key)
         if here in RENAMED:
-            self.errors.append((here, _renamed(here)))
+            self.errors.append((here, _renamed(here, value)))
         elif entry is not None:
             self._unsupported(entry, value, here)
         else:
@@ -256,8 +256,9 @@ def _not_an_object(path: str, value: object) -> str:
     return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
 
 
-def _renamed(path: str) -> str:
-    return f"expected today's name of the key, got a deprecated one; use {RENAMED[path]}"
+def _renamed(path: str, value: Any) -> str:
+    to_write = TO_WRITE.get(path, {}).get(value) if isinstance(value, bool) else None
+    return f"expected today's name of the key, got a deprecated one; {to_write or f'use {RENAMED[path]}'}"
 
 
 def _not_yet(entry: Key | Block, accepted: tuple[object, ...], switch: str = "") -> str:

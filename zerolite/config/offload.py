@@ -23,11 +23,15 @@ SUB_GROUP_SIZE = 1_000_000_000
 
 _NVME_PATH = (
     "Folder on the disk that is used, on every host: absolute, or relative to the one in which the job runs. Needed "
-    'with `"nvme"`. Nothing is left in it when the job ends, however it does.'
+    'with `"nvme"`, without effect with `"cpu"`. Nothing is left in it when the job ends, however it does.'
 )
 _PIN_MEMORY = (
     "Register the host's memory with CUDA, so that copies run beside the device's work; false: they are slower, and "
     "the limit of locked memory (`ulimit -l`) does not matter. Without effect where ranks run on the CPU."
+)
+_DEVICE = (
+    '`"cpu"`: the host\'s memory; `"nvme"`: a disk; `"none"` or null: the device, whatever else the block says. Needed '
+    "if it says anything else."
 )
 _ALWAYS = "Accepted, without effect: reads and writes always overlap the update."
 
@@ -40,9 +44,7 @@ class OffloadOptimizerConfig(_Block):
     """Stages 1 to 3: where optimizer states, separate master weights and the reduced gradients that wait for the step
     rest. What rests off the device is updated by the CPU. The numbers do not depend on it where both compute alike."""
 
-    device: Device = Field(
-        default="none", description='`"cpu"`: the host\'s memory; `"nvme"`: a disk; `"none"` or null: the device.'
-    )
+    device: Device = Field(default="none", description=_DEVICE)
     nvme_path: OptionalPath = Field(default=None, description=_NVME_PATH)
     buffer_count: Count = Field(
         default=4, description="Sub-groups (`sub_group_size`) that are on their way or being updated at the same time."
@@ -70,9 +72,7 @@ class OffloadParamConfig(_Block):
     """Stage 3: where each rank's shards of the parameters rest, frozen ones too. They come to the device when they are
     gathered."""
 
-    device: Device = Field(
-        default="none", description='`"cpu"`: the host\'s memory; `"nvme"`: a disk; `"none"` or null: the device.'
-    )
+    device: Device = Field(default="none", description=_DEVICE)
     nvme_path: OptionalPath = Field(default=None, description=_NVME_PATH)
     buffer_count: Count = Field(
         default=5, description='`"nvme"`: buffers for what is read ahead of its gather, of `buffer_size` elements each.'

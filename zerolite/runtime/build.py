@@ -262,6 +262,7 @@ class _Assembly:
         if self.partitioned is not None:
             hooks += start_stage3(self.partitioned, engine, pipeline, self.publisher, reducer)
         engine.state_offload = StateOffload(engine.memory_parts, pipeline, engine.coordinator)
+        engine.memory_parts = dataclasses.replace(engine.memory_parts, away=engine.state_offload.memory)
         weakref.finalize(engine, engine.state_offload.restore).atexit = False
         weakref.finalize(engine, _remove_hooks, reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
         for parameter in trained:

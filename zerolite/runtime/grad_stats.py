@@ -115,19 +115,31 @@ class StatsCollector:
         self._comm = comm
         self._device = device
         self._launches: dict[tuple[torch.dtype | None, ...], list[_Launch]] = {}
-        self._noted: dict[int, torch.Tensor] = {}  # by bucket: squares by parameter, of those that the device has left
+        self._noted: set[int] = set()  # buckets whose gradients have left the device, with their squares here:
+        self._squares: torch.Tensor | None = None  # by parameter; each is in one bucket
+        self._slots: dict[int, torch.Tensor] = {}
         self._all_used = torch.ones(self._count, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def note(self, bucket: int, gradient: torch.Tensor) -> None:
         """Sum the squares of a bucket's mean gradient now, before it leaves the device; counts instead of its ``part``
         until another gradient is noted for the bucket, or :meth:`forget`."""
-        sums = torch.zeros(self._count, dtype=torch.float64, device=self._device)
+        if self._squares is None:
+            self._squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
+        if bucket in self._noted:
+            self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
         dtypes: list[torch.dtype | None] = [None] * (bucket + 1)
         dtypes[bucket] = gradient.dtype
         for launch in self._plan(tuple(dtypes)):
-            torch.ops.zerolite.squares_(sums, [gradient], launch.table)
-        self._noted[bucket] = sums
+            torch.ops.zerolite.squares_(self._squares, [gradient], launch.table)
+        self._noted.add(bucket)
+
+    def _slots_of(self, bucket: int) -> torch.Tensor:
+        """The parameters of a bucket."""
+        if bucket not in self._slots:
+            indices = sorted({f.slot.index for f in self._fragments if f.slot.bucket == bucket})
+            self._slots[bucket] = torch.tensor(indices, dtype=torch.int64, device="cpu").to(self._device)
+        return self._slots[bucket]
 
     def noted(self, bucket: int) -> bool:
         return bucket in self._noted
@@ -136,8 +148,11 @@ class StatsCollector:
         """What was noted of a bucket (None: of all) does not hold any more."""
         if bucket is None:
             self._noted.clear()
-        else:
-            self._noted.pop(bucket, None)
+            self._squares = None
+        elif bucket in self._noted:
+            self._noted.discard(bucket)
+            assert self._squares is not None
+            self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
 
     @torch.no_grad()
     def collect(
@@ -163,9 +178,8 @@ class StatsCollector:
             values[-6:] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         for launch in self._plan(tuple(None if part is None else part.dtype for part in parts)):
             torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
-        for bucket, squares in self._noted.items():
-            if parts[bucket] is None:
-                values[:count] += squares
+        if self._squares is not None:
+            values[:count] += self._squares
         values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
         if probes:
             values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()

@@ -116,7 +116,7 @@ class MemoryReport:
 @dataclass(frozen=True)
 class MemoryParts:
     """The parts of an engine that hold tensors. activations: the buffers of activation checkpointing that are not in
-    use."""
+    use. away: items, and their copies, that ``engine.offload_states()`` has brought to the host."""
 
     module: torch.nn.Module
     buffer: ParameterBuffer
@@ -126,6 +126,7 @@ class MemoryParts:
     device: torch.device
     transfers: Transfers | None = None
     activations: Callable[[], Iterable[torch.Tensor]] = list
+    away: Callable[[], Iterable[tuple[str, torch.Tensor]]] = list
 
 
 class Holding(NamedTuple):
@@ -199,6 +200,7 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     if parts.transfers is not None:
         yield from ((STAGING, tensor) for tensor in parts.transfers.pool.memory())
     yield from ((ACTIVATIONS, tensor) for tensor in parts.activations())
+    yield from parts.away()
 
 
 def _allocator(device: torch.device) -> dict[str, int | None]:

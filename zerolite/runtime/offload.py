@@ -29,10 +29,11 @@ def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Comm
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device) or is_dry_run():
         return _make(config, device, kind, comm.rank)
-    made, own = None, None
+    made: Tiers | None = None
+    own: Exception | None = None
     try:
         made = _make(config, device, kind, comm.rank)
-    except OSError as error:  # raised when all ranks know
+    except Exception as error:  # raised when all ranks know
         own = error
     told = HostGroup(comm, "offload").gather(str(own or "")) if comm.world_size > 1 else [str(own or "")]
     if own is not None:
@@ -52,8 +53,8 @@ def check_optimizer(tiers: Tiers, optimizer: torch.optim.Optimizer) -> None:
         if group.get("capturable"):
             raise ValueError(
                 f"optimizer.param_groups[{index}]['capturable']: expected false with "
-                "zero_optimization.offload_optimizer, where the CPU updates and no CUDA graph captures it, got true; leave "
-                "it out (optimizer.params.capturable in the config)"
+                "zero_optimization.offload_optimizer, where the CPU updates and no CUDA graph captures it, got true; "
+                "leave it out (optimizer.params.capturable in the config)"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerolite.memory_items import BUCKETS, COMPUTE, GRADIENTS, MASTERS, STATES, resize
+from zerolite.memory_items import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, own, resize
 from zerolite.pinned_memory import host_memory
 from zerolite.runtime.memory_report import MemoryParts
 from zerolite.runtime.step import StepPipeline
@@ -40,7 +40,8 @@ class StateOffload:
         self._parts = parts
         self._pipeline = pipeline
         self._coordinator = coordinator
-        self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # what is emptied, and what was in it
+        self._items: list[str] = []  # of ``_out``
         self._whole: list[Any] = []  # handles of stage 3's parameters that stay whole
 
     @torch.no_grad()
@@ -59,7 +60,7 @@ class StateOffload:
         self._check_class(parameters)
         pin = pin_memory and self._parts.device.type == "cuda"
         chosen = self._chosen({KINDS[kind] for kind in kinds})
-        out = [(storage, host_memory(storage.nbytes(), pin)) for storage in chosen]
+        out = [(storage, own(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
         for storage, there in out:
             there.copy_(_bytes_of(storage), non_blocking=pin)
         self._synchronize(non_blocking)
@@ -70,7 +71,7 @@ class StateOffload:
         for name, parameter in parameters:
             if handle_of(parameter) is None:
                 put_away(parameter, name)
-        self._out, self._pipeline.away = out, True
+        self._out, self._items, self._pipeline.away = out, [item for item, _ in chosen], True
 
     def reload(self, non_blocking: bool) -> None:
         """See :meth:`Engine.reload_states`."""
@@ -93,7 +94,11 @@ class StateOffload:
         for parameter in self._parts.module.parameters():
             take_back(parameter)
 
-    def _chosen(self, items: Collection[str]) -> list[torch.UntypedStorage]:
+    def memory(self) -> list[tuple[str, torch.Tensor]]:
+        """What is on the host now, and whose it is."""
+        return [(item, there) for item, (_, there) in zip(self._items, self._out, strict=False)]
+
+    def _chosen(self, items: Collection[str]) -> list[tuple[str, torch.UntypedStorage]]:
         """The device's storages that belong to ``items``, each once."""
         seen: set[int] = set()
         chosen = []
@@ -102,7 +107,7 @@ class StateOffload:
             first = storage._cdata not in seen  # masters that are the parameters themselves are parameters
             seen.add(storage._cdata)
             if item in items and first and _moves(tensor, self._parts.device):
-                chosen.append(storage)
+                chosen.append((item, storage))
         return chosen
 
     @staticmethod
@@ -146,6 +151,10 @@ class StateOffload:
 def _kinds(include: Iterable[Any] | None) -> list[str]:
     if include is None:
         return list(KINDS)
+    if isinstance(include, str):
+        raise ValueError(
+            f"engine.offload_states: expected include to be a list of {list(KINDS)}, got {include!r} alone"
+        )
     given = [str(getattr(kind, "value", kind)) for kind in include]
     unknown = [kind for kind in given if kind not in KINDS]
     if unknown:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import zlib
-from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 Bytes = ctypes.Array[ctypes.c_ubyte]
@@ -19,34 +18,50 @@ class Part(NamedTuple):
     crc: int
 
 
+PIECE = 1 << 16
+"""Bytes: what is written is cut at multiples of it in the file, so that reads of other ranges find most of it."""
+
+
 class Checksums:
     """Of one file, for one thread at a time."""
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []  # by offset; no two overlap
+        self._parts: dict[int, list[Part]] = {}  # by piece of the file; no two overlap, none crosses a piece's end
 
     def record(self, offset: int, content: Bytes) -> None:
         """``content`` is written at ``offset``."""
         self.forget(offset, len(content))
-        part = Part(offset, len(content), zlib.crc32(content))
-        self._parts.insert(bisect_left(self._parts, part), part)
+        view, position = memoryview(content), offset
+        while position < offset + len(content):
+            end = min((position // PIECE + 1) * PIECE, offset + len(content))
+            crc = zlib.crc32(view[position - offset : end - offset])
+            self._parts.setdefault(position // PIECE, []).append(Part(position, end - position, crc))
+            position = end
 
     def within(self, offset: int, nbytes: int) -> list[Part]:
-        """The parts that were written by themselves and lie in a range of the file."""
-        first = bisect_left(self._parts, (offset,))
-        last = bisect_left(self._parts, (offset + nbytes,))
-        return [part for part in self._parts[first:last] if part.offset + part.nbytes <= offset + nbytes]
+        """The parts that lie wholly in a range of the file. What it only touches at its ends is not among them."""
+        return [
+            part
+            for piece in _pieces(offset, nbytes)
+            for part in self._parts.get(piece, ())
+            if offset <= part.offset and part.offset + part.nbytes <= offset + nbytes
+        ]
 
     def forget(self, offset: int, nbytes: int) -> None:
         """A range of the file has other content."""
-        first = bisect_right(self._parts, (offset,))
-        if first and self._parts[first - 1].offset + self._parts[first - 1].nbytes > offset:
-            first -= 1
-        last = bisect_left(self._parts, (offset + nbytes,))
-        del self._parts[first:last]
+        for piece in _pieces(offset, nbytes):
+            parts = self._parts.pop(piece, [])
+            kept = [p for p in parts if p.offset + p.nbytes <= offset or offset + nbytes <= p.offset]
+            if kept:
+                self._parts[piece] = kept
 
     def forget_all(self) -> None:
         self._parts.clear()
+
+
+def _pieces(offset: int, nbytes: int) -> range:
+    """The numbers of the pieces that a range touches."""
+    return range(offset // PIECE, -(-(offset + nbytes) // PIECE) if nbytes else offset // PIECE)
 
 
 def compare(expected: list[Part], offset: int, content: Bytes, file: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zerolite.accelerator import address
-from zerolite.memory_items import DISK, STATES, listeners, own
+from zerolite.memory_items import DEVICE, DISK, HOST, STATES, listeners, own
 from zerolite.rounding import follow
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.layout import Fragment
@@ -94,12 +94,12 @@ class PiecewiseUpdate:
             with self._only(pieces), self._skipping(found_inf):
                 if pieces:
                     self._step(self._inner)
-                    self._name_states()
         finally:
             for piece in pieces:
                 piece.tensor.grad = None
             for bucket in {piece.fragment.slot.bucket for piece in pieces}:
                 self._unbind(bucket, held.get(bucket))
+        self._name_states(pieces)
         for hand in held.values():
             if hand.out is not None:
                 hand.out.copy_(hand.master)
@@ -114,10 +114,14 @@ class PiecewiseUpdate:
             if followed is not hand.master:
                 hand.master.copy_(followed)
 
-    def _name_states(self) -> None:
-        """Say whose memory the states are, to whoever listens."""
-        for value in self.memory() if listeners else ():
-            own(value, STATES)
+    def _name_states(self, pieces: Iterable[Piece]) -> None:
+        """Say whose memory the states are, and where."""
+        for piece in pieces:
+            place = self._buffer.tiers.of_optimizer(piece.fragment.slot.bucket).place
+            if listeners or place != DEVICE:
+                for value in (self._inner.state.get(piece.tensor) or {}).values():
+                    if isinstance(value, torch.Tensor):
+                        own(value, STATES, HOST if place == DISK and not value.dim() else place)
 
     def forget_last(self) -> None:
         """Torch's fused kernels count steps on the device, where they see the skip."""

@@ -9,6 +9,7 @@ collective comes after it, and whoever waits for the collective has waited for i
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -144,6 +145,8 @@ class ShardReader:
         self._ahead: dict[int, deque[_Place]] = {}  # by id of the member, in the order of its gathers
         # Buffers whose way to the device may not have ended; they are used again when that is known.
         self._leaving: deque[tuple[list[Transfer], list[_Read]]] = deque()
+        known = weakref.ref(self)
+        tiers.on_written.append(lambda: _forget(known))
 
     # ---------------------------------------------------------------- from disk
 
@@ -178,7 +181,7 @@ class ShardReader:
     def written(self, member: Resting) -> None:
         """Somebody has changed its shard, where it rests. Raises OSError if the disk fails."""
         self.forget()
-        if isinstance(member.tier, DiskTier) and member.tier.file is not None:
+        if isinstance(member.tier, DiskTier):
             member.tier.file.forget_cached()
 
     def is_ahead(self, member: Resting) -> bool:
@@ -209,29 +212,36 @@ class ShardReader:
         where that is the CPU. alone: on one rank they go into ``full`` at once. Raises OSError if the disk fails."""
         shards = [member.shard for member in members]
         reads: list[_Read] = []
-        self.ahead([member for member in members if not self.is_ahead(member)])
-        for index, member in enumerate(members):
-            if self.is_ahead(member):
-                place = self._ahead[id(member)].popleft()
-                if not self._ahead[id(member)]:
-                    del self._ahead[id(member)]
-                reads.append(place.read)
-                shards[index] = place.shard
-        for read in reads:
-            read.transfer.wait()
         copies: list[Transfer] = []
-        if alone:
-            copies = [self._transfers.copy(s, m.full) for s, m in zip(shards, members, strict=True) if s.numel()]
-            shards = [member.full for member in members]
-        elif self._apart:
-            shards, copies = self._to_device(shards, members)
-        return Arrival(self, shards, copies, reads)
+        arrival = Arrival(self, shards, copies, reads)
+        try:
+            self.ahead([member for member in members if not self.is_ahead(member)])
+            for index, member in enumerate(members):
+                if self.is_ahead(member):
+                    place = self._ahead[id(member)].popleft()
+                    if not self._ahead[id(member)]:
+                        del self._ahead[id(member)]
+                    reads.append(place.read)
+                    shards[index] = place.shard
+            for read in reads:
+                read.transfer.wait()
+            if alone:
+                pairs = [(s, m.full) for s, m in zip(shards, members, strict=True) if s.numel()]
+                copies += map(self._transfers.copy, *zip(*pairs, strict=True)) if pairs else ()
+                arrival.shards = [member.full for member in members]
+            elif self._apart:
+                arrival.shards = self._to_device(shards, members, copies)
+        except BaseException:  # nothing may be copied into memory that is freed now
+            for copy in copies:
+                copy.finish()
+            arrival.end()
+            raise
+        return arrival
 
     def _to_device(
-        self, shards: list[torch.Tensor], members: Sequence[Resting]
-    ) -> tuple[list[torch.Tensor], list[Transfer]]:
-        """Copies of those that are not there, and what to wait for."""
-        copies: list[Transfer] = []
+        self, shards: list[torch.Tensor], members: Sequence[Resting], copies: list[Transfer]
+    ) -> list[torch.Tensor]:
+        """Copies of those that are not there; what to wait for is added to ``copies``."""
         found = list(shards)
         away = [index for index, member in enumerate(members) if member.tier.place != DEVICE]
         sources = [shards[index] for index in away]
@@ -244,7 +254,7 @@ class ShardReader:
         for index in away:
             if not found[index].numel():
                 found[index] = found[index].new_empty(0, device=self._device)
-        return found, copies
+        return found
 
     def arriving(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, what is launched on CUDA comes after the copies."""
@@ -265,3 +275,9 @@ class ShardReader:
         else:
             for read in reads:
                 self._release(read)
+
+
+def _forget(known: weakref.ref[ShardReader]) -> None:
+    reader = known()
+    if reader is not None:
+        reader.forget()

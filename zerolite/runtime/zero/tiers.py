@@ -8,7 +8,7 @@ staging buffers while it works (see transfers.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -132,6 +132,7 @@ class Tiers:
     sub_group_numel: int = 1_000_000_000
     buffer_count: int = 4
     max_in_host: int = 0
+    on_written: list[Callable[[], None]] = field(default_factory=list)  # whoever reads ahead
     _resident: set[int] = field(default_factory=set)  # buckets whose optimizer states stay on the device
     _buckets: int = 0  # that have been divided
 
@@ -196,7 +197,10 @@ class Tiers:
         return [tier.file for tier in tiers if isinstance(tier, DiskTier)]
 
     def written_in_place(self) -> None:
-        """What rests has been written as tensors, not by the step. While nothing is under way."""
+        """What rests has been written as tensors, not by the step: what was read of it is outdated. While nothing is
+        under way but reads ahead."""
+        for forget in self.on_written:
+            forget()
         for file in self._files():
             file.forget_cached()
 

@@ -108,10 +108,10 @@ class _TwoHops:
             self.advance()
 
     def advance(self) -> None:
-        if self._first is not None:
-            first, self._first = self._first, None
-            first.finish()
+        if self._first is not None:  # what fails here fails again for everybody who waits
+            self._first.finish()
             self._second = self._then()
+            self._first = None
 
     def wait(self) -> None:
         self.advance()

@@ -56,22 +56,31 @@ class _Wanted(NamedTuple):
     out: _Part | None
 
     @property
-    def nbytes(self) -> int:
-        parts = (self.gradient, self.master, *self.states.values(), *([] if self.out is None else [self.out]))
-        return sum(part.nbytes for part in parts)
+    def parts(self) -> list[_Part]:
+        return [self.gradient, self.master, *self.states.values(), *([] if self.out is None else [self.out])]
+
+
+class _Longest(NamedTuple):
+    """Bytes of staging buffers, the same for all sub-groups, so that they fit the next."""
+
+    sub_group: int
+    part: int  # on its way between disk and device
 
 
 class _Grip:
     """A sub-group on its way to the update, in hand, or on its way back, in one staging buffer."""
 
-    def __init__(self, wanted: Sequence[_Wanted], device: torch.device, transfers: Transfers, longest: int) -> None:
-        """device: of the update. longest: bytes of the largest sub-group."""
+    def __init__(
+        self, wanted: Sequence[_Wanted], device: torch.device, transfers: Transfers, longest: _Longest
+    ) -> None:
+        """device: of the update."""
         self._device = device
         self._transfers = transfers
         self._copies: list[tuple[torch.Tensor, _Part]] = []
         self._under_way: list[Transfer] = []
-        self._buffer = transfers.pool.take(longest, torch.uint8) if device.type == "cpu" else None
+        self._buffer = transfers.pool.take(longest.sub_group, torch.uint8) if device.type == "cpu" else None
         self._position = 0
+        self._longest_part = longest.part
         self.hands = [self._hand(of_span) for of_span in wanted]
 
     def _hand(self, wanted: _Wanted) -> Hand:
@@ -91,7 +100,7 @@ class _Grip:
             here = self._buffer.narrow(0, self._position, size).view(resting.dtype)
             self._position += part.nbytes
         self._copies.append((here, part))
-        self._under_way.append(self._transfers.bring(resting, part.tier, here))
+        self._under_way.append(self._transfers.bring(resting, part.tier, here, self._longest_part))
         return here
 
     def ready(self) -> None:
@@ -102,7 +111,7 @@ class _Grip:
         """After the update: send what it has written to where it rests. The device sees it there."""
         for here, part in self._copies:
             if part.written:
-                self._under_way.append(self._transfers.send(here, part.resting, part.tier))
+                self._under_way.append(self._transfers.send(here, part.resting, part.tier, self._longest_part))
                 if part.resting.device.type != "cpu":
                     self._under_way[-1].wait()
 
@@ -111,13 +120,19 @@ class _Grip:
             transfer.advance()
 
     def finish(self) -> None:
-        """Wait until it is there, and let the buffer go."""
+        """Wait until all of it is there, and let the buffer go. Raises the first error then."""
+        errors: list[OSError] = []
         while self._under_way:
-            self._under_way.pop().finish()
+            try:
+                self._under_way.pop().finish()
+            except OSError as error:
+                errors.append(error)
         self._copies.clear()
         if self._buffer is not None:
             self._transfers.pool.give_back(self._buffer)
             self._buffer = None
+        if errors:
+            raise errors[0]
 
 
 class UpdateSweep:
@@ -194,7 +209,8 @@ class UpdateSweep:
             self._tiers.written_in_place()
         count = self._tiers.buffer_count
         wanted = [[self._wanted(span, publish) for span in spans] for spans in self._far]
-        longest = max(sum(of_span.nbytes for of_span in group) for group in wanted)
+        sizes = [[part.nbytes for of_span in group for part in of_span.parts] for group in wanted]
+        longest = _Longest(max(map(sum, sizes)), max(map(max, sizes)))
         coming: deque[_Grip] = deque()  # the first is in hand
         leaving: deque[_Grip] = deque()
         try:
@@ -220,7 +236,7 @@ class UpdateSweep:
                     grip.finish()
             raise
 
-    def _take(self, wanted: Sequence[_Wanted], longest: int) -> _Grip:
+    def _take(self, wanted: Sequence[_Wanted], longest: _Longest) -> _Grip:
         buckets = [of_span.span.bucket for of_span in wanted]
         self._publisher.wait(buckets)
         for bucket in buckets:

@@ -1,0 +1,114 @@
+"""The settings that a comparison plans: stages, sizes of buckets and of the prefetch, and what rests off the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.config.contradictions import find_contradictions
+
+_LARGE, _SMALL = 500_000_000, 50_000_000
+"""Sizes of buckets in elements that are tried: DeepSpeed's default, and a tenth of it."""
+
+_PLACES = {"cpu": "on the host", "nvme": "on disk"}
+
+
+class Setting(NamedTuple):
+    """keys: of ``zero_optimization``, beside the config's own."""
+
+    name: str
+    stage: int
+    keys: dict[str, Any]
+
+
+class Tiers(NamedTuple):
+    """The devices of ``offload_optimizer`` and ``offload_param``."""
+
+    optimizer: str
+    parameters: str
+
+
+def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
+    """``config`` with other values in its ``zero_optimization`` block. Raises ConfigError if they contradict it."""
+    changed = config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=keys)})
+    found = find_contradictions(changed)
+    if found:
+        raise ConfigError([(entry.paths[0], entry.sentence) for entry in found])
+    return changed
+
+
+def offloads(config: ZeroliteConfig) -> bool:
+    """Whether model states rest off the device."""
+    zero = config.zero_optimization
+    return zero.offload_optimizer.enabled or zero.offload_param.enabled
+
+
+def plain_settings(config: ZeroliteConfig) -> list[Setting]:
+    """Stages 0 to 3 with everything on the device, each followed by a few sizes, unless ``config`` offloads: then where
+    things rest is what is compared."""
+    on_device = _offload_keys(config, Tiers("none", "none"))
+    found = [setting for setting in _stages() if not offloads(config) or setting.name == f"stage {setting.stage}"]
+    return [setting._replace(keys=setting.keys | on_device) for setting in found]
+
+
+def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
+    """Each stage with what it may have elsewhere, the fewest bytes first: on the host, unless ``device`` is "cpu",
+    whose memory that is; on disk where ``config`` names a folder for it; and as ``config`` says."""
+    zero = config.zero_optimization
+    own = Tiers(zero.offload_optimizer.device, zero.offload_param.device)
+    places = [*(["cpu"] if device != "cpu" else []), *(["nvme"] if _disk(config) else [])]
+    tried = [Tiers(place, "none") for place in places] + [Tiers(place, place) for place in places]
+    if offloads(config) and own not in tried:
+        tried.append(own)
+    return [
+        Setting(f"stage {stage}, {_name(tiers, config)}", stage, {"stage": stage, **_offload_keys(config, tiers)})
+        for stage in (1, 2, 3)
+        for tiers in tried
+        if stage == 3 or tiers.parameters == "none"
+    ]
+
+
+def _stages() -> Iterator[Setting]:
+    for stage in range(4):
+        yield Setting(f"stage {stage}", stage, {"stage": stage})
+        for numel in (_SMALL, _LARGE) if stage > 0 else ():
+            millions = f"{numel / 1e6:.0f}M"
+            if stage < 3:
+                name, sizes = f"buckets of {millions}", ("reduce_bucket_size", "allgather_bucket_size")
+                keys = dict.fromkeys(sizes, numel)
+            else:
+                name = f"prefetch {millions}, live {2 * numel / 1e6:.0f}M"
+                keys = {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 2 * numel}
+            yield Setting(f"stage {stage}, {name}", stage, {"stage": stage, **keys})
+
+
+def _disk(config: ZeroliteConfig) -> str | None:
+    """The folder that ``config`` names, whether it is used or not."""
+    zero = config.zero_optimization
+    return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+
+
+def _offload_keys(config: ZeroliteConfig, tiers: Tiers) -> dict[str, Any]:
+    """Both blocks as ``config`` has them, for other devices."""
+    optimizer, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
+    disk = _disk(config)
+    update: dict[str, Any] = {"device": tiers.optimizer, "nvme_path": optimizer.nvme_path or disk}
+    if tiers.optimizer == "nvme":
+        update["ratio"] = 1.0  # a part is for the host alone
+    return {
+        "offload_optimizer": optimizer.model_copy(update=update),
+        "offload_param": parameters.model_copy(
+            update={"device": tiers.parameters, "nvme_path": parameters.nvme_path or disk}
+        ),
+    }
+
+
+def _name(tiers: Tiers, config: ZeroliteConfig) -> str:
+    """As in "optimizer and parameters on the host"."""
+    ratio = config.zero_optimization.offload_optimizer.ratio if tiers.optimizer == "cpu" else 1.0
+    optimizer = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
+    if tiers.optimizer == tiers.parameters:
+        return f"{optimizer} and parameters {_PLACES[tiers.optimizer]}"
+    held = ((optimizer, tiers.optimizer), ("parameters", tiers.parameters))
+    return ", ".join(f"{what} {_PLACES[where]}" for what, where in held if where != "none")
