@@ -39,8 +39,8 @@ def _told_of_failure(nbytes: int) -> None:
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     logger.warning(
-        "CUDA cannot pin %d bytes of the host's memory: copies between host and device wait for each other and are slow. "
-        "The limit of locked memory (ulimit -l) or the host's memory may be too small",
+        "CUDA cannot pin %d bytes of the host's memory: copies between host and device wait for each other and are "
+        "slow. The limit of locked memory (ulimit -l) or the host's memory may be too small",
         nbytes,
     )
 

@@ -300,10 +300,10 @@ class Engine(CheckpointMethods):
         self.state_offload.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo :meth:`offload_states`; nothing if it has not been called. non_blocking: return while copies are under
-        way, which the device waits for. An engine that goes while states are out gives the model's back. Called on all
-        ranks."""
-        self.state_offload.reload(non_blocking)
+        """Undo :meth:`offload_states`; nothing if it has not been called. non_blocking: accepted for DeepSpeed's loops;
+        the memory on the host goes when this returns, so it waits for the copies. An engine that goes while states are
+        out gives the model's back. Called on all ranks."""
+        self.state_offload.reload()
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's; returns the norm before.

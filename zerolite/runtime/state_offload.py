@@ -63,7 +63,8 @@ class StateOffload:
         out = [(storage, own(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
         for storage, there in out:
             there.copy_(_bytes_of(storage), non_blocking=pin)
-        self._synchronize(non_blocking)
+        if not non_blocking:
+            self._synchronize()
         if parameters:
             self._let_go()
         for storage, _ in out:
@@ -73,22 +74,22 @@ class StateOffload:
                 put_away(parameter, name)
         self._out, self._items, self._pipeline.away = out, [item for item, _ in chosen], True
 
-    def reload(self, non_blocking: bool) -> None:
+    def reload(self) -> None:
         """See :meth:`Engine.reload_states`."""
-        self.restore(non_blocking)
+        self.restore()
         whole, self._whole = self._whole, []
         gather(whole)
 
     @torch.no_grad()
-    def restore(self, non_blocking: bool = True) -> None:
+    def restore(self) -> None:
         """What this rank does of it by itself: all when the engine is gone, and its model stays."""
-        out, self._out = self._out, []
-        for storage, there in out:
+        if not self._pipeline.away:
+            return
+        for storage, there in self._out:
             resize(storage, there.numel())
             _bytes_of(storage).copy_(there, non_blocking=True)
-        if out:
-            self._synchronize(non_blocking)
-        self._pipeline.away = False
+        self._synchronize()  # before the host's memory goes
+        self._out, self._pipeline.away = [], False
         if self._coordinator is not None:
             self._coordinator.before_launch = None
         for parameter in self._parts.module.parameters():
@@ -141,10 +142,10 @@ class StateOffload:
         yield from ((STATES, state) for state in parts.optimizer.method.memory())
         yield from parts.reducer.memory()
 
-    def _synchronize(self, non_blocking: bool) -> None:
-        """Copies run in the order of the device's stream, and so does what takes the memory next: only a host that
-        reads them must wait."""
-        if self._parts.device.type == "cuda" and not non_blocking:
+    def _synchronize(self) -> None:
+        """Copies run in the order of the device's stream, and so does what takes the device's memory next: only the
+        host must wait, for its own."""
+        if self._parts.device.type == "cuda":
             torch.cuda.current_stream(self._parts.device).synchronize()
 
 
