@@ -38,11 +38,16 @@ def _told_of_failure(nbytes: int) -> None:
     """CUDA has not registered memory: whoever asks CUDA next for an error would be given this one."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-    logger.warning(
-        "CUDA cannot pin %d bytes of the host's memory: copies between host and device wait for each other and are "
-        "slow. The limit of locked memory (ulimit -l) or the host's memory may be too small",
-        nbytes,
-    )
+    if not _told:
+        _told.append(nbytes)
+        logger.warning(
+            "CUDA cannot pin %d bytes of the host's memory: copies between host and device wait for each other and are "
+            "slow. The limit of locked memory (ulimit -l) or the host's memory may be too small",
+            nbytes,
+        )
+
+
+_told: list[int] = []  # of a failure, once
 
 
 def _huge(nbytes: int) -> mmap.mmap:

@@ -79,7 +79,6 @@ class Ring {
     return 0;
   }
 
-  unsigned added() const { return added_; }
 
   // Call ended(tag, result) for what has ended.
   template <class Ended>

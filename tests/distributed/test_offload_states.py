@@ -39,6 +39,8 @@ def check(pools: Pools, world: int, stages: tuple[int, ...], precision: str) -> 
             during = ranks[f"{stage} all"]["during"]
             states = ("compute_parameters", "persistent_parameters", "gradients", "master_weights", "optimizer_states")
             assert [item for item in states if during[item]] == []
+            whole = ("master_weights", "optimizer_states")
+            assert {item: ranks[f"{stage} all"]["host"][item] for item in whole} == {i: before[i] for i in whole}
             said = ranks[f"{stage} all"]["refused"]
             assert all(said.values()), said
             some = ranks[f"{stage} some"]

@@ -139,14 +139,17 @@ def test_an_automatic_stage_is_one_that_has_what_is_to_be_offloaded() -> None:
     assert start(config, [PLENTY], host=[PLENTY])["stage"] == 3
 
 
-def test_a_comparison_leaves_out_stages_without_what_is_to_be_offloaded() -> None:
-    config = job()
+def test_a_comparison_plans_what_is_offloaded_and_what_is_not() -> None:
+    config = job(stage=3)
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    config["zero_optimization"]["stage"] = 3
-    compared = compare(lambda: nn.Linear(64, 64), config, 2, device_memory=10**9, host_memory=10**9, nodes=1)
-    assert {plan.stage for _, plan in compared.rows} == {3} and compared.chosen is not None
-    assert any(line.startswith("stage 0 is left out: ") and "offload_optimizer" in line for line in compared.left_out)
-    assert all(plan.host is not None and plan.host_spare is not None for _, plan in compared.rows)
+    compared = compare(lambda: nn.Linear(64, 64), config, 2, device_memory=10**9, offload_host_memory=10**9, nodes=1)
+    rows = dict(compared.rows)
+    assert compared.left_out == [] and compared.rows[compared.chosen or 0][0] == "stage 0"
+    assert [name for name, made in rows.items() if made.host is None] == [f"stage {stage}" for stage in range(4)]
+    assert rows["stage 3"].host_spare is None and rows["stage 3"].offloaded == 0
+    some, all_of_it = rows["stage 3, optimizer on the host"], rows["stage 3, optimizer and parameters on the host"]
+    assert 0 < some.offloaded < all_of_it.offloaded and some.sent == all_of_it.sent == rows["stage 3"].sent
+    assert some.host_spare is not None and some.host_spare > 0
 
 
 def test_what_rests_elsewhere_leaves_nothing_on_the_device() -> None:

@@ -235,7 +235,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     (
         "zero_optimization.offload_optimizer.device",
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": True, "nvme_path": "/fast"}}},
-        'expected "cpu" or "nvme", got nvme_path and pin_memory and no device',
+        'expected "cpu" or "nvme", got nothing beside nvme_path and pin_memory',
     ),
     (
         "zero_optimization.offload_param.device",

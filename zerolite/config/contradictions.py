@@ -105,8 +105,8 @@ def _what_offloads_says_where_to(config: ZeroliteConfig) -> Iterator[Contradicti
         if given and "device" not in given:
             yield Contradiction(
                 (f"zero_optimization.{name}.device",),
-                f'expected "cpu" or "nvme", got {" and ".join(sorted(given))} and no device, so nothing would leave the '
-                'device; write where to, such as "device": "cpu", or leave the block out',
+                f'expected "cpu" or "nvme", got nothing beside {" and ".join(sorted(given))}, so nothing would be '
+                'offloaded; write it, such as "device": "cpu", or leave the block out',
             )
 
 

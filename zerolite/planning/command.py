@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ takes them in order; B is the micro-batch size of the config.
 
 The exit status is 0 if it fits, or if no memory was given; 1 if it does not fit (with
 --compare: if nothing does), or if --check found a difference; 2, after a sentence, if it cannot
-be planned; and 130 after Ctrl-C."""
+be planned; 130 after Ctrl-C; and 141 if what reads the output, such as head, has left."""
 
 AUTO = "auto"
 
@@ -148,7 +149,11 @@ def _add_step(parser: _Parser) -> None:
 
 def _add_output(parser: _Parser) -> None:
     add = parser.add_argument_group("what to do").add_argument
-    add("--compare", action="store_true", help="plan stages 0 to 3 and a few sizes, and mark the cheapest that fits")
+    add(
+        "--compare",
+        action="store_true",
+        help="plan stages 0 to 3, a few sizes and what can be offloaded, and mark the cheapest that fits",
+    )
     add("--check", action="store_true", help="also run a real job of that many ranks here, and print both side by side")
     add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
     add("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
@@ -249,9 +254,12 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
     if options.device_memory is not None:
         auto = options.device_memory == AUTO
         given["device_memory"] = find_device_memory(options.device) if auto else options.device_memory
-    host_memory = options.host_memory or (AUTO if _offloads(config) else None)
-    if host_memory is not None:
-        given["host_memory"] = find_host_memory() if host_memory == AUTO else host_memory
+    if options.host_memory is not None:
+        given["host_memory"] = find_host_memory() if options.host_memory == AUTO else options.host_memory
+    elif options.compare and not config.activation_checkpointing.cpu_checkpointing:
+        given["offload_host_memory"] = find_host_memory()
+    elif _offloads(config):
+        given["host_memory"] = find_host_memory()
     if options.batch or options.input_spec:
         given["batch"] = load_batch(options.batch) if options.batch else parse_input_spec(options.input_spec)
     if options.loss:
@@ -310,10 +318,7 @@ def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
 def _print(text: str) -> None:
     """On standard output, with "?" for what its encoding lacks."""
     encoding = sys.stdout.encoding or "ascii"
-    try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
 @contextlib.contextmanager
@@ -329,9 +334,24 @@ def _told(what: str) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Run the command and return its exit status."""
+    try:
+        try:
+            return _status(argv, prog)
+        finally:
+            sys.stdout.flush()  # of --help too
+    except BrokenPipeError:  # the reader has seen enough
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # Python flushes both when it ends
+            os.dup2(nowhere, stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _status(argv: Sequence[str] | None, prog: str) -> int:
     options = parse_command_line(argv, prog)
     try:
         return run(options)
+    except BrokenPipeError:
+        raise
     except (PlanError, ConfigError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2

@@ -23,8 +23,9 @@ from zerolite.planning.host_room import (
     is_ample,
     offloads,
 )
-from zerolite.planning.make import cheapest, plan_of, silent, with_zero
+from zerolite.planning.make import cheapest, plan_of, silent
 from zerolite.planning.result import Peak, Plan
+from zerolite.planning.settings import with_zero
 from zerolite.planning.skeleton import Skeleton
 from zerolite.runtime.build import Arguments
 from zerolite.sizes import format_size

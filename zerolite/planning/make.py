@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.config.contradictions import find_contradictions
 from zerolite.memory_items import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
 from zerolite.planning.dry_run import Job, Loss, Outcome, run
 from zerolite.planning.errors import PlanError, RefusedError
+from zerolite.planning.host_room import offloads
 from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan
+from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
 from zerolite.planning.tracker import Fullest
 from zerolite.planning.traffic import summarize
 from zerolite.sizes import format_size, parse_size
@@ -36,8 +37,13 @@ _SILENT = (
 )
 """Keys that print, write or measure, and change nothing that is planned."""
 
-_LARGE, _SMALL = 500_000_000, 50_000_000
-"""Bucket sizes in elements that :func:`compare` tries: DeepSpeed's default, and a tenth of it."""
+_SAME = 1.001
+"""Amounts up to so many times another one are the same: they differ by padding."""
+
+_UNPLANNED = (
+    "Settings that offload, and send no less than another one that fits, are not planned. With offload_optimizer in the "
+    "config they are."
+)
 
 
 def plan(
@@ -88,58 +94,78 @@ def plan(
     return plan_of(job, run(job), nodes, *memory)
 
 
-def compare(model_fn: Callable[[], torch.nn.Module], config: ConfigLike, world_size: int, **options: Any) -> Comparison:
-    """Plans of stages 0 to 3 and of a few bucket sizes, and which of them is the cheapest that fits. options: those of
-    :func:`plan`. Settings that the engine refuses are left out; if that is all of them, raises what :func:`plan`
-    does."""
-    rows, refused, left_out = [], [], []
+def compare(
+    model_fn: Callable[[], torch.nn.Module],
+    config: ConfigLike,
+    world_size: int,
+    *,
+    offload_host_memory: int | str | None = None,
+    **options: Any,
+) -> Comparison:
+    """Plans of stages 0 to 3, of a few bucket sizes and of what may rest off the device, and which of them is the
+    cheapest that fits. options: those of :func:`plan`; offload_host_memory: ``host_memory`` of settings that offload,
+    where that is not given.
+
+    Where a setting that offloads nothing fits, those that do are planned only if they send less, or if ``config``
+    offloads. Settings that the engine refuses are left out; if that is all of them, raises what :func:`plan` does."""
     loaded = load_config(config)
-    for name, keys in _variants():
+    rows: list[tuple[str, Plan]] = []
+    refused: list[tuple[Setting, RefusedError | ConfigError]] = []
+
+    def add(setting: Setting, options: dict[str, Any]) -> None:
         try:
-            rows.append((name, plan(model_fn, with_zero(loaded, **keys), world_size, **options)))
+            rows.append((setting.name, plan(model_fn, with_zero(loaded, **setting.keys), world_size, **options)))
         except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
-            refused.append(error)
-            left_out.append(f"{name} is left out: {error}")
+            refused.append((setting, error))
+
+    for setting in plain_settings(loaded):
+        if setting.stage not in {entry.stage for entry, _ in refused}:
+            add(setting, options)
+    sent = {made.stage: made.sent for _, made in reversed(rows)}  # wherever things rest
+    with_host = {**options, "host_memory": options.get("host_memory") or offload_host_memory}
+    all_of_them = offloads(loaded) or _cheapest_row(rows) is None
+    unplanned = False
+    for setting in offload_settings(loaded, options.get("device", "cuda")):
+        best = _cheapest_row(rows)
+        if setting.stage not in sent:
+            continue
+        if all_of_them or best is None or _SAME * sent[setting.stage] < best.sent:
+            add(setting, with_host)
+        else:
+            unplanned = True
     if not rows:
-        raise refused[0]
-    return Comparison(rows=rows, chosen=cheapest([row for _, row in rows]), left_out=left_out)
+        raise refused[0][1]
+    rows.sort(key=lambda row: row[1].stage)
+    left_out = [*_told(refused), *([_UNPLANNED] if unplanned else [])]
+    return Comparison(rows=rows, chosen=cheapest([made for _, made in rows]), left_out=left_out)
 
 
 def cheapest(plans: list[Plan]) -> int | None:
-    """The index of the plan that fits and sends the least (but for a thousandth: padding), at the lowest stage, with
-    the lowest peak."""
+    """The index of the plan that fits and sends the least; of those, the one that keeps the fewest bytes off the device
+    (a thousandth more of both is the same: padding), then nothing on disk, the lowest stage, the lowest peak."""
     fitting = [index for index, entry in enumerate(plans) if entry.fits]
     if not fitting:
         return None
-    enough = 1.001 * min(plans[index].sent for index in fitting)
-    cheap = [index for index in fitting if plans[index].sent <= enough]
-    return min(cheap, key=lambda index: (plans[index].stage, plans[index].peak.bytes))
+    for amount in (lambda made: made.sent, lambda made: made.offloaded):
+        enough = _SAME * min(amount(plans[index]) for index in fitting)
+        fitting = [index for index in fitting if amount(plans[index]) <= enough]
+    return min(fitting, key=lambda index: (bool(plans[index].disk), plans[index].stage, plans[index].peak.bytes))
 
 
-# -------------------------------------------------------------------- settings
+def _cheapest_row(rows: list[tuple[str, Plan]]) -> Plan | None:
+    index = cheapest([made for _, made in rows])
+    return None if index is None else rows[index][1]
 
 
-def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
-    """``config`` with other values in its ``zero_optimization`` block. Raises ConfigError if they contradict it."""
-    changed = config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=keys)})
-    found = find_contradictions(changed)
-    if found:
-        raise ConfigError([(entry.paths[0], entry.sentence) for entry in found])
-    return changed
-
-
-def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of settings, and their keys of ``zero_optimization``."""
-    for stage in range(4):
-        yield f"stage {stage}", {"stage": stage}
-        if stage in (1, 2):
-            for numel in (_SMALL, _LARGE):
-                sizes = {"reduce_bucket_size": numel, "allgather_bucket_size": numel}
-                yield f"stage {stage}, buckets of {numel / 1e6:.0f}M", {"stage": stage, **sizes}
-        if stage == 3:
-            for numel in (_SMALL, _LARGE):
-                sizes = {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 2 * numel}
-                yield f"stage 3, prefetch {numel / 1e6:.0f}M, live {2 * numel / 1e6:.0f}M", {"stage": stage, **sizes}
+def _told(refused: list[tuple[Setting, RefusedError | ConfigError]]) -> Iterator[str]:
+    """One line for each reason."""
+    names: dict[str, list[str]] = {}
+    for setting, error in refused:
+        errors = error.errors if isinstance(error, ConfigError) else [("", str(error))]
+        reason = "; ".join(f"{path}: {sentence}" if path else sentence for path, sentence in errors)
+        names.setdefault(" ".join(reason.split()), []).append(setting.name)
+    for reason, settings in names.items():
+        yield f"{'; '.join(settings)} {'is' if len(settings) == 1 else 'are'} left out: {reason}"
 
 
 def silent(config: ZeroliteConfig) -> ZeroliteConfig:

@@ -269,23 +269,28 @@ def _settings(comparison: Comparison, screen: Screen) -> list[str]:
     for index, (setting, plan) in enumerate(comparison.rows):
         at_rest = format_size(sum(plan.at_rest.values()))
         count = sum(entry.count for entry in plan.traffic)
-        fits = {None: "?", True: "yes", False: "no"}[plan.fits]
         sizes = [format_size(plan.model_states), at_rest, format_size(plan.peak.bytes), format_size(plan.sent)]
         mark = "<- cheapest" if index == comparison.chosen else ""
-        away = [format_size(plan.host_peak), _size(sum((plan.disk or {}).values()))]
-        rows.append([setting, *sizes, f"{count:,}", *away, fits, mark])
+        away = [_size(sum((place or {}).values())) for place in (plan.host, plan.disk)]
+        rows.append([setting, *sizes, f"{count:,}", *away, _fits(plan), mark])
     plans = [plan for _, plan in comparison.rows]
     unseen = {7} if not any(plan.disk for plan in plans) else set()
-    unseen |= {6} if not any(plan.host or plan.disk or plan.host_memory for plan in plans) else set()
+    unseen |= {6} if not any(plan.host for plan in plans) else set()
     shown = [[cell for column, cell in enumerate(row) if column not in unseen] for row in rows]
     last = len(shown[0]) - 1
     return table(shown, screen.width, left=(0, last), optional=(5, 2, 1, 4, *range(6, last - 1)))
 
 
+def _fits(plan: Plan) -> str:
+    if plan.fits is False and (plan.spare is None or plan.spare >= 0):
+        return "no: host"
+    return {None: "?", True: "yes", False: "no"}[plan.fits]
+
+
 def _side_by_side(comparison: Comparison, screen: Screen) -> list[str]:
     """Bars of the items at the peak, all on one scale."""
     names = [setting for setting, _ in comparison.rows]
-    margin = min(max(map(len, names)), 2 * screen.width // 5) + 1
+    margin = min(max(map(len, names)), screen.width // 2) + 1
     memory = comparison.rows[0][1].device_memory
     largest = max(memory or 0, *(plan.peak.bytes for _, plan in comparison.rows))
     held = [item for item in LOOKS if any(plan.peak.items[item] for _, plan in comparison.rows)]
@@ -305,12 +310,17 @@ def _choice(comparison: Comparison, screen: Screen) -> list[str]:
         return screen.paragraph("Which of them fit depends on the memory of the device: --device-memory 80GB.")
     if comparison.chosen is not None:
         setting, plan = comparison.rows[comparison.chosen]
-        return screen.paragraph(
+        text = (
             f"The cheapest that fits in {format_size(memory)} is {setting}: of those that fit, it sends the least in a "
             f"step, {format_size(plan.sent)} per rank."
         )
+        if plan.offloaded:
+            text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."
+            if plan.host_spare is None:
+                text += " Whether a host has room for that depends on --nodes and --host-memory."
+        return screen.paragraph(text)
     setting, plan = min(comparison.rows, key=lambda row: row[1].peak.bytes)
-    host = comparison.rows[0][1].host_memory
+    host = max((row.host_memory for _, row in comparison.rows if row.host_memory is not None), default=None)
     both = "" if host is None else f" and a host's {format_size(host)}"
     lines = screen.paragraph(f"None of them fits in {format_size(memory)}{both}. The smallest is {setting}.")
     advice = advise(plan, stages=False)  # the other stages are above

@@ -103,6 +103,11 @@ class Plan(_Frozen):
         return total(self.states, MODEL_STATES)
 
     @property
+    def offloaded(self) -> int:
+        """Bytes of model states that rest on the host or on disk."""
+        return sum(total(place, MODEL_STATES) for place in (self.host, self.disk) if place is not None)
+
+    @property
     def spare(self) -> int | None:
         """Bytes of device memory left at the peak, negative if it does not fit; None if it was not given."""
         return None if self.device_memory is None else self.device_memory - self.peak.bytes
@@ -140,10 +145,10 @@ def total(items: Items, names: Iterable[str]) -> int:
 
 
 class Comparison(_Frozen):
-    """Plans of one job with different settings. rows: (what is different, the plan), in the order in which they were
-    made. chosen: index of the cheapest that fits: the least bytes sent in a step (but for a thousandth), then the
-    lowest stage, then the lowest peak; None if none fits or no memory was given. left_out: sentences about settings
-    that the engine refuses."""
+    """Plans of one job with different settings. rows: (what is different, the plan), by stage. chosen: index of the
+    cheapest that fits: the least bytes sent in a step, then the least off the device (but for a thousandth), then
+    nothing on disk, the lowest stage, the lowest peak; None if none fits or no memory was given. left_out: sentences
+    about settings that the engine refuses, or that were not planned."""
 
     rows: list[tuple[str, Plan]]
     chosen: int | None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.config.contradictions import find_contradictions
+from zerolite.planning.host_room import offloads
 
 _LARGE, _SMALL = 500_000_000, 50_000_000
 """Sizes of buckets in elements that are tried: DeepSpeed's default, and a tenth of it."""
@@ -36,12 +37,6 @@ def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
     if found:
         raise ConfigError([(entry.paths[0], entry.sentence) for entry in found])
     return changed
-
-
-def offloads(config: ZeroliteConfig) -> bool:
-    """Whether model states rest off the device."""
-    zero = config.zero_optimization
-    return zero.offload_optimizer.enabled or zero.offload_param.enabled
 
 
 def plain_settings(config: ZeroliteConfig) -> list[Setting]:

@@ -114,7 +114,7 @@ def _tier(block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.devi
         return Tier(device)
     if block.device == "cpu":
         return HostTier(pin, fake=is_dry_run())
-    directory, key = str(block.nvme_path), f"zero_optimization.{name}.nvme_path"
+    directory, key = os.path.expanduser(str(block.nvme_path)), f"zero_optimization.{name}.nvme_path"
     if is_dry_run():
         return DiskTier(DryFile(), pin)
     _warn_of_memory(directory, key)

@@ -49,7 +49,7 @@ def read_ahead(directory: str | None) -> dict[str, Any]:
     if directory is not None:
         zero["offload_param"] = {"device": "nvme", "nvme_path": directory, "max_in_cpu": 0}
     model: Any = build()
-    engine = zerolite.initialize(model, config(3, **zero))
+    engine: Any = zerolite.initialize(model, config(3, **zero))
     train(engine, 4)
     loss_of(engine, 5)
     ahead = len(engine.coordinator.reader._ahead)
@@ -60,7 +60,7 @@ def read_ahead(directory: str | None) -> dict[str, Any]:
 
 
 def damaged(directory: str, position: float) -> str:
-    """What the step says after one byte of a shard on disk has changed, so far in it."""
+    """What a forward says after one byte of a shard on disk has changed, so far in it."""
     on_disk = {"device": "nvme", "nvme_path": directory, "max_in_cpu": 0}
     model = build()
     zero = {"offload_param": on_disk, "stage3_param_persistence_threshold": 100}
@@ -73,7 +73,8 @@ def damaged(directory: str, position: float) -> str:
     at = start + 4 * (int(handle.shard.storage_offset()) + int(position * (handle.shard.numel() - 1)))
     os.pwrite(file._fd, bytes([os.pread(file._fd, 1, at)[0] ^ 1]), at)
     try:
-        train(engine, 1)
+        with torch.no_grad():
+            loss_of(engine, 9)
     except OSError as error:
         return str(error)
     return ""

@@ -41,7 +41,8 @@ def run(config: dict[str, Any], out: list[str] | None, offloads: bool, non_block
             if offloads and window == 2 and micro == 0:
                 before = engine.memory_report().items
                 engine.offload_states(out, non_blocking=non_blocking)
-                found["before"], found["during"] = before, engine.memory_report().items
+                report = engine.memory_report()
+                found["before"], found["during"], found["host"] = before, report.items, report.host
                 found["refused"] = refused(calls_of(engine))
                 engine.reload_states()
                 engine.reload_states()

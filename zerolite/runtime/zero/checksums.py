@@ -1,78 +1,59 @@
-"""Checksums of what was written to parts of a file, for comparison when it is read again."""
+"""Checksums of what was written to blocks of a file, for comparison when they are read again."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import zlib
-from typing import NamedTuple
+from array import array
 
 Bytes = ctypes.Array[ctypes.c_ubyte]
 
+BLOCK = 4096
+"""Bytes. Whole blocks travel, so every read finds the blocks of every write, however the two are cut."""
 
-class Part(NamedTuple):
-    """Bytes [offset, offset + nbytes) of a file, and their CRC-32."""
-
-    offset: int
-    nbytes: int
-    crc: int
-
-
-PIECE = 1 << 16
-"""Bytes: what is written is cut at multiples of it in the file, so that reads of other ranges find most of it."""
+_UNKNOWN = -1
 
 
 class Checksums:
-    """Of one file, for one thread at a time."""
+    """Of one file: a CRC-32 for each block, eight bytes of memory. For one thread at a time."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[Part]] = {}  # by piece of the file; no two overlap, none crosses a piece's end
+        self._sums = array("q")
 
     def record(self, offset: int, content: Bytes) -> None:
-        """``content`` is written at ``offset``."""
-        self.forget(offset, len(content))
-        view, position = memoryview(content), offset
-        while position < offset + len(content):
-            end = min((position // PIECE + 1) * PIECE, offset + len(content))
-            crc = zlib.crc32(view[position - offset : end - offset])
-            self._parts.setdefault(position // PIECE, []).append(Part(position, end - position, crc))
-            position = end
+        """``content``, whole blocks, is written at ``offset``, where one begins."""
+        first, view = offset // BLOCK, memoryview(content)
+        sums = array("q", (zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(content), BLOCK)))
+        self._grow(first + len(sums))
+        self._sums[first : first + len(sums)] = sums
 
-    def within(self, offset: int, nbytes: int) -> list[Part]:
-        """The parts that lie wholly in a range of the file. What it only touches at its ends is not among them."""
-        return [
-            part
-            for piece in _pieces(offset, nbytes)
-            for part in self._parts.get(piece, ())
-            if offset <= part.offset and part.offset + part.nbytes <= offset + nbytes
-        ]
+    def expected(self, offset: int, nbytes: int) -> array[int]:
+        """Of the blocks from ``offset`` on: what :func:`compare` wants to know."""
+        first, end = offset // BLOCK, -(-(offset + nbytes) // BLOCK)
+        self._grow(end)
+        return self._sums[first:end]
 
     def forget(self, offset: int, nbytes: int) -> None:
         """A range of the file has other content."""
-        for piece in _pieces(offset, nbytes):
-            parts = self._parts.pop(piece, [])
-            kept = [p for p in parts if p.offset + p.nbytes <= offset or offset + nbytes <= p.offset]
-            if kept:
-                self._parts[piece] = kept
+        first, end = offset // BLOCK, min(-(-(offset + nbytes) // BLOCK), len(self._sums))
+        self._sums[first:end] = array("q", [_UNKNOWN]) * max(0, end - first)
 
     def forget_all(self) -> None:
-        self._parts.clear()
+        self._sums = array("q")
+
+    def _grow(self, blocks: int) -> None:
+        self._sums.extend(array("q", [_UNKNOWN]) * max(0, blocks - len(self._sums)))
 
 
-def _pieces(offset: int, nbytes: int) -> range:
-    """The numbers of the pieces that a range touches."""
-    return range(offset // PIECE, -(-(offset + nbytes) // PIECE) if nbytes else offset // PIECE)
-
-
-def compare(expected: list[Part], offset: int, content: Bytes, file: str) -> None:
-    """Raise OSError if ``content``, read at ``offset``, is not what was written to these parts of it."""
+def compare(expected: array[int], offset: int, content: Bytes, file: str) -> None:
+    """Raise OSError if ``content``, whole blocks that were read at ``offset``, is not what was written to them."""
     view = memoryview(content)
-    for part in expected:
-        start = part.offset - offset
-        found = zlib.crc32(view[start : start + part.nbytes])
-        if found != part.crc:
+    for number, crc in enumerate(expected):
+        found = zlib.crc32(view[number * BLOCK : (number + 1) * BLOCK])
+        if crc not in (_UNKNOWN, found):
             raise OSError(
                 errno.EIO,
-                f"{part.nbytes} bytes at byte {part.offset} of {file} are not those that were written there: their "
-                f"CRC-32 is {found:08x}, expected {part.crc:08x}. The disk or the memory of this host may be failing",
+                f"{BLOCK} bytes at byte {offset + number * BLOCK} of {file} are not those that were written there: "
+                f"their CRC-32 is {found:08x}, expected {crc:08x}. The disk or the memory of this host may be failing",
             )

@@ -352,7 +352,7 @@ def launch(members: Sequence[PartitionedParameter]) -> None:
                         pending = comm.gather_shards(fulls, arrival.shards, "parameters", members[0].key, shards)
     except BaseException:
         if arrival is not None:
-            arrival.wait()  # nothing may be copied into memory that is freed now
+            arrival.end()  # nothing may be copied into memory that is freed now
         for member in members:
             member.drop()
         raise

@@ -172,15 +172,15 @@ class SwapFile:
             if write and not is_end and nbytes % ALIGNMENT:
                 raise ValueError(f"expected a view that ends with a block of {ALIGNMENT} bytes, got {nbytes} bytes")
             check: Callable[[], None] | None = None
+            padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
             if self._sums is not None and not write:
-                parts = self._sums.within(offset, nbytes)
-                check = functools.partial(compare, parts, offset, _bytes_of(memory, nbytes), self.name)
+                sums = self._sums.expected(offset, padded)
+                check = functools.partial(compare, sums, offset, _bytes_of(memory, padded), self.name)
             begin = self._io.write if write else self._io.read
             fd = self._fd if self._direct is None else self._direct
-            padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
             transfer = Transfer(begin(fd, memory, offset, padded, self.name), resting, check)
             if self._sums is not None and write:
-                self._sums.record(offset, _bytes_of(memory, nbytes))
+                self._sums.record(offset, _bytes_of(memory, padded))
             self._under_way.add(transfer)
         return transfer
 

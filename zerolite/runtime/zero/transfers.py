@@ -123,8 +123,8 @@ class _TwoHops:
 
 
 class StagingPool:
-    """Buffers on the host through which things pass, to be used again. What is made stays until :meth:`clear`, so
-    whoever takes some of different lengths says how long the longest is: all of them are, and fit the next time."""
+    """Buffers on the host through which things pass, to be used again. What is made stays, so whoever takes some of
+    different lengths says how long the longest is: all of them are, and fit the next time."""
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin
@@ -161,9 +161,6 @@ class StagingPool:
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in a buffer of :meth:`take`."""
         return tensor.untyped_storage()._cdata in self._made
-
-    def clear(self) -> None:
-        self._free.clear()
 
     def memory(self) -> list[torch.Tensor]:
         """All buffers, in use or not."""

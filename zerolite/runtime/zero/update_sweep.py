@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from zerolite.memory_items import STAGING, own
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.pieces import Hand, UpdateMethod
@@ -71,17 +72,22 @@ class _Grip:
     """A sub-group on its way to the update, in hand, or on its way back, in one staging buffer."""
 
     def __init__(
-        self, wanted: Sequence[_Wanted], device: torch.device, transfers: Transfers, longest: _Longest
+        self, wanted: Sequence[_Wanted], device: torch.device | None, transfers: Transfers, longest: _Longest
     ) -> None:
-        """device: of the update."""
+        """device: of the update, where that is not the host."""
         self._device = device
         self._transfers = transfers
         self._copies: list[tuple[torch.Tensor, _Part]] = []
         self._under_way: list[Transfer] = []
-        self._buffer = transfers.pool.take(longest.sub_group, torch.uint8) if device.type == "cpu" else None
+        self._buffer = transfers.pool.take(longest.sub_group, torch.uint8) if device is None else None
         self._position = 0
         self._longest_part = longest.part
-        self.hands = [self._hand(of_span) for of_span in wanted]
+        try:
+            self.hands = [self._hand(of_span) for of_span in wanted]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.finish()
+            raise
 
     def _hand(self, wanted: _Wanted) -> Hand:
         states = {name: self._within_reach(part) for name, part in wanted.states.items()}
@@ -94,7 +100,7 @@ class _Grip:
         if not part.brought:
             return resting
         if self._buffer is None:
-            here = torch.empty_like(resting, device=self._device)
+            here = own(torch.empty_like(resting, device=self._device), STAGING)
         else:
             size = resting.numel() * resting.element_size()
             here = self._buffer.narrow(0, self._position, size).view(resting.dtype)
@@ -190,8 +196,7 @@ class UpdateSweep:
         publish: bool,
     ) -> None:
         """One update, with :meth:`UpdateMethod.update`'s arguments, after :meth:`UpdateMethod.begin`; consumes the
-        gradients. Raises OSError if the disk
-        failed: then some masters are ahead of others."""
+        gradients. Raises OSError if the disk failed: then some masters are ahead of others."""
         for chunk in self._near:
             gradients = [self._reducer.reduced(span.bucket) for span in chunk]
             self._publisher.wait([span.bucket for span in chunk])
@@ -241,8 +246,8 @@ class UpdateSweep:
         self._publisher.wait(buckets)
         for bucket in buckets:
             self._reducer.reduced(bucket)  # has arrived
-        on_host = self._tiers.updates_on_host(buckets[0])
-        return _Grip(wanted, torch.device("cpu") if on_host else self._tiers.device, self._transfers, longest)
+        on_host = self._tiers.updates_on_host(buckets[0]) or not self._tiers.apart
+        return _Grip(wanted, None if on_host else self._tiers.device, self._transfers, longest)
 
     def _wanted(self, span: Span, publish: bool) -> _Wanted:
         buffer, tiers, bucket = self._buffer, self._tiers, span.bucket

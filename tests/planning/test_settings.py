@@ -1,0 +1,182 @@
+"""The settings that a comparison plans, and which of them is the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.plan_examples import GB, make_items, make_peak, make_plan
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.planning import make
+from zerolite.planning.errors import RefusedError
+from zerolite.planning.make import cheapest, compare
+from zerolite.planning.result import Comparison, Plan
+from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
+
+DISK = {"device": "nvme", "nvme_path": "/fast"}
+PLAIN = ["stage 0", "stage 1", "stage 2", "stage 3"]
+HOST = ["stage 1, optimizer on the host", "stage 2, optimizer on the host"]
+HOST_3 = ["stage 3, optimizer on the host", "stage 3, optimizer and parameters on the host"]
+
+
+def config(**zero: Any) -> ZeroliteConfig:
+    return load_config({"zero_optimization": zero})
+
+
+def names(settings: list[Setting]) -> list[str]:
+    return [setting.name for setting in settings]
+
+
+def test_sizes_are_tried_where_nothing_is_offloaded() -> None:
+    assert len(plain_settings(config())) == 10
+    assert names(plain_settings(config(stage=1, offload_optimizer={"device": "cpu"}))) == PLAIN
+    for setting in plain_settings(config(stage=3, offload_optimizer=DISK, offload_param=DISK)):
+        zero = with_zero(config(stage=3, offload_optimizer=DISK, offload_param=DISK), **setting.keys).zero_optimization
+        assert zero.stage == setting.stage and not (zero.offload_optimizer.enabled or zero.offload_param.enabled)
+
+
+def test_what_may_rest_elsewhere() -> None:
+    assert names(offload_settings(config(), "cuda")) == [*HOST, *HOST_3]
+    assert offload_settings(config(), "cpu") == []  # the host's memory is the device's
+    disk = [name.replace("the host", "disk").replace("on disk", "on disk") for name in (*HOST, *HOST_3)]
+    for block in (DISK, {"device": "none", "nvme_path": "/fast"}, {"device": "cpu", "nvme_path": "/fast"}):
+        own = config(stage=3, offload_optimizer={"device": "cpu", "ratio": 1}, offload_param=block)
+        assert {*HOST, *HOST_3, *disk} <= set(names(offload_settings(own, "cuda")))
+    assert names(offload_settings(config(stage=2, offload_optimizer=DISK), "cpu")) == disk
+
+
+def test_the_configs_own_setting_is_among_them() -> None:
+    own = config(
+        stage=3, sub_group_size=77, offload_optimizer=DISK | {"buffer_count": 9}, offload_param={"device": "cpu"}
+    )
+    (setting,) = [
+        s for s in offload_settings(own, "cuda") if s.name == "stage 3, optimizer on disk, parameters on the host"
+    ]
+    zero = with_zero(own, **setting.keys).zero_optimization
+    assert (zero.sub_group_size, zero.offload_optimizer) == (77, own.zero_optimization.offload_optimizer)
+    assert zero.offload_param.device == "cpu"
+    half = config(stage=1, offload_optimizer={"device": "cpu", "ratio": 0.5, "nvme_path": "/fast"})
+    found = names(offload_settings(half, "cuda"))
+    assert found[:2] == ["stage 1, 50 % of the optimizer on the host", "stage 1, optimizer on disk"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_none_contradicts_itself(device: str) -> None:
+    blocks = ({}, {"device": "cpu", "ratio": 0.5}, DISK, {"device": "none", "nvme_path": "/fast"})
+    for optimizer in blocks:
+        for parameters in (block for block in blocks if "ratio" not in block):
+            own = config(stage=3, offload_optimizer=optimizer, offload_param=parameters)
+            for setting in (*plain_settings(own), *offload_settings(own, device)):
+                assert with_zero(own, **setting.keys).zero_optimization.stage == setting.stage
+
+
+# -------------------------------------------------------------------- which is the cheapest
+
+
+def row(stage: int, peak: int, host: int = 0, disk: int = 0, **changes: Any) -> Plan:
+    """Sizes in GB; the device has 80."""
+    held = {"host": make_items(optimizer_states=host * GB, offload_buffers=90 * GB) if host else None}
+    held |= {"disk": make_items(optimizer_states=disk * GB) if disk else None}
+    made = make_plan(stage=stage, peak=make_peak(make_items(activations=peak * GB)), **held, **changes)
+    traffic = [made.traffic[0].model_copy(update={"sent": {3: 90 * GB, 2: 45 * GB}.get(stage, 30 * GB)})]
+    return made.model_copy(update={"traffic": traffic})
+
+
+@pytest.mark.parametrize(
+    ("plans", "chosen"),
+    [
+        pytest.param([row(0, 90), row(1, 70), row(1, 60), row(2, 10)], 2, id="traffic, stage, peak"),
+        pytest.param([row(2, 70), row(1, 10, host=9)], 1, id="traffic before what is offloaded"),
+        pytest.param([row(3, 70, host=9), row(3, 60, host=12), row(3, 79)], 2, id="nothing is offloaded in vain"),
+        pytest.param([row(3, 90), row(3, 60, host=12), row(3, 70, host=9)], 2, id="the fewest bytes"),
+        pytest.param([row(1, 5, disk=9), row(1, 6, host=9)], 1, id="the host before a disk"),
+        pytest.param([row(1, 5, host=9, host_memory=GB, host_peak=2 * GB, nodes=1), row(2, 70)], 1, id="a small host"),
+        pytest.param([row(0, 90), row(3, 81)], None, id="none"),
+    ],
+)
+def test_the_cheapest(plans: list[Plan], chosen: int | None) -> None:
+    assert cheapest(plans) == chosen
+
+
+# -------------------------------------------------------------------- which are planned
+
+Compare = Callable[..., Comparison]
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """`compared(config, peaks, **options)` is a comparison in which a stage needs ``peaks[stage]`` GB of 80, or half of
+    it if it offloads; None: it is refused."""
+
+    def compared(config: ZeroliteConfig, peaks: list[int | None], **options: Any) -> Comparison:
+        def plan(model_fn: Any, config: ZeroliteConfig, world_size: int, **options: Any) -> Plan:
+            zero = config.zero_optimization
+            peak = peaks[zero.chosen_stage]
+            if peak is None:
+                raise RefusedError("the engine refuses this job:\n  it is too odd")
+            if zero.offload_optimizer.enabled and "no offload" in options:
+                raise ConfigError([("optimizer.params.capturable", "expected false with offload_optimizer, got true")])
+            options.pop("no offload", None)
+            offloads = zero.offload_optimizer.enabled or zero.offload_param.enabled
+            return row(zero.chosen_stage, peak // (2 if offloads else 1), host=5 * offloads, **options)
+
+        monkeypatch.setattr(make, "plan", plan)
+        return compare(lambda: None, config, 8, **({"device_memory": 80 * GB} | options))  # type: ignore[arg-type,return-value]
+
+    return compared
+
+
+def rows_of(comparison: Comparison) -> list[str]:
+    """Without those of sizes, which are of what is not offloaded."""
+    return [name for name, _ in comparison.rows if "M" not in name]
+
+
+def chosen_of(comparison: Comparison) -> str | None:
+    return None if comparison.chosen is None else comparison.rows[comparison.chosen][0]
+
+
+def test_offload_is_planned_where_nothing_else_fits(compared: Compare) -> None:
+    made = compared(config(), [400, 300, 200, 100])
+    assert rows_of(made) == ["stage 0", "stage 1", HOST[0], "stage 2", HOST[1], "stage 3", *HOST_3]
+    assert (chosen_of(made), made.left_out) == (HOST_3[0], [])
+
+
+def test_offload_is_planned_where_it_is_asked_for_or_the_memory_is_not_known(compared: Compare) -> None:
+    own = compared(config(stage=1, offload_optimizer={"device": "cpu"}), [60, 50, 40, 30])
+    assert set(rows_of(own)) == {*PLAIN, *HOST, *HOST_3} and chosen_of(own) == "stage 0"
+    assert set(rows_of(compared(config(), [60, 50, 40, 30], device_memory=None))) == {*PLAIN, *HOST, *HOST_3}
+
+
+def test_offload_is_not_planned_where_it_cannot_win(compared: Compare) -> None:
+    made = compared(config(), [90, 70, 60, 50])
+    assert rows_of(made) == PLAIN and chosen_of(made) in ("stage 1", "stage 1, buckets of 50M")
+    assert len(made.left_out) == 1 and "are not planned" in made.left_out[0] and "\n" not in made.left_out[0]
+
+
+def test_offload_is_planned_where_it_would_send_less(compared: Compare) -> None:
+    """Stage 2 fits, stage 1 sends less: with its optimizer on the host it fits too, and stage 2 need not be tried."""
+    made = compared(config(), [400, 100, 70, 30])
+    assert rows_of(made) == ["stage 0", "stage 1", HOST[0], "stage 2", "stage 3"] and chosen_of(made) == HOST[0]
+    assert chosen_of(compared(config(), [400, 300, 70, 30])).startswith("stage 2")  # type: ignore[union-attr]
+
+
+def test_only_what_offloads_is_held_against_a_host_that_nobody_has_named(compared: Compare) -> None:
+    made = dict(compared(config(), [400] * 4, offload_host_memory=GB).rows)
+    assert (made["stage 1"].host_memory, made[HOST[0]].host_memory) == (None, GB)
+    made = dict(compared(config(), [400] * 4, offload_host_memory=GB, host_memory=2 * GB).rows)
+    assert made["stage 1"].host_memory == made[HOST[0]].host_memory == 2 * GB
+
+
+def test_one_line_says_what_is_left_out_for_one_reason(compared: Compare) -> None:
+    made = compared(config(), [400, 300, 200, 100], **{"no offload": True})
+    assert rows_of(made) == PLAIN
+    names = "; ".join([*HOST, *HOST_3])
+    reason = "optimizer.params.capturable: expected false with offload_optimizer, got true"
+    assert made.left_out == [f"{names} are left out: {reason}"]
+    made = compared(config(), [400, None, None, 300])
+    assert made.left_out == ["stage 1; stage 2 are left out: the engine refuses this job: it is too odd"]
+    assert rows_of(made) == ["stage 0", "stage 3", *HOST_3]
+    with pytest.raises(RefusedError, match="too odd"):
+        compared(config(), [None] * 4)
