@@ -311,6 +311,8 @@ def test_settings_are_compared(ask: Ask) -> None:
     comparison = Comparison.model_validate_json(out)
     assert status == 0 and comparison.chosen is not None
     assert [name for name, _ in comparison.rows if "," not in name] == [f"stage {stage}" for stage in range(4)]
+    status, out, _ = ask("--compare", "--device-memory", "40KB", "--nodes", "1")
+    assert status == 0 and "stage 3, optimizer and parameters on the host" in out and "  host  " in out
 
 
 def test_help_comes_at_once_and_without_torch(tmp_path: Path) -> None:
@@ -340,22 +342,32 @@ def test_an_interrupt_while_the_model_is_made(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "\n")
 
 
-def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
-    """The output is a pipe that nobody reads."""
-    program = (
-        "import sys; from tests.unit.plan_examples import make_plan; from zerolite.planning import command\n"
-        "command.make = lambda options, config: make_plan(device_memory=1)\n"
-        "sys.exit(command.main(['--model', 'm:f', '--config', '{}', '--world-size', '8']))"
-    )
+PLANNED = """
+from tests.unit.plan_examples import make_plan
+command.make = lambda options, config: make_plan(device_memory=1)
+sys.exit(command.main(['--model', 'm:f', '--config', '{}', '--world-size', '8']))
+"""
+CHECKED = """
+command.run = lambda options: print("x" * 10, flush=True)
+sys.exit(command.main(['--model', 'm:f', '--config', '{}', '--world-size', '8']))
+"""
+
+
+@pytest.mark.parametrize(
+    "last", [PLANNED, CHECKED, "sys.exit(command.main(['--help']))"], ids=["plan", "check", "help"]
+)
+def test_a_reader_that_has_seen_enough(last: str) -> None:
+    """The output is a pipe that nobody reads: silence, and the status of a process that SIGPIPE has ended."""
+    program = f"import sys; from zerolite.planning import command\n{last}"
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=job_environment(),
+        env={name: value for name, value in job_environment().items() if name != "PYTHONUNBUFFERED"},
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
     )
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (141, "")

@@ -185,3 +185,23 @@ def test_the_memory_of_the_host_on_the_command_line(
     job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", *given]
     command.make(command.parse_command_line(job), config)
     assert told == [meant]
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "meant"),
+    [
+        ([], {}, {"offload_host_memory": command.find_host_memory()}),
+        (["--host-memory", "3GB"], {}, {"host_memory": 3 * GB}),
+        ([], {"activation_checkpointing": {"cpu_checkpointing": True}}, {"host_memory": command.find_host_memory()}),
+    ],
+)
+def test_the_memory_of_the_host_in_a_comparison(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], more: dict[str, Any], meant: dict[str, int]
+) -> None:
+    """What only some of the settings take is this machine's where nobody says, what all take too."""
+    told: list[Any] = []
+    monkeypatch.setattr(make, "compare", lambda *args, **options: told.append(options))
+    monkeypatch.setattr(sources, "load_model_fn", lambda name: None)
+    job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", "--compare", *given]
+    command.make(command.parse_command_line(job), load_config(more))
+    assert {name: told[0][name] for name in told[0] if "memory" in name} == meant

@@ -248,12 +248,28 @@ def test_settings_side_by_side_with_host_and_disk() -> None:
     (name, plain), (other, _) = make_comparison().rows
     rows = rows_of(render_comparison(Comparison(rows=[(name, plain), (other, offloaded())], chosen=1), WIDE), "setting")
     assert rows["setting"][5:] == ["host", "disk", "fits"]
-    assert rows["stage 0"][5:] == ["0 B", "-", "no"]
-    assert rows["stage 2"][5:] == ["3.00 GB", "937.50 MB", "yes", "<- cheapest"]
+    assert rows["stage 0"][5:] == ["-", "-", "no"]
+    assert rows["stage 2"][5:] == ["2.97 GB", "937.50 MB", "yes", "<- cheapest"]
     rows = make_comparison(device_memory=20 * GB, host_memory=10 * GB).rows
     assert "None of them fits in 20.00 GB and a host's 10.00 GB." in render_comparison(
         Comparison(rows=rows, chosen=None), WIDE
     )
+
+
+def test_a_choice_that_offloads_says_so_and_whether_the_host_is_known() -> None:
+    def told(plan: Plan) -> str:
+        rows = [make_comparison().rows[0], ("stage 2, optimizer on the host", plan)]
+        return " ".join(render_comparison(Comparison(rows=rows, chosen=1), WIDE).split())
+
+    text = told(offloaded(host_memory=100 * GB))
+    assert (
+        "It keeps 1.41 GB of each rank's model states off the device." in text and "Whether a host has room" not in text
+    )
+    assert "Whether a host has room for that depends on --nodes and --host-memory." in told(offloaded(nodes=None))
+    small = offloaded(host_memory=20 * GB)
+    rows = rows_of(render_comparison(Comparison(rows=[("stage 2", small)], chosen=None), WIDE), "setting")
+    assert rows["stage 2"][-1] == "no: host"
+    assert "off the device" not in " ".join(render_comparison(make_comparison(), WIDE).split())
 
 
 def test_none_of_the_settings_fits() -> None:

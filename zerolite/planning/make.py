@@ -41,8 +41,8 @@ _SAME = 1.001
 """Amounts up to so many times another one are the same: they differ by padding."""
 
 _UNPLANNED = (
-    "Settings that offload, and send no less than another one that fits, are not planned. With offload_optimizer in the "
-    "config they are."
+    "Settings that offload, and send no less than another one that fits, are not planned. With offload_optimizer in "
+    "the config they are."
 )
 
 

@@ -20,6 +20,7 @@ import os
 import tempfile
 import threading
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -175,7 +176,7 @@ class SwapFile:
             padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
             if self._sums is not None and not write:
                 sums = self._sums.expected(offset, padded)
-                check = functools.partial(compare, sums, offset, _bytes_of(memory, padded), self.name)
+                check = functools.partial(_compare, sums, offset, memory, padded, self.name)
             begin = self._io.write if write else self._io.read
             fd = self._fd if self._direct is None else self._direct
             transfer = Transfer(begin(fd, memory, offset, padded, self.name), resting, check)
@@ -309,6 +310,11 @@ def _close(fd: int, direct: int | None) -> None:
 def _bytes_of(tensor: torch.Tensor, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     """The memory of a tensor, which must live as long."""
     return (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+
+
+def _compare(sums: array[int], offset: int, memory: torch.Tensor, nbytes: int, name: str) -> None:
+    """What has been read into ``memory``, which must live until then."""
+    compare(sums, offset, _bytes_of(memory, nbytes), name)
 
 
 def _map(fd: int, offset: int, nbytes: int) -> int:
