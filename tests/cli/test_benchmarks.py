@@ -84,6 +84,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_compare_tells_of_wrong_losses_and_failures(tmp_path: Path) -> None:
     """One competitor learns other targets than the rest, one cannot start; alone, a rank shares only the first loss."""
     arguments = [*TINY, *"--nproc 1 --rounds 2 --steps 1 --warmup 2 --competitors ddp,compute,other,broken".split()]
@@ -97,7 +98,8 @@ def test_compare_tells_of_wrong_losses_and_failures(tmp_path: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_profile_step_names_the_phases(stage: int) -> None:
     done = run("profile_step.py", *TINY, "--stage", str(stage), "--steps", "2", "--rounds", "1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -58,7 +58,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize("method", ["tcp", "file"])
+@pytest.mark.parametrize("method", [pytest.param("tcp", marks=pytest.mark.slow), "file"])
 def test_spawned_processes(tmp_path: Path, method: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

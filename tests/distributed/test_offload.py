@@ -64,7 +64,6 @@ def test_numbers_do_not_depend_on_the_tier(pools: Pools, tmp_path: Path) -> None
         of("not a number", 3, tmp_path, "nvme"),
         of("clamped, NAdam in bf16", 2, tmp_path, "nvme, odd", "cpu, apart"),
         of("window in bf16", 2, tmp_path, "nvme", loop="phases"),
-        of("added group", 1, tmp_path, "nvme, odd"),
     ]
     check(pools, 2, runs)
 

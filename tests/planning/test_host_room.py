@@ -139,6 +139,7 @@ def test_an_automatic_stage_is_one_that_has_what_is_to_be_offloaded() -> None:
     assert start(config, [PLENTY], host=[PLENTY])["stage"] == 3
 
 
+@pytest.mark.slow
 def test_a_comparison_plans_what_is_offloaded_and_what_is_not() -> None:
     config = job(stage=3)
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}

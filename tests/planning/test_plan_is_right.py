@@ -65,7 +65,7 @@ def test_two_ranks(pools: Pools, stage: int, kind: str, buckets: str, precision:
 @pytest.mark.parametrize(
     ("stage", "offload", "precision"),
     [
-        (2, "optimizer on the host", "bf16"),
+        pytest.param(2, "optimizer on the host", "bf16", marks=pytest.mark.slow),
         (3, "all on the host", "fp32"),
         pytest.param(1, "optimizer on the host", "fp32", marks=pytest.mark.slow),
         pytest.param(3, "optimizer on the host", "bf16", marks=pytest.mark.slow),

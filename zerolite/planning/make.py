@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.memory_items import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
+from zerolite.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES
 from zerolite.planning.dry_run import Job, Loss, Outcome, run
 from zerolite.planning.errors import PlanError, RefusedError
 from zerolite.planning.host_room import offloads
@@ -40,6 +40,10 @@ _SILENT = (
 _SAME = 1.001
 """Amounts up to so many times another one are the same: they differ by padding."""
 
+_SIZED = (BUCKETS, GATHERED)
+"""What the sizes that :func:`compare` tries decide."""
+
+_UNSIZED = "Other sizes of buckets and of the prefetch are not planned for stages that no size makes small enough."
 _UNPLANNED = (
     "Settings that offload, and send no less than another one that fits, are not planned. With offload_optimizer in "
     "the config they are."
@@ -118,13 +122,15 @@ def compare(
         except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
             refused.append((setting, error))
 
+    left_out = []
     for setting in plain_settings(loaded):
-        if setting.stage not in {entry.stage for entry, _ in refused}:
+        if setting.resized and any(made.stage == setting.stage and _too_large(made) for _, made in rows):
+            left_out.append(_UNSIZED)
+        elif setting.stage not in {entry.stage for entry, _ in refused}:
             add(setting, options)
     sent = {made.stage: made.sent for _, made in reversed(rows)}  # wherever things rest
     with_host = {**options, "host_memory": options.get("host_memory") or offload_host_memory}
     all_of_them = offloads(loaded) or _cheapest_row(rows) is None
-    unplanned = False
     for setting in offload_settings(loaded, options.get("device", "cuda")):
         best = _cheapest_row(rows)
         if setting.stage not in sent:
@@ -132,12 +138,12 @@ def compare(
         if all_of_them or best is None or _SAME * sent[setting.stage] < best.sent:
             add(setting, with_host)
         else:
-            unplanned = True
+            left_out.append(_UNPLANNED)
     if not rows:
         raise refused[0][1]
     rows.sort(key=lambda row: row[1].stage)
-    left_out = [*_told(refused), *([_UNPLANNED] if unplanned else [])]
-    return Comparison(rows=rows, chosen=cheapest([made for _, made in rows]), left_out=left_out)
+    told = [*_told(refused), *dict.fromkeys(left_out)]
+    return Comparison(rows=rows, chosen=cheapest([made for _, made in rows]), left_out=told)
 
 
 def cheapest(plans: list[Plan]) -> int | None:
@@ -155,6 +161,11 @@ def cheapest(plans: list[Plan]) -> int | None:
 def _cheapest_row(rows: list[tuple[str, Plan]]) -> Plan | None:
     index = cheapest([made for _, made in rows])
     return None if index is None else rows[index][1]
+
+
+def _too_large(made: Plan) -> bool:
+    """Whether it would not fit either with the smallest buckets and prefetch."""
+    return made.spare is not None and made.spare + sum(made.peak.items[item] for item in _SIZED) < 0
 
 
 def _told(refused: list[tuple[Setting, RefusedError | ConfigError]]) -> Iterator[str]:

@@ -16,11 +16,12 @@ _PLACES = {"cpu": "on the host", "nvme": "on disk"}
 
 
 class Setting(NamedTuple):
-    """keys: of ``zero_optimization``, beside the config's own."""
+    """keys: of ``zero_optimization``, beside the config's own. resized: with other sizes than that has."""
 
     name: str
     stage: int
     keys: dict[str, Any]
+    resized: bool = False
 
 
 class Tiers(NamedTuple):
@@ -43,7 +44,7 @@ def plain_settings(config: ZeroliteConfig) -> list[Setting]:
     """Stages 0 to 3 with everything on the device, each followed by a few sizes, unless ``config`` offloads: then where
     things rest is what is compared."""
     on_device = _offload_keys(config, Tiers("none", "none"))
-    found = [setting for setting in _stages() if not offloads(config) or setting.name == f"stage {setting.stage}"]
+    found = [setting for setting in _stages(config) if not (setting.resized and offloads(config))]
     return [setting._replace(keys=setting.keys | on_device) for setting in found]
 
 
@@ -64,18 +65,21 @@ def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
     ]
 
 
-def _stages() -> Iterator[Setting]:
-    for stage in range(4):
+def _stages(config: ZeroliteConfig) -> Iterator[Setting]:
+    """Buckets that the config leaves to zerolite are about as large as the small ones, or whole models."""
+    both = (_SMALL, _LARGE)
+    of_buckets = both if config.zero_optimization.reduce_bucket_size is not None else (_LARGE,)
+    for stage, numels in enumerate(((), of_buckets, of_buckets, both)):
         yield Setting(f"stage {stage}", stage, {"stage": stage})
-        for numel in (_SMALL, _LARGE) if stage > 0 else ():
+        for numel in numels:
             millions = f"{numel / 1e6:.0f}M"
             if stage < 3:
-                name, sizes = f"buckets of {millions}", ("reduce_bucket_size", "allgather_bucket_size")
-                keys = dict.fromkeys(sizes, numel)
+                name = f"buckets of {millions}"
+                keys = {"reduce_bucket_size": numel, "allgather_bucket_size": numel}
             else:
                 name = f"prefetch {millions}, live {2 * numel / 1e6:.0f}M"
                 keys = {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 2 * numel}
-            yield Setting(f"stage {stage}, {name}", stage, {"stage": stage, **keys})
+            yield Setting(f"stage {stage}, {name}", stage, {"stage": stage, **keys}, resized=True)
 
 
 def _disk(config: ZeroliteConfig) -> str | None:
