@@ -30,7 +30,12 @@ def names(settings: list[Setting]) -> list[str]:
 
 
 def test_sizes_are_tried_where_nothing_is_offloaded() -> None:
-    assert len(plain_settings(config())) == 10
+    large = ["stage 1, buckets of 500M", "stage 2, buckets of 500M"]
+    both = ["stage 3, prefetch 50M, live 100M", "stage 3, prefetch 500M, live 1000M"]
+    assert set(names(plain_settings(config()))) == {*PLAIN, *large, *both}
+    own = plain_settings(config(reduce_bucket_size=1e7))
+    assert set(names(own)) == {*PLAIN, *large, *both, "stage 1, buckets of 50M", "stage 2, buckets of 50M"}
+    assert [setting.name in PLAIN for setting in own] == [not setting.resized for setting in own]
     assert names(plain_settings(config(stage=1, offload_optimizer={"device": "cpu"}))) == PLAIN
     for setting in plain_settings(config(stage=3, offload_optimizer=DISK, offload_param=DISK)):
         zero = with_zero(config(stage=3, offload_optimizer=DISK, offload_param=DISK), **setting.keys).zero_optimization
@@ -40,7 +45,7 @@ def test_sizes_are_tried_where_nothing_is_offloaded() -> None:
 def test_what_may_rest_elsewhere() -> None:
     assert names(offload_settings(config(), "cuda")) == [*HOST, *HOST_3]
     assert offload_settings(config(), "cpu") == []  # the host's memory is the device's
-    disk = [name.replace("the host", "disk").replace("on disk", "on disk") for name in (*HOST, *HOST_3)]
+    disk = [name.replace("the host", "disk") for name in (*HOST, *HOST_3)]
     for block in (DISK, {"device": "none", "nvme_path": "/fast"}, {"device": "cpu", "nvme_path": "/fast"}):
         own = config(stage=3, offload_optimizer={"device": "cpu", "ratio": 1}, offload_param=block)
         assert {*HOST, *HOST_3, *disk} <= set(names(offload_settings(own, "cuda")))
@@ -75,11 +80,12 @@ def test_none_contradicts_itself(device: str) -> None:
 # -------------------------------------------------------------------- which is the cheapest
 
 
-def row(stage: int, peak: int, host: int = 0, disk: int = 0, **changes: Any) -> Plan:
-    """Sizes in GB; the device has 80."""
+def row(stage: int, peak: int, host: int = 0, disk: int = 0, buckets: int = 0, **changes: Any) -> Plan:
+    """Sizes in GB; the device has 80. buckets: a part of the peak."""
     held = {"host": make_items(optimizer_states=host * GB, offload_buffers=90 * GB) if host else None}
     held |= {"disk": make_items(optimizer_states=disk * GB) if disk else None}
-    made = make_plan(stage=stage, peak=make_peak(make_items(activations=peak * GB)), **held, **changes)
+    items = make_items(activations=(peak - buckets) * GB, communication_buckets=buckets * GB)
+    made = make_plan(stage=stage, peak=make_peak(items), **held, **changes)
     traffic = [made.traffic[0].model_copy(update={"sent": {3: 90 * GB, 2: 45 * GB}.get(stage, 30 * GB)})]
     return made.model_copy(update={"traffic": traffic})
 
@@ -140,7 +146,15 @@ def chosen_of(comparison: Comparison) -> str | None:
 def test_offload_is_planned_where_nothing_else_fits(compared: Compare) -> None:
     made = compared(config(), [400, 300, 200, 100])
     assert rows_of(made) == ["stage 0", "stage 1", HOST[0], "stage 2", HOST[1], "stage 3", *HOST_3]
-    assert (chosen_of(made), made.left_out) == (HOST_3[0], [])
+    assert chosen_of(made) == HOST_3[0]
+    (line,) = made.left_out
+    assert line.startswith("Other sizes of buckets") and all(name in (*PLAIN, *HOST, *HOST_3) for name, _ in made.rows)
+
+
+def test_sizes_are_tried_where_they_can_help(compared: Compare) -> None:
+    """80 GB are enough for stage 2 if its buckets, 3 GB, are smaller."""
+    made = compared(config(), [83, 84, 83, 90], buckets=3)
+    assert [name for name, _ in made.rows if "M" in name] == ["stage 2, buckets of 500M"]
 
 
 def test_offload_is_planned_where_it_is_asked_for_or_the_memory_is_not_known(compared: Compare) -> None:
@@ -151,7 +165,7 @@ def test_offload_is_planned_where_it_is_asked_for_or_the_memory_is_not_known(com
 
 def test_offload_is_not_planned_where_it_cannot_win(compared: Compare) -> None:
     made = compared(config(), [90, 70, 60, 50])
-    assert rows_of(made) == PLAIN and chosen_of(made) in ("stage 1", "stage 1, buckets of 50M")
+    assert rows_of(made) == PLAIN and chosen_of(made) == "stage 1"
     assert len(made.left_out) == 1 and "are not planned" in made.left_out[0] and "\n" not in made.left_out[0]
 
 
@@ -174,9 +188,9 @@ def test_one_line_says_what_is_left_out_for_one_reason(compared: Compare) -> Non
     assert rows_of(made) == PLAIN
     names = "; ".join([*HOST, *HOST_3])
     reason = "optimizer.params.capturable: expected false with offload_optimizer, got true"
-    assert made.left_out == [f"{names} are left out: {reason}"]
+    assert made.left_out[0] == f"{names} are left out: {reason}"
     made = compared(config(), [400, None, None, 300])
-    assert made.left_out == ["stage 1; stage 2 are left out: the engine refuses this job: it is too odd"]
+    assert made.left_out[0] == "stage 1; stage 2 are left out: the engine refuses this job: it is too odd"
     assert rows_of(made) == ["stage 0", "stage 3", *HOST_3]
     with pytest.raises(RefusedError, match="too odd"):
         compared(config(), [None] * 4)

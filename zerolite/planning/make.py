@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES
+from zerolite.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES, OTHER
 from zerolite.planning.dry_run import Job, Loss, Outcome, run
 from zerolite.planning.errors import PlanError, RefusedError
 from zerolite.planning.host_room import offloads
@@ -40,8 +40,8 @@ _SILENT = (
 _SAME = 1.001
 """Amounts up to so many times another one are the same: they differ by padding."""
 
-_SIZED = (BUCKETS, GATHERED)
-"""What the sizes that :func:`compare` tries decide."""
+_SIZED = (BUCKETS, GATHERED, OTHER)
+"""What the sizes that :func:`compare` tries decide, in part at least."""
 
 _UNSIZED = "Other sizes of buckets and of the prefetch are not planned for stages that no size makes small enough."
 _UNPLANNED = (
