@@ -44,10 +44,7 @@ _SIZED = (BUCKETS, GATHERED, OTHER)
 """What the sizes that :func:`compare` tries decide, in part at least."""
 
 _UNSIZED = "Other sizes of buckets and of the prefetch are not planned for stages that no size makes small enough."
-_UNPLANNED = (
-    "Settings that offload, and send no less than another one that fits, are not planned. With offload_optimizer in "
-    "the config they are."
-)
+_UNPLANNED = "Settings that offload are not planned, because others fit. With offload_optimizer in the config they are."
 
 
 def plan(
@@ -110,8 +107,7 @@ def compare(
     cheapest that fits. options: those of :func:`plan`; offload_host_memory: ``host_memory`` of settings that offload,
     where that is not given.
 
-    Where a setting that offloads nothing fits, those that do are planned only if they send less, or if ``config``
-    offloads. Settings that the engine refuses are left out; if that is all of them, raises what :func:`plan` does."""
+    Where a setting that offloads nothing fits, those that do are planned only if ``config`` offloads. Settings that the engine refuses are left out; if that is all of them, raises what :func:`plan` does."""
     loaded = load_config(config)
     rows: list[tuple[str, Plan]] = []
     refused: list[tuple[Setting, RefusedError | ConfigError]] = []
@@ -128,16 +124,13 @@ def compare(
             left_out.append(_UNSIZED)
         elif setting.stage not in {entry.stage for entry, _ in refused}:
             add(setting, options)
-    sent = {made.stage: made.sent for _, made in reversed(rows)}  # wherever things rest
+    stages = {made.stage for _, made in rows}
     with_host = {**options, "host_memory": options.get("host_memory") or offload_host_memory}
-    all_of_them = offloads(loaded) or _cheapest_row(rows) is None
+    all_of_them = offloads(loaded) or cheapest([made for _, made in rows]) is None
     for setting in offload_settings(loaded, options.get("device", "cuda")):
-        best = _cheapest_row(rows)
-        if setting.stage not in sent:
-            continue
-        if all_of_them or best is None or _SAME * sent[setting.stage] < best.sent:
+        if all_of_them and setting.stage in stages:
             add(setting, with_host)
-        else:
+        elif setting.stage in stages:
             left_out.append(_UNPLANNED)
     if not rows:
         raise refused[0][1]
@@ -147,20 +140,17 @@ def compare(
 
 
 def cheapest(plans: list[Plan]) -> int | None:
-    """The index of the plan that fits and sends the least; of those, the one that keeps the fewest bytes off the device
-    (a thousandth more of both is the same: padding), then nothing on disk, the lowest stage, the lowest peak."""
+    """The index of the plan that fits, offloads nothing if there is such a one, and sends the least; of those, the one
+    that keeps the fewest bytes off the device (a thousandth more of both is the same: padding), then nothing on disk,
+    the lowest stage, the lowest peak."""
     fitting = [index for index, entry in enumerate(plans) if entry.fits]
     if not fitting:
         return None
+    fitting = [index for index in fitting if not plans[index].offloaded] or fitting
     for amount in (lambda made: made.sent, lambda made: made.offloaded):
         enough = _SAME * min(amount(plans[index]) for index in fitting)
         fitting = [index for index in fitting if amount(plans[index]) <= enough]
     return min(fitting, key=lambda index: (bool(plans[index].disk), plans[index].stage, plans[index].peak.bytes))
-
-
-def _cheapest_row(rows: list[tuple[str, Plan]]) -> Plan | None:
-    index = cheapest([made for _, made in rows])
-    return None if index is None else rows[index][1]
 
 
 def _too_large(made: Plan) -> bool:
