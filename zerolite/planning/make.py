@@ -107,7 +107,8 @@ def compare(
     cheapest that fits. options: those of :func:`plan`; offload_host_memory: ``host_memory`` of settings that offload,
     where that is not given.
 
-    Where a setting that offloads nothing fits, those that do are planned only if ``config`` offloads. Settings that the engine refuses are left out; if that is all of them, raises what :func:`plan` does."""
+    Where a setting that offloads nothing fits, those that do are planned only if ``config`` offloads. Settings that the
+    engine refuses are left out; if that is all of them, raises what :func:`plan` does."""
     loaded = load_config(config)
     rows: list[tuple[str, Plan]] = []
     refused: list[tuple[Setting, RefusedError | ConfigError]] = []
