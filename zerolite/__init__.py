@@ -10,6 +10,7 @@ Names are loaded on first use, so that the ``zerolite`` command starts without i
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -82,10 +83,21 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'zerolite' has no attribute {name!r}; it has {', '.join(__all__)}")
     if not _LAZY[name]:
-        return importlib.import_module(f"zerolite.{name}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+        return _loaded(f"zerolite.{name}")
+    value = getattr(_loaded(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+def _loaded(module: str) -> Any:
+    """Modules are no garbage: Python's cycle collector would look through all of them, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:
