@@ -152,6 +152,7 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.slow
 def test_host_overhead_measures_what_it_says(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     names = ["plain", "zerolite-0", "zerolite-3", *LAUNCHES]

@@ -84,6 +84,7 @@ def test_the_plan_is_a_function_of_the_package() -> None:
     assert zerolite.PlanError is PlanError
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_plan_and_every_rank_the_same_states() -> None:
     first = plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch)
     assert plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch) == first
@@ -194,6 +195,7 @@ def test_what_the_engine_refuses_is_a_sentence() -> None:
         plan(stack, config(optimizer=adafactor), 2)
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_read_its_counts_and_may_work_at_stage_0_only() -> None:
     for name in ("Adafactor", "ASGD"):
         made = plan(stack, config(zero_optimization={"stage": 0}, optimizer={"type": name, "params": {}}), 2)
@@ -234,6 +236,7 @@ def test_bad_numbers_and_configs() -> None:
         plan(lambda: Reads(lambda x: x.long()), config(), 2, batch=batch)
 
 
+@pytest.mark.slow
 def test_the_comparison_marks_the_cheapest_that_fits() -> None:
     layers = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
     compared = compare(layers, config(zero_optimization=ALL_MOVE), 4, device_memory=10**9)

@@ -292,6 +292,7 @@ def test_what_cannot_be_planned_is_tried(short: int, caplog: pytest.LogCaptureFi
         zerolite.initialize(model, automatic, optimizer=by_name)
 
 
+@pytest.mark.slow
 def test_auto_leaves_out_stages_that_the_engine_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fits, "available_memory", lambda device: 24 * NUMEL)
     model = stack()

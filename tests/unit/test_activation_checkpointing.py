@@ -656,7 +656,8 @@ class Planned(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_plan_knows_of_it(stage: int) -> None:
     rows = 1024
     one = rows * WIDTH * 4  # bytes of an input
