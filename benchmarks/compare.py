@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py                    # the known setting: two gloo ranks, fp32, 17.2 M parameters
     python benchmarks/compare.py --competitors compute,ddp,zerolite-1 --rounds 3 --markdown
+    python benchmarks/compare.py --competitors torch-tp,zerolite-tp,torch-pp-1f1b,zerolite-pp-1f1b --heads 8 --layers 8
     python benchmarks/compare.py --device cuda --nproc 8 --dtype bf16 --layers 24 --width 2048 --heads 16 --context 1024
 
 Every competitor has processes of its own, which sleep while another runs. Rounds alternate the order, and ratios are
@@ -26,7 +27,7 @@ import torch
 
 from benchmarks.competitors import COMPETITORS, Setting
 from benchmarks.model import ModelSize
-from benchmarks.report import Row, disagreement, positive, render_table, summarise
+from benchmarks.report import Row, columns_in_use, disagreement, positive, render_table, summarise
 from benchmarks.workers import CompetitorFailed, RoundResult, Started, Workers, serve_gpt
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -37,7 +38,9 @@ class Contest:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.setting = Setting(args.device, args.dtype, args.micro_batch, args.nproc, args.nvme_path)
+        self.setting = Setting(
+            args.device, args.dtype, args.micro_batch, args.nproc, args.nvme_path, args.pipeline_micro_batches
+        )
         self.size = ModelSize(args.layers, args.width, args.heads, args.vocab, args.context)
         self.workers: dict[str, Workers] = {}
         self.started: dict[str, Started] = {}
@@ -132,6 +135,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo, one thread a rank; cuda: NCCL"
     )
     parser.add_argument("--micro-batch", type=positive, default=2, help="sequences a rank and step")
+    parser.add_argument(
+        "--pipeline-micro-batches",
+        type=positive,
+        help="into how many pipelines divide the sequences of all ranks (default: one each)",
+    )
     for name in ("layers", "width", "heads", "vocab", "context"):
         parser.add_argument(f"--{name}", type=positive, default=getattr(ModelSize, name))
     parser.add_argument(
@@ -149,6 +157,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--competitors: expected names of {default}, got {', '.join(unknown) or 'none'}")
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
+    sequences = args.nproc * args.micro_batch
+    args.pipeline_micro_batches = args.pipeline_micro_batches or sequences
+    if sequences % args.pipeline_micro_batches:
+        parser.error(
+            f"--pipeline-micro-batches must divide the {sequences} sequences of a step, got "
+            f"{args.pipeline_micro_batches}"
+        )
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
         parser.error(f"--device cuda needs one GPU a rank: {args.nproc} ranks, {torch.cuda.device_count()} GPUs")
     if args.restart is None:
@@ -171,10 +186,11 @@ def main(argv: list[str] | None = None) -> int:
         for number in range(args.rounds):
             contest.run_round(number)
             print(f"round {number + 1} of {args.rounds} done", file=sys.stderr, flush=True)
-        rows = summarise(contest.started, contest.rounds, contest.absent, args.nproc * args.micro_batch * args.context)
+        tokens, peers = args.nproc * args.micro_batch * args.context, {c.name: c.peer for c in COMPETITORS.values()}
+        rows = summarise(contest.started, contest.rounds, contest.absent, tokens, peers)
         disagreements = contest.disagreements()
     print(describe(args))
-    print(render_table(rows, args.markdown))
+    print(render_table(rows, args.markdown, columns_in_use(rows)))
     for sentence in disagreements:
         print(f"LOSSES DISAGREE: {sentence}")
     if args.json:

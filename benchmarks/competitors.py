@@ -8,10 +8,7 @@ and zerolite through their config.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,65 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-LEARNING_RATE = 1e-3
-BETAS = (0.9, 0.95)
-EPS = 1e-8
-WEIGHT_DECAY = 0.1
-CLIP = 1.0
-
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is the same for all competitors. `micro_batch` counts sequences a rank. nvme_path: where those that offload
-    to disk do."""
-
-    device: str = "cpu"
-    dtype: str = "fp32"
-    micro_batch: int = 2
-    world_size: int = 2
-    nvme_path: str = tempfile.gettempdir()
+from benchmarks.grids import GRIDS
+from benchmarks.setting import (
+    CLIP,
+    Competitor,
+    Setting,
+    Step,
+    adamw_entry,
+    autocast,
+    engine_loop,
+    json_config,
+    optimizer_for,
+)
 
 
-@dataclass(frozen=True)
-class Competitor:
-    """`build(model, setting, **options)` gives the step; `package` is what must be installed for it."""
-
-    name: str
-    build: Callable[..., Any]
-    package: str = "torch"
-    options: dict[str, Any] = field(default_factory=dict)
-    communicates: bool = True
-    extra: bool = False  # takes part only if it is asked for
-
-    def missing(self) -> str | None:
-        """Why this competitor cannot run here, or None."""
-        if importlib.util.find_spec(self.package) is None:
-            return f"not installed: {self.package}"
-        return None
-
-    def make_step(self, model: nn.Module, setting: Setting) -> Step:
-        step: Step = self.build(model, setting, **self.options)
-        return step
-
-
-def optimizer_for(model: nn.Module, **kind: bool) -> torch.optim.Optimizer:
-    """AdamW with the benchmark's hyperparameters; `kind` is `fused=True` or `foreach=True`."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, **kind
-    )
-
-
-def _autocast(setting: Setting) -> contextlib.AbstractContextManager[Any]:
-    if setting.dtype == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(setting.device, dtype=torch.bfloat16)
-
-
-def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, autocast: bool) -> Step:
+def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, autocasts: bool) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with _autocast(setting) if autocast else contextlib.nullcontext():
+        with autocast(setting) if autocasts else contextlib.nullcontext():
             loss = model(tokens, targets)
         loss.backward()
         clip_grad_norm_(model.parameters(), CLIP)
@@ -90,13 +45,13 @@ def _plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Set
 
 def build_compute(model: nn.Module, setting: Setting) -> Step:
     """No communication: what one rank's share of the work costs, the optimizer included."""
-    return _plain_loop(model, optimizer_for(model, fused=True), setting, autocast=True)
+    return _plain_loop(model, optimizer_for(model, fused=True), setting, autocasts=True)
 
 
 def build_ddp(model: nn.Module, setting: Setting, foreach: bool = False) -> Step:
     kind = {"foreach": True} if foreach else {"fused": True}
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _plain_loop(wrapped, optimizer_for(wrapped, **kind), setting, autocast=True)
+    return _plain_loop(wrapped, optimizer_for(wrapped, **kind), setting, autocasts=True)
 
 
 def build_fsdp2(model: nn.Module, setting: Setting, **options: Any) -> Step:
@@ -111,20 +66,7 @@ def build_fsdp2(model: nn.Module, setting: Setting, **options: Any) -> Step:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, **options)
     fully_shard(model, mesh=mesh, mp_policy=policy, **options)
-    return _plain_loop(model, optimizer_for(model, fused=True), setting, autocast=False)
-
-
-def _json_config(setting: Setting, stage: int) -> dict[str, Any]:
-    """The keys that DeepSpeed and zerolite share."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": setting.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage},
-    }
-    if setting.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    return config
+    return _plain_loop(model, optimizer_for(model, fused=True), setting, autocasts=False)
 
 
 def _offloaded(setting: Setting, **devices: str) -> dict[str, Any]:
@@ -143,7 +85,7 @@ def build_deepspeed(
     :func:`_offloaded`; its own CPU Adam updates then."""
     import deepspeed  # type: ignore[import-not-found]
 
-    config = _json_config(setting, stage)
+    config = json_config(setting, stage)
     config["zero_optimization"].update(_offloaded(setting, **(offload or {})))
     if small_buckets:
         config["zero_optimization"]["reduce_bucket_size"] = 4_000_000
@@ -152,12 +94,11 @@ def build_deepspeed(
     config["steps_per_print"] = 10**9
     config["zero_allow_untested_optimizer"] = True
     if offload:
-        params = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
-        config["optimizer"] = {"type": "AdamW", "params": params}
+        config["optimizer"] = adamw_entry(fused=False)
         engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-        return _engine_loop(engine)
+        return engine_loop(engine)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer_for(model, fused=True))
-    return _engine_loop(engine)
+    return engine_loop(engine)
 
 
 def make_zerolite_engine(
@@ -167,15 +108,14 @@ def make_zerolite_engine(
     otherwise zerolite's kernels."""
     import zerolite
 
-    config = _json_config(setting, stage)
+    config = json_config(setting, stage)
     config["zero_optimization"].update(zero or {})
-    params = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
-    config["optimizer"] = {"type": "AdamW", "params": params | ({"fused": True} if fused else {})}
+    config["optimizer"] = adamw_entry(fused)
     return zerolite.initialize(model, config)
 
 
 def build_zerolite(model: nn.Module, setting: Setting, stage: int, **zero: Any) -> Step:
-    return _engine_loop(make_zerolite_engine(model, setting, stage, zero))
+    return engine_loop(make_zerolite_engine(model, setting, stage, zero))
 
 
 def build_zerolite_offloaded(
@@ -183,17 +123,7 @@ def build_zerolite_offloaded(
 ) -> Step:
     """With zerolite's kernels; `offload`: see :func:`_offloaded`."""
     blocks = _offloaded(setting, **(offload or {}))
-    return _engine_loop(make_zerolite_engine(model, setting, stage, blocks | zero, fused=False))
-
-
-def _engine_loop(engine: Any) -> Step:
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return engine_loop(make_zerolite_engine(model, setting, stage, blocks | zero, fused=False))
 
 
 # Every parameter moves for every use, as under FSDP2's defaults.
@@ -238,7 +168,7 @@ def _all_competitors() -> dict[str, Competitor]:
     found.append(Competitor("deepspeed-3-small", build_deepspeed, "deepspeed", options))
     found += [Competitor(f"zerolite-{s}", build_zerolite, "zerolite", {"stage": s}) for s in range(4)]
     found.append(Competitor("zerolite-3-reshard", build_zerolite, "zerolite", {"stage": 3, **RESHARD}))
-    found += _offloading()
+    found += _offloading() + GRIDS
     return {competitor.name: competitor for competitor in found}
 
 

@@ -21,11 +21,12 @@ class ModelSize:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP: `(batch, time, width)` in and out."""
+    """Pre-norm attention and MLP: `(batch, time, width)` in and out. `heads` are those of this rank, where ranks share
+    them."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, self.head_width = size.heads, size.width // size.heads
         self.norm_attention = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.project = nn.Linear(size.width, size.width)
@@ -34,11 +35,10 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, self.head_width))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
@@ -55,12 +55,19 @@ class GPT(nn.Module):
         self.apply(_init_weights)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.reshape(-1))
+        return loss_of(self.head(self.norm(x)), targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.token_embedding(tokens) + self.position_embedding(positions)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of `(batch, time, vocab)` logits."""
+    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.reshape(-1))
 
 
 def _init_weights(module: nn.Module) -> None:

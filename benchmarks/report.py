@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 
@@ -39,7 +39,8 @@ class Footprint(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One competitor. Ratios are of times: below 1 is faster. `tokens_per_s`: all ranks; `cpu_ms`: a step on rank 0."""
+    """One competitor. Ratios are of times: below 1 is faster. `tokens_per_s`: all ranks; `cpu_ms`: a step, the mean of
+    the ranks; bytes: the rank that has most. `to_peer`: over the one that does the same by other means."""
 
     name: str
     absent: str | None = None
@@ -55,22 +56,31 @@ class Row:
     to_compute: float | None = None
     to_fsdp2: float | None = None
     to_deepspeed_3: float | None = None
+    to_peer: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def summarise(
-    started: dict[str, Any], rounds: dict[str, list[Any]], absent: dict[str, str], tokens_per_step: int
+    started: dict[str, Any],
+    rounds: dict[str, list[Any]],
+    absent: dict[str, str],
+    tokens_per_step: int,
+    peers: Mapping[str, str | None] | None = None,
 ) -> list[Row]:
-    """One row for each key of `rounds`, in that order; competitors in `absent` get the reason instead of figures."""
+    """One row for each key of `rounds`, in that order; competitors in `absent` get the reason instead of figures.
+    peers: whom a competitor is compared with besides those whom all are."""
     present: dict[str, list[Any]] = {name: results for name, results in rounds.items() if name not in absent}
-    return [
-        Row(name, absent=absent[name])
-        if name in absent
-        else _row(name, started[name], results, present, tokens_per_step)
-        for name, results in rounds.items()
-    ]
+    rows = []
+    for name, results in rounds.items():
+        if name in absent:
+            rows.append(Row(name, absent=absent[name]))
+            continue
+        row = _row(name, started[name], results, present, tokens_per_step)
+        peer = present.get((peers or {}).get(name) or "")
+        rows.append(replace(row, to_peer=_ratio(results, peer)))
+    return rows
 
 
 def _row(
@@ -127,7 +137,17 @@ COLUMNS: Columns = (
     ("x compute", "to_compute", "{:.2f}"),
     ("x FSDP2", "to_fsdp2", "{:.2f}"),
     ("x DeepSpeed 3", "to_deepspeed_3", "{:.2f}"),
+    ("x peer", "to_peer", "{:.2f}"),
 )
+
+
+def columns_in_use(rows: Sequence[Any], columns: Columns = COLUMNS) -> Columns:
+    """Without the ratios that no row has, because the one they are over did not take part."""
+    return [
+        column
+        for column in columns
+        if not column[1].startswith("to_") or any(getattr(row, column[1]) is not None for row in rows)
+    ]
 
 
 def render_table(rows: Sequence[Any], markdown: bool = False, columns: Columns = COLUMNS) -> str:

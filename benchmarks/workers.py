@@ -42,7 +42,8 @@ class _Failure:
 
 @dataclass(frozen=True)
 class Started:
-    """What building and the warm-up steps gave, from rank 0. Bytes are None where they were not measured."""
+    """What building and the warm-up steps gave. Bytes are those of the rank that has most; None where they were not
+    measured."""
 
     parameters: int
     losses: list[float]
@@ -52,7 +53,7 @@ class Started:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Seconds of each step on rank 0, CPU seconds of the whole round on rank 0, losses averaged over ranks."""
+    """Seconds of each step on rank 0; CPU seconds of the whole round and losses, both averaged over ranks."""
 
     step_s: list[float]
     cpu_s: float
@@ -156,7 +157,7 @@ def join_group(rank: int, setting: Setting, store: str) -> None:
 
 def serve_gpt(pipe: Connection, rank: int, setting: Setting, name: str, size: ModelSize, warmup: int) -> None:
     """What `Workers` runs for `compare.py`: replies are a `Started`, then `RoundResult`s."""
-    batches = [(x.to(setting.device), y.to(setting.device)) for x, y in make_batches(size, setting.micro_batch, rank)]
+    batches = batches_of(rank, setting, size, COMPETITORS[name].joint)
     taken = 0
 
     def train(steps: int) -> tuple[list[float], list[torch.Tensor]]:
@@ -177,14 +178,32 @@ def serve_gpt(pipe: Connection, rank: int, setting: Setting, name: str, size: Mo
         with meter.window():
             losses += train(1)[1]
     values = mean_over_ranks([float(loss) for loss in losses], setting.device)
-    pipe.send(Started(parameters, values, meter.peak_bytes, meter.resident_bytes))
+    most = [most_of_ranks(count, setting.device) for count in (meter.peak_bytes, meter.resident_bytes)]
+    pipe.send(Started(parameters, values, *most))
 
     while (steps := pipe.recv()) > 0:
         dist.barrier()
         cpu = time.process_time()
         seconds, losses = train(steps)
         cpu = time.process_time() - cpu
-        pipe.send(RoundResult(seconds, cpu, mean_over_ranks([float(loss) for loss in losses], setting.device)))
+        cpu, *values = mean_over_ranks([cpu, *(float(loss) for loss in losses)], setting.device)
+        pipe.send(RoundResult(seconds, cpu, values))
+
+
+def batches_of(rank: int, setting: Setting, size: ModelSize, joint: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's sequences of each step; joint: those of all ranks, in their order."""
+    ranks = range(setting.world_size) if joint else [rank]
+    shares = zip(*(make_batches(size, setting.micro_batch, other) for other in ranks), strict=True)
+    return [tuple(torch.cat(parts).to(setting.device) for parts in zip(*share, strict=True)) for share in shares]
+
+
+def most_of_ranks(count: int | None, device: str) -> int | None:
+    """The largest of the ranks' counts; None if there are none."""
+    if count is None:
+        return None
+    most = torch.tensor(count, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 class StepClock:

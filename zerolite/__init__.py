@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from zerolite.version import __version__
 
 if TYPE_CHECKING:
-    from zerolite import checkpointing, comm, zero
+    from zerolite import checkpointing, comm, pipe, tensor_parallel, zero
     from zerolite.comm import destroy, init_distributed
     from zerolite.config import ConfigError, ZeroliteConfig
     from zerolite.planning import Plan, PlanError, plan
@@ -52,6 +52,8 @@ _LAZY = {
     "set_full_optimizer_state": "zerolite.runtime.parameter_access",
     "checkpointing": "",
     "comm": "",
+    "pipe": "",
+    "tensor_parallel": "",
     "zero": "",
 }
 
@@ -71,10 +73,12 @@ __all__ = [
     "get_full_optimizer_state",
     "init_distributed",
     "initialize",
+    "pipe",
     "plan",
     "set_full_grad",
     "set_full_master",
     "set_full_optimizer_state",
+    "tensor_parallel",
     "zero",
 ]
 

@@ -29,7 +29,7 @@ class Report:
         self.engine, self.directory, self.started, self.max_minutes = engine, directory, started, max_minutes
         self.out_of_time = False
         self.loss_sum = torch.zeros((), device=engine.device)
-        self.micro_batches = self.tokens = 0
+        self.steps = self.tokens = 0
         self.seconds = 0.0  # of training since the last line, validation not counted
         self.earlier_s = 0.0  # elapsed in the runs that this one continues
         self.resumed = time.perf_counter()
@@ -43,18 +43,18 @@ class Report:
         self.bar = tqdm(total=steps, initial=step, disable=engine.rank != 0, **options)
 
     def add(self, loss: Tensor, tokens: int) -> None:
-        """Takes note of a micro-batch, without waiting for the device."""
+        """Takes note of a step, whose ``tokens`` are those of all ranks, without waiting for the device."""
         self.loss_sum += loss.detach()
-        self.micro_batches += 1
+        self.steps += 1
         self.tokens += tokens
 
     def log(self, step: int, lr: float) -> None:
-        """Reports what was added since the last time. The loss is the mean over micro-batches and ranks."""
+        """Reports what was added since the last time. The loss is the mean over steps."""
         late = time.perf_counter() - self.started > self.max_minutes * 60
-        loss, any_late = mean_over_ranks(self.engine, self.loss_sum / self.micro_batches, float(late))
+        loss, any_late = mean_over_ranks(self.engine, self.loss_sum / self.steps, float(late))
         self.out_of_time = any_late > 0
         now = time.perf_counter()
-        tokens_per_s = self.tokens * self.engine.world_size / (self.seconds + now - self.resumed)
+        tokens_per_s = self.tokens / (self.seconds + now - self.resumed)
         grad_norm = self.engine.get_global_grad_norm()
         self._write(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=round(tokens_per_s, 1))
         shown_norm = "none" if grad_norm is None else f"{grad_norm:.2f}"
@@ -63,7 +63,7 @@ class Report:
         )
         self.bar.update(step - self.bar.n)
         self.loss_sum.zero_()
-        self.micro_batches = self.tokens = 0
+        self.steps = self.tokens = 0
         self.seconds, self.resumed = 0.0, now
 
     def pause(self) -> None:

@@ -1,10 +1,11 @@
-"""Train a byte-level GPT, data-parallel, with everything about the training in a JSON config.
+"""Train a byte-level GPT, with everything about the training in a JSON config.
 
     zerolite --nproc 2 train.py --config configs/zero2.json
     torchrun --nproc-per-node 2 train.py --config configs/zero2.json
     srun --ntasks 2 python train.py --config configs/zero2.json
     python train.py --config configs/zero2.json
     zerolite --nproc 4 train.py --config configs/zero3.json --resume    go on where a run was stopped
+    zerolite --nproc 4 train.py --config configs/grid.json              the same on 2 pipeline stages × 2 tensor ranks
 
 The corpus is the source of Python's standard library, unless --data gives another. The run writes metrics.jsonl,
 loss.png and checkpoints to --out and prints a generated sample at the end.
@@ -14,15 +15,17 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import zerolite
 from data import Corpus, DataError, check_length, crops_at, evenly_spaced, load_corpus, random_crops
 from model import GPT, GPTConfig
-from report import Report, mean_over_ranks
+from report import Report
 
 STARTED = time.perf_counter()
 HERE = Path(__file__).resolve().parent
@@ -82,6 +85,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(context=args.context, layers=args.layers, heads=args.heads, width=args.width))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = zerolite.initialize(model, args.config)
     steps = args.steps if args.steps is not None else steps_of_schedule(engine)
     checkpoint, progress = None, {}
@@ -89,14 +93,14 @@ def main() -> None:
         checkpoint, progress = engine.load_checkpoint(args.out / "checkpoints", missing_ok=True)
     progress = progress or {"step": 0, "crops": 0}
     report = Report(engine, args.out, steps, STARTED, args.max_minutes, progress["step"])
-    report.say(describe(corpus, model, engine, steps))
+    report.say(describe(corpus, parameters, engine, steps))
     if args.resume:
         report.say(f"resumes from {checkpoint}" if checkpoint else "found no checkpoint to resume from: starts anew")
 
     train(engine, corpus, steps, args, report, **progress)
     engine.wait_for_checkpoint()
     if args.sample_bytes > 0:
-        report.say(generate_sample(engine, args))
+        report.say(generate_sample(engine, model.config, args))
     report.close()
     zerolite.destroy()
 
@@ -104,20 +108,15 @@ def main() -> None:
 def train(
     engine: Any, corpus: Corpus, steps: int, args: argparse.Namespace, report: Report, step: int, crops: int
 ) -> None:
-    """An ordinary loop, in which the engine takes the place of the model and of the optimizer. step, crops: how many
-    are behind it, of all processes together."""
-    micro_batch = micro_batch_size(engine)
+    """step, crops: how many are behind it, of all processes together."""
+    batches = micro_batches(engine, corpus, args, crops)
+    crops_of_step = engine.gradient_accumulation_steps * micro_batch_size(engine) * engine.data_parallel_world_size
     if step == 0:
         validate(engine, corpus, 0, args, report)
     while step < steps and not report.out_of_time:
-        lr = engine.get_lr()[0]  # this step's: engine.step() moves the schedule on
-        for _ in range(engine.gradient_accumulation_steps):
-            x, y = random_crops(corpus.train, args.context, crops + engine.rank * micro_batch, micro_batch, args.seed)
-            loss = engine(x.to(engine.device), y.to(engine.device))
-            engine.backward(loss)
-            engine.step()  # updates the weights after the last micro-batch of the step
-            report.add(loss, tokens=x.numel())
-            crops += engine.world_size * micro_batch
+        lr = engine.get_lr()[0]  # this step's: an update moves the schedule on
+        report.add(engine.train_batch(batches), tokens=crops_of_step * args.context)
+        crops += crops_of_step
         step += 1
         saves = args.save_every > 0 and step % args.save_every == 0
         if step % args.log_every == 0 or saves or step == steps:
@@ -132,29 +131,39 @@ def train(
         report.say(f"stopped after {step} of {steps} steps, because --max-minutes {args.max_minutes:g} are over")
 
 
-@torch.no_grad()
+def micro_batches(
+    engine: Any, corpus: Corpus, args: argparse.Namespace, crops: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For ever this process's share of what the data-parallel ranks train on, from the crop with that number on.
+    Processes with other parts of the same model take the same."""
+    size = micro_batch_size(engine)
+    first = crops + engine.data_parallel_rank * size
+    while True:
+        yield random_crops(corpus.train, args.context, first, size, args.seed)
+        first += engine.data_parallel_world_size * size
+
+
 def validate(engine: Any, corpus: Corpus, step: int, args: argparse.Namespace, report: Report) -> None:
     """The mean loss over crops spread evenly over the validation text. Each rank takes the same number of batches."""
     report.pause()
-    micro_batch = micro_batch_size(engine)
-    batches = math.ceil(args.eval_crops / (micro_batch * engine.world_size))
-    starts = evenly_spaced(corpus.validation, args.context, batches * micro_batch * engine.world_size)
-    own_starts = starts[engine.rank :: engine.world_size]
-    loss_sum = torch.zeros((), device=engine.device)
-    engine.eval()
-    for first in range(0, len(own_starts), micro_batch):
-        x, y = crops_at(corpus.validation, args.context, own_starts[first : first + micro_batch])
-        loss_sum += engine(x.to(engine.device), y.to(engine.device))
-    engine.train()
-    (loss,) = mean_over_ranks(engine, loss_sum / batches)
+    size, ranks = micro_batch_size(engine), engine.data_parallel_world_size
+    rounds = math.ceil(args.eval_crops / (size * ranks * engine.gradient_accumulation_steps))
+    batches = rounds * engine.gradient_accumulation_steps
+    starts = evenly_spaced(corpus.validation, args.context, batches * size * ranks)[engine.data_parallel_rank :: ranks]
+    own = (crops_at(corpus.validation, args.context, starts[n * size : (n + 1) * size]) for n in range(batches))
+    loss = sum(float(engine.eval_batch(own)) for _ in range(rounds)) / rounds
     report.log_validation(step, loss)
 
 
-def generate_sample(engine: Any, args: argparse.Namespace) -> str:
+def generate_sample(engine: Any, config: GPTConfig, args: argparse.Namespace) -> str:
     """Called on all ranks, even though one prints: a parameter may be spread over them."""
     prompt = torch.tensor([list(args.prompt.encode())], device=engine.device)
     engine.eval()
-    tokens = engine.module.generate(prompt, args.sample_bytes, seed=args.seed)
+    model = engine.module
+    if engine.pipeline_stages > 1:  # no rank has all layers
+        model = GPT(config).to(engine.device).eval()
+        model.load_state_dict(engine.full_state_dict())
+    tokens = model.generate(prompt, args.sample_bytes, seed=args.seed)
     text = bytes(tokens[0].tolist()).decode(errors="replace")
     return f"a sample of {args.sample_bytes} bytes after {args.prompt!r}:\n{'-' * 80}\n{text}\n{'-' * 80}"
 
@@ -171,12 +180,13 @@ def micro_batch_size(engine: Any) -> int:
     return engine.train_micro_batch_size_per_gpu or 8  # null in the config means that the loop decides
 
 
-def describe(corpus: Corpus, model: GPT, engine: Any, steps: int) -> str:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+def describe(corpus: Corpus, parameters: int, engine: Any, steps: int) -> str:
+    sizes = (engine.pipeline_stages, engine.data_parallel_world_size, engine.tensor_parallel_world_size)
+    grid = f" ({sizes[0]} stages × {sizes[1]} data × {sizes[2]} tensor)" if sizes[1] < engine.world_size else ""
     return (
         f"{parameters / 1e6:.2f} million parameters; {len(corpus.train) / 1e6:.1f} MB of training text in "
         f"{corpus.train_files} files, {len(corpus.validation) / 1e6:.1f} MB of validation text in "
-        f"{corpus.validation_files}; processes: {engine.world_size}, ZeRO stage: "
+        f"{corpus.validation_files}; processes: {engine.world_size}{grid}, ZeRO stage: "
         f"{engine.config.zero_optimization.stage}, steps: {steps}"
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests import models
+from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 BATCH, WIDTH = 4, 48
 
@@ -85,6 +86,34 @@ def gpt() -> nn.Module:
     return models.example_gpt(layers=3, width=WIDTH, heads=3)
 
 
+def even_gpt() -> nn.Module:
+    """With heads and layers that two ranks can share."""
+    return models.example_gpt(layers=4, width=WIDTH, heads=4)
+
+
+class Hidden(nn.Module):
+    """``x [B, WIDTH]`` and itself again, as a tuple between stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, first = both
+        return torch.tanh(self.linear(x)) + first, first
+
+
+def layers() -> nn.Module:
+    """``x [B, WIDTH]`` -> ``[B, WIDTH]``, with one layer in two places."""
+    tied = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+    inner = [LayerSpec(Hidden) for _ in range(6)]
+    return PipelineModule([tied[0], lambda x: (x, x), *inner, lambda both: both[0], tied[1]], loss_fn=nn.MSELoss())
+
+
+def rows_and_targets() -> tuple[Tensor, Tensor]:
+    return torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+
+
 def deep_gpt() -> nn.Module:
     return models.example_gpt(layers=10, width=WIDTH, heads=3)
 
@@ -129,6 +158,8 @@ KINDS = {
     "gpt": Kind(gpt, tokens),
     "odd": Kind(OddMlp, rows_and_values),
     "moe": Kind(MixtureOfExperts, rows, sum_of_squares),
+    "even gpt": Kind(even_gpt, tokens),
+    "layers": Kind(layers, rows_and_targets),
     # What 16-bit matrix products on the CPU take inside themselves is little beside all of these.
     "deep gpt": Kind(deep_gpt, tokens),
     "deep gpt in zero.Init": Kind(partitioned_gpt, tokens),
@@ -173,9 +204,9 @@ OFFLOAD: dict[str, dict[str, Any]] = {
 
 
 def settings(
-    stage: int, buckets: str, precision: str = "fp32", accumulation: int = 1, offload: str = "none"
+    stage: int, buckets: str, precision: str = "fp32", accumulation: int = 1, offload: str = "none", **blocks: Any
 ) -> dict[str, Any]:
-    """A config."""
+    """A config, with further ``blocks``."""
     zero = {"stage": stage, **BUCKETS[buckets], **(MOVING if stage == 3 else {}), **OFFLOAD[offload]}
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -184,6 +215,7 @@ def settings(
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
         "steps_per_print": 1_000_000,
+        **blocks,
     }
     if precision != "fp32":
         made[precision] = {"enabled": True}

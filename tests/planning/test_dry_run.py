@@ -15,6 +15,7 @@ from zerolite.config import ConfigError
 from zerolite.memory_items import ITEMS, MODEL_STATES
 from zerolite.planning.errors import PlanError
 from zerolite.planning.make import cheapest, compare, plan
+from zerolite.planning.places import Grid
 from zerolite.planning.result import Plan
 from zerolite.planning.traffic import summarize
 
@@ -256,8 +257,8 @@ def test_the_comparison_marks_the_cheapest_that_fits() -> None:
 
 
 class Call:
-    def __init__(self, op: str, tag: str, nbytes: int) -> None:
-        self.op, self.tag, self.nbytes = op, tag, nbytes
+    def __init__(self, op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> None:
+        self.op, self.tag, self.nbytes, self.dimension, self.ranks = op, tag, nbytes, dimension, ranks
 
 
 def test_traffic_of_rings() -> None:
@@ -266,9 +267,10 @@ def test_traffic_of_rings() -> None:
         Call("all_gather", "parameters", 80),
         Call("all_reduce", "stats", 16),
     ]
-    gather, stats = summarize(calls, 8, 2)
+    grid = Grid(data=8)
+    gather, stats = summarize(calls, grid, 2)
     assert (gather.count, gather.nbytes, gather.sent, gather.inter_node) == (2, 880, 770, 192)
     assert (stats.sent, stats.inter_node) == (28, 7)
-    assert [row.inter_node for row in summarize(calls, 8, 1)] == [0, 0]
-    assert [row.inter_node for row in summarize(calls, 8, None)] == [None, None]
-    assert [row.sent for row in summarize(calls, 1, None)] == [0, 0]
+    assert [row.inter_node for row in summarize(calls, grid, 1)] == [0, 0]
+    assert [row.inter_node for row in summarize(calls, grid)] == [None, None]
+    assert [row.sent for row in summarize([Call("all_reduce", "stats", 16, ranks=1)], Grid())] == [0]

@@ -66,6 +66,8 @@ def make_plan(**changes: Any) -> Plan:
         "batch": "input_ids int64[4,1024]",
         "parameters": 7_500_000_000,
         "trained_parameters": 7_500_000_000,
+        "rank_parameters": 7_500_000_000,
+        "data_parallel": 64,
         "states": STATES,
         "at_rest": REST,
         "peak": make_peak(at_peak),

@@ -130,6 +130,21 @@ FULL: dict[str, Any] = {
     "desync_timeout_s": 30,
     "check_collectives": True,
     "checkpoint": {"keep_last": 3, "timeout_s": 60},
+    "tensor_parallel": {
+        "size": 2,
+        "autotp_size": 2,
+        "plan": {"blocks.*.up": "column", "blocks.*.qkv": {"style": "column", "parts": 3}},
+        "sequence_parallel": False,
+        "divide": ["blocks.*.heads"],
+    },
+    "pipeline": {
+        "stages": 1,
+        "split": ["blocks.6"],
+        "partition_method": "type:Block",
+        "schedule": "zero_bubble",
+        "chunks": 2,
+        "activation_checkpoint_interval": 3,
+    },
     "aio": {
         "block_size": 65536,
         "queue_depth": 32,
@@ -158,6 +173,8 @@ NAMES = [
     "zero_optimization.leaf_module.names",
     "zero_optimization.leaf_module.name_suffixes",
     "activation_checkpointing.modules",
+    "tensor_parallel.divide",
+    "pipeline.split",
 ]
 LISTS = [*NAMES, "elasticity.micro_batch_sizes", "comms_logger.prof_ops"]
 TEXTS = [
@@ -325,6 +342,17 @@ def test_defaults() -> None:
         "elasticity.min_time": 0,
         "elasticity.version": 0.2,
         "elasticity.model_parallel_size": 1,
+        "tensor_parallel.size": 1,
+        "tensor_parallel.autotp_size": 0,
+        "tensor_parallel.plan": "auto",
+        "tensor_parallel.sequence_parallel": False,
+        "tensor_parallel.divide": "auto",
+        "pipeline.stages": 1,
+        "pipeline.split": "auto",
+        "pipeline.partition_method": "parameters",
+        "pipeline.schedule": "1f1b",
+        "pipeline.chunks": None,
+        "pipeline.activation_checkpoint_interval": 0,
         "dataloader_drop_last": False,
         "dump_state": False,
         "max_consecutive_skipped_steps": 50,
@@ -490,6 +518,7 @@ INTEGERS = [
         "stage3_max_reuse_distance", "stage3_module_granularity_threshold", "max_train_batch_size", "min_gpus",
         "max_gpus", "num_gpus_per_node", "min_time", "profile_step", "top_modules", "buffer_count", "buffer_size",
         "max_in_cpu", "sub_group_size", "queue_depth", "thread_count", "intra_op_parallelism", "number_checkpoints",
+        "size", "autotp_size", "stages", "chunks", "activation_checkpoint_interval",
     }
 ]  # fmt: skip
 NUMBERS = [
@@ -498,7 +527,7 @@ NUMBERS = [
 ]  # fmt: skip
 CHOICES = [
     "elasticity.version", "elasticity.model_parallel_size", "memory_check", "flops_profiler.module_depth",
-    "aio.block_size",
+    "aio.block_size", "tensor_parallel.plan", "pipeline.partition_method", "pipeline.schedule",
 ]  # fmt: skip
 DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"]
 BOOLEANS = [
@@ -510,7 +539,7 @@ BOOLEANS = [
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 35 and len(BOOLEANS) == 48
+    assert len(INTEGERS) == 40 and len(BOOLEANS) == 49
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 
@@ -603,7 +632,7 @@ def test_only_booleans_are_booleans(path: str, value: Any) -> None:
 @pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
 def test_null_only_where_it_means_something(path: str) -> None:
     default = get(load_config({}), path)
-    if default is None or path.endswith((".stage3_module_granularity_threshold", ".sub_group_size")):
+    if default is None or path.endswith((".stage3_module_granularity_threshold", ".sub_group_size", ".stages")):
         assert get(load_config(nested(path, None)), path) == default
     else:
         assert list(errors_of(nested(path, None))) == [path]
@@ -740,7 +769,7 @@ def test_null_for_module_names() -> None:
     assert get(load_config(nested(first, None)), first) is None
     for path in others:
         (sentence,) = errors_of(nested(path, None)).values()
-        assert "expected an array of strings, got null" in sentence
+        assert "expected an array of strings" in sentence and "got null" in sentence
 
 
 # ------------------------------------------------------------------ stage 3

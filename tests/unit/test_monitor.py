@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, data_topology
 from zerolite.comm.wire import DryWire
 from zerolite.config import ConfigError, load_config
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
@@ -475,7 +475,7 @@ class BareEngine:
 def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine_goes(tmp_path: Path, how: str) -> None:
     engine: Any = BareEngine(everything_enabled(tmp_path))
     pipeline: Any = LatePipeline()
-    started = start_monitoring(engine, None, pipeline, None, None, Communicator())  # type: ignore[arg-type]
+    started = start_monitoring(engine, None, pipeline, None, None, data_topology(Communicator()))  # type: ignore[arg-type]
     assert started == ([], None, None)
     path = tmp_path / "job" / "events.jsonl"
     assert path.read_text() == ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import MANIFEST
+from zerolite.checkpoint.manifest import MANIFEST, Grid
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.sizes import format_size
 
@@ -64,7 +64,7 @@ def render(described: dict[str, Any]) -> str:
     lines = [f"checkpoint   {described['path']}"]
     for label, value in (
         ("saved", f"{described['saved_at']}, at step {described['global_steps']}"),
-        ("ranks", f"{described['world_size']}, stage {described['stage']}"),
+        ("ranks", f"{_ranks(described)}, stage {described['stage']}"),
         ("precision", _listed(described["precision"])),
         ("versions", _listed(described["versions"])),
         ("parameters", _listed(described["parameters"])),
@@ -79,6 +79,12 @@ def render(described: dict[str, Any]) -> str:
     lines += ["", f"{'files':<54}{'size':>12}"]
     lines += [f"  {name:<52}{format_size(nbytes):>12}" for name, nbytes in described["files"].items()]
     return "\n".join(lines)
+
+
+def _ranks(described: dict[str, Any]) -> str:
+    grid = Grid(**described["layout"]["grid"]) if "grid" in described["layout"] else None
+    more = f" ({grid})" if grid is not None and grid.data != described["world_size"] else ""
+    return f"{described['world_size']}{more}"
 
 
 def _listed(values: dict[str, Any]) -> str:

@@ -13,8 +13,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from zerolite.checkpoint.batches import changed_batch, window_obstacle
+from zerolite.checkpoint.description import Description, joined
 from zerolite.checkpoint.directory import NoCheckpoint, find
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.manifest import Grid, grid_of
 from zerolite.checkpoint.matching import Match, check_complete, listed, match_groups, match_parameters, reordered
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
 from zerolite.checkpoint.planner import Target, TargetLoadPlanner
@@ -24,7 +26,7 @@ from zerolite.checkpoint.saving import EngineParts
 from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
 from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request, storage_errors
-from zerolite.checkpoint.window_state import WindowLoad, begin_window
+from zerolite.checkpoint.window_state import WindowLoad, begin_window, obstacle_here
 from zerolite.runtime.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
@@ -76,7 +78,8 @@ class Loader:
         if path is None:
             return None, {}
         self._parts.wake()
-        plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, scheduler, loaders))
+        stages = self._stages()
+        plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, stages, scheduler, loaders))
         window = self._read(plan, request)
         if not request.load_module_only:
             resume = lambda: plan.reader.trust(lambda: self._resume(plan, window, scheduler, loaders))  # noqa: E731
@@ -97,20 +100,29 @@ class Loader:
 
         return on_all_ranks(self._host, _CALL, look if self._host.rank == 0 else lambda: None)[0]
 
+    def _stages(self) -> list[Description]:
+        """Of a pipeline; empty without one, where this rank's description needs no other."""
+        model = self._parts.model
+        if model.topology.pipe.world_size == 1:
+            return []
+        describe = lambda: model.describe() if model.speaks_for_stage else None  # noqa: E731
+        return [stage for stage in on_all_ranks(self._host, _CALL, describe) if stage is not None]
+
     # ---------------------------------------------------------------- deciding
 
-    def _plan(self, path: Path, request: LoadRequest, scheduler: Any, loaders: Any) -> _Plan:
+    def _plan(self, path: Path, request: LoadRequest, stages: list[Description], scheduler: Any, loaders: Any) -> _Plan:
         self._parts.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.state
-        match = self._match(reader, request.load_module_strict)
-        buffers = self._buffers(state["buffers"], request.load_module_strict)
-        groups = self._match_groups(reader, match)
+        model = joined(stages or [self._parts.model.describe()])
+        match = self._match(reader, model, request.load_module_strict)
+        buffers = self._buffers(state["buffers"], model, request.load_module_strict)
+        groups = self._match_groups(reader, model, match)
         if request.load_module_only:
             return _Plan(reader, match, buffers, None, groups, None, False)
         kinds = self._kinds(reader, groups) if request.load_optimizer_states else None
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
-        self._check_window(state["window"], reader.manifest.about.world_size)
+        self._check_window(state["window"], grid_of(reader.manifest.about).data)
         if state["loaders"]:
             loaders.check_state_dict(state["loaders"])
         begins = scheduler is not None and schedule is None
@@ -129,8 +141,8 @@ class Loader:
         reader.trust(lambda: check_state(reader.state, shapes))
         return reader
 
-    def _match(self, reader: CheckpointReader, strict: bool) -> Match:
-        here, stored = self._parts.model.described(), reader.state["parameters"]
+    def _match(self, reader: CheckpointReader, model: Description, strict: bool) -> Match:
+        here, stored = model.parameters, reader.state["parameters"]
         match = match_parameters(here, stored, loose=not strict)
         excluded = reader.manifest.about.exclude_frozen_parameters
         if strict:
@@ -139,16 +151,16 @@ class Loader:
             check_complete("parameter", missing, unexpected)
         return _without_excluded(match, stored, reader) if excluded else match
 
-    def _match_groups(self, reader: CheckpointReader, match: Match) -> list[int | None]:
+    def _match_groups(self, reader: CheckpointReader, model: Description, match: Match) -> list[int | None]:
         """By what is trained in both and has elements. Raises CheckpointError for values of other types."""
-        here, stored = self._parts.model.described(), reader.state["parameters"]
+        here, stored = model.parameters, reader.state["parameters"]
         trains = {
             name: other
             for name, other in match.names.items()
             if here[name]["trained"] and stored[other]["trained"] and math.prod(here[name]["shape"])
         }
         saved = reader.state["optimizer"]["groups"]
-        groups = match_groups(_names_of_groups(self._parts), saved, trains)
+        groups = match_groups([{"names": names} for names in model.groups], saved, trains)
 
         def check() -> None:
             for group, index in zip(self._parts.model.optimizer.param_groups, groups, strict=True):
@@ -158,10 +170,11 @@ class Loader:
         reader.trust(check)
         return groups
 
-    def _buffers(self, stored: Mapping[str, Mapping[str, Any]], strict: bool) -> list[str]:
-        here = self._parts.model.named_buffers()
+    def _buffers(self, stored: Mapping[str, Mapping[str, Any]], model: Description, strict: bool) -> list[str]:
+        here, everywhere = self._parts.model.named_buffers(), model.buffers
         if strict:
-            check_complete("buffer", [n for n in here if n not in stored], [n for n in stored if n not in here])
+            missing = [name for name in everywhere if name not in stored]
+            check_complete("buffer", missing, [name for name in stored if name not in everywhere])
         common = [name for name in here if name in stored]
         shared = [
             n
@@ -221,6 +234,10 @@ class Loader:
                     )
 
     def _check_window(self, saved: Mapping[str, Any] | None, ranks: int) -> None:
+        if saved and (why := obstacle_here(self._parts.model)):
+            raise CheckpointError(
+                f"the checkpoint was saved within a step, whose gradients cannot be loaded {why}. Nothing was loaded"
+            )
         config = self._parts.config
         steps = config.gradient_accumulation_steps or 1
         if saved and (obstacle := window_obstacle(saved["micro_batches"], steps, ranks, config.elasticity.enabled)):
@@ -249,7 +266,7 @@ class Loader:
                 return None
             scaled = parts.pipeline.state_dict()["loss_scaler"] is not None
             names = plan.match.names
-            return begin_window(parts.model, parts.reducer, reader.tensors, names, saved, self._host, scaled)
+            return begin_window(parts.model, parts.reducer, reader.tensors, names, saved, scaled)
 
         window = on_this_rank(self._host, _CALL, lambda: reader.trust(make_room))
         if window is not None:
@@ -282,9 +299,9 @@ class Loader:
                 _update_group(group, {key: values[key] for key in ("lr", "initial_lr") if key in values})
 
     def _buffer_targets(self, plan: _Plan) -> list[Target]:
-        """A rank's own values where they differed between ranks, if there are as many ranks."""
+        """A rank's own values where they differed between ranks, if those are arranged alike."""
         stored = plan.reader.tensors
-        same = plan.reader.manifest.about.world_size == self._host.world_size
+        same = grid_of(plan.reader.manifest.about) == self._grid
         targets = []
         for target in self._parts.model.buffer_targets(plan.buffers):
             own = f"{RANKS}{self._host.rank}/{target.key}"
@@ -297,8 +314,8 @@ class Loader:
         saved = state["window"]
         if saved is not None:
             weights = saved["weights"]
-            same = len(weights) == self._host.world_size
-            weight = weights[self._host.rank] if same else sum(weights) / self._host.world_size
+            rank, ranks = parts.model.comm.rank, parts.model.comm.world_size
+            weight = weights[rank] if len(weights) == ranks else sum(weights) / ranks
             state = {**state, "window": {**saved, "counts": {**saved["counts"], "weight": weight}}}
         parts.pipeline.load_state_dict(state)
         if window is not None:
@@ -312,9 +329,22 @@ class Loader:
             scheduler.load_state_dict(plan.scheduler_state)
         if state["loaders"]:
             loaders.load_state_dict(state["loaders"])
-        key = f"{RANKS}{self._host.rank}/random"
+        key = f"{RANKS}{self._rank_there(grid_of(plan.reader.manifest.about))}/random"
         if key in plan.reader.tensors:
             load_random_state(plan.reader.read(key), parts.device)
+
+    @property
+    def _grid(self) -> Grid:
+        return Grid.of(self._parts.model.topology)
+
+    def _rank_there(self, saved: Grid) -> int:
+        """The rank whose random numbers this one goes on with; one that was not there if there is none. Where ranks
+        were arranged otherwise, all that compute one batch together take those of one rank: they drop the same
+        elements."""
+        if saved == self._grid:
+            return self._host.rank
+        data = self._parts.model.comm.rank
+        return data * saved.tensor if data < saved.data else saved.ranks
 
     def _report(self, plan: _Plan, request: LoadRequest) -> None:
         """What people want to know, once."""
@@ -341,11 +371,11 @@ class Loader:
                 ", ".join(kept),
             )
         about = plan.reader.manifest.about
-        saved = about.world_size
-        changed = changed_batch(about.config, saved, self._parts.config.train_batch_size, self._host.world_size)
+        saved, here = grid_of(about).data, self._grid.data
+        changed = changed_batch(about.config, saved, self._parts.config.train_batch_size, here)
         if changed is not None and not request.load_module_only:
             logger.warning("%s: %s", _CALL, changed)
-        if saved < self._host.world_size and not request.load_module_only:
+        if saved < here and not request.load_module_only:
             logger.info(
                 "%s: random number generators of ranks %d and above go on as they are: there were %d ranks",
                 _CALL,
@@ -360,14 +390,6 @@ def _without_excluded(match: Match, stored: Mapping[str, Mapping[str, Any]], rea
     names = {name: other for name, other in match.names.items() if other in there}
     missing = match.missing + [name for name in match.names if name not in names]
     return Match(names, missing, [n for n in match.unexpected if n in there])
-
-
-def _names_of_groups(parts: EngineParts) -> list[dict[str, Any]]:
-    names = {id(parameter): name for name, parameter in parts.model.named_parameters().items()}
-    return [
-        {"names": [names[id(p)] for p in group["params"] if id(p) in names]}
-        for group in parts.model.optimizer.param_groups
-    ]
 
 
 def _schedule(state: Mapping[str, Any], scheduler: Any, groups: list[int | None]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import DTYPES, TORCH_DTYPES
 from zerolite.version import __version__
+
+if TYPE_CHECKING:
+    from zerolite.comm.topology import Topology
 
 FORMAT = "zerolite checkpoint"
 VERSION = 1
@@ -52,6 +55,33 @@ class About:
     parameters: dict[str, int]
     layout: dict[str, Any]
     exclude_frozen_parameters: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the ranks were arranged: so many stages of a pipeline, each of so many data-parallel ranks of so many
+    tensor-parallel ones, which are numbered in this order, the last one first."""
+
+    pipe: int
+    data: int
+    tensor: int
+
+    @classmethod
+    def of(cls, topology: Topology) -> Grid:
+        return cls(topology.pipe.world_size, topology.data.world_size, topology.tensor.world_size)
+
+    @property
+    def ranks(self) -> int:
+        return self.pipe * self.data * self.tensor
+
+    def __str__(self) -> str:
+        return f"pipe={self.pipe}, data={self.data}, tensor={self.tensor}"
+
+
+def grid_of(about: About) -> Grid:
+    """Of the ranks that saved a checkpoint; one that does not say was saved by data-parallel ones."""
+    given = about.layout.get("grid")
+    return Grid(1, about.world_size, 1) if given is None else Grid(**given)
 
 
 _KINDS: dict[str, type] = {
@@ -138,6 +168,9 @@ def _manifest(file: Path, body: Any) -> Manifest:
         value = getattr(about, name)
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise CheckpointError(f"'{file}' is damaged: expected {name} to be of {kind.__name__}, found {value!r:.80}")
+    grid = grid_of(about)
+    if any(type(size) is not int or size < 1 for size in asdict(grid).values()) or grid.ranks != about.world_size:
+        raise CheckpointError(f"'{file}' is damaged: expected a grid of {about.world_size} ranks, found {grid}")
     files = {name: _file_entry(file, name, value) for name, value in body["files"].items()}
     for name in (INDEX, STATE):
         if name not in files:

@@ -1,23 +1,29 @@
 """What of an engine is tensors: parameters, buffers and optimizer states, by name, to shards and back.
 
 A trained parameter is stored once, as its master weights: what computes is rounded from them. A rank's part of it, and
-of every state, is a range of the flattened parameter (:class:`FlatRange`); what all ranks hold whole is cut evenly over
-them, so that each writes the same share.
+of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a part of the full one
+(:class:`~zerolite.cuts.Cut`); what all data-parallel ranks hold whole is cut evenly over them, so that each writes the
+same share. What all tensor-parallel ranks hold alike the first of them writes, and what several stages of a pipeline
+hold, the first of those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from zerolite.checkpoint.description import Description
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.names import clean
-from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
+from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, in_full, whole
 from zerolite.checkpoint.planner import Scalars, Shard, Target
 from zerolite.checkpoint.safetensors import dtype_name
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, Topology
+from zerolite.cuts import Cut, cut_of, names_of
 from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
 from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, refresh, whole_numel, whole_shape
 from zerolite.runtime.zero.pieces import Piece
@@ -28,7 +34,11 @@ _COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # what torch's optimiz
 
 
 class ModelState:
-    """The tensors of one engine. Reads and writes them between steps only."""
+    """The tensors of one engine. Reads and writes them between steps only.
+
+    comm: of the ranks that hold the same part of the model, over which its states are spread: the data dimension of
+    ``topology``.
+    """
 
     def __init__(
         self,
@@ -36,17 +46,29 @@ class ModelState:
         buffer: ParameterBuffer,
         optimizer: ShardedOptimizer,
         comm: Communicator,
+        topology: Topology,
     ) -> None:
         self.model = model
         self.buffer = buffer
         self.optimizer = optimizer
-        self._comm = comm
+        self.comm = comm
+        self.topology = topology
+
+    @property
+    def speaks_for_stage(self) -> bool:
+        """Whether there is a pipeline, and this is the rank that tells the others what its stage consists of."""
+        grid = self.topology
+        return grid.pipe.world_size > 1 and grid.data.rank == 0 and grid.tensor.rank == 0
 
     # ---------------------------------------------------------------- names
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Each once, by the first of its names."""
-        return {clean(name): parameter for name, parameter in self.model.named_parameters()}
+        """Each once, by the first of its names in the whole model."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            names = names_of(parameter)
+            found[clean(name if names is None else names[0])] = parameter
+        return found
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Those that belong to a state dict, each once."""
@@ -88,36 +110,50 @@ class ModelState:
             )
         return [names[id(parameter)] for parameter in self.buffer.parameters]
 
-    def described(self) -> dict[str, dict[str, Any]]:
-        """For each parameter: shape, compute dtype, whether it is trained, and its other names."""
+    def describe(self) -> Description:
+        """What the model here, which may be a stage of a pipeline, consists of, with the shapes of full tensors."""
         trained = self.index_of()
+        parameters = self.named_parameters()
         others: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            others.setdefault(id(parameter), []).append(clean(name))
-        return {
+            others.setdefault(id(parameter), [clean(one) for one in names_of(parameter) or ()]).append(clean(name))
+        described = {
             name: {
-                "shape": list(whole_shape(parameter)),
+                "shape": list(_full_shape(parameter)),
                 "dtype": dtype_name(parameter.dtype, name),
                 "trained": id(parameter) in trained,
-                "aliases": [other for other in others[id(parameter)] if other != name],
+                "aliases": [other for other in dict.fromkeys(others[id(parameter)]) if other != name],
             }
-            for name, parameter in self.named_parameters().items()
+            for name, parameter in parameters.items()
         }
+        buffers = {
+            name: {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype, name)}
+            for name, buffer in self.named_buffers().items()
+        }
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        groups = [[names[id(p)] for p in group["params"] if id(p) in names] for group in self.optimizer.param_groups]
+        return Description(described, buffers, groups)
 
     # ---------------------------------------------------------------- ranges
 
-    def masters(self, names: Sequence[str]) -> Iterator[FlatRange]:
-        """This rank's, or the whole ones where every rank has them."""
+    def _masters(self, names: Sequence[str]) -> Iterator[tuple[int, FlatRange]]:
+        """This rank's by index, or the whole ones where every data-parallel rank has them."""
         for bucket, fragments in enumerate(self.buffer.fragments):
             for fragment in fragments:
                 index = fragment.slot.index
                 values = self.buffer.master[bucket].narrow(0, fragment.shard_start, fragment.numel)
-                yield self.range(PARAMETERS + names[index], index, fragment.param_start, values)
+                yield index, self.range(PARAMETERS + names[index], index, fragment.param_start, values)
 
     def range(self, key: str, index: int, start: int, values: torch.Tensor) -> FlatRange:
         """A range of something of the size of the trained parameter ``index``."""
         parameter = self.buffer.parameters[index]
-        return FlatRange(key, tuple(whole_shape(parameter)), self._strides(parameter), start, values)
+        shape = tuple(whole_shape(parameter))
+        return FlatRange(key, shape, self._strides(parameter), start, values, cut_of(parameter))
+
+    def writes(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank of those that compute together writes what is stored of ``parameter``: its own part, or,
+        where all have the same, the first one."""
+        return self.topology.tensor.rank == 0 or cut_of(parameter) is not None
 
     def _strides(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         handle = handle_of(parameter)
@@ -133,28 +169,35 @@ class ModelState:
 
     # ---------------------------------------------------------------- saving
 
-    def shards(self, exclude_frozen: bool) -> tuple[list[Shard], Scalars]:
-        """What this rank writes of parameters and states, and the states that are one number."""
+    def shards(self, exclude_frozen: bool, elsewhere: Collection[str] = ()) -> tuple[list[Shard], Scalars]:
+        """What this rank writes of parameters and states, and the states that are one number. elsewhere: names of the
+        parameters that another stage writes."""
         names = self.names_by_index()
+        chosen = {i for i, p in enumerate(self.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
+        sharded = [part for index, part in self._masters(names) if index in chosen]
+        everywhere: list[FlatRange] = []  # what all data-parallel ranks have, in the same order
         scalars: Scalars = {}
-        sharded = list(self.masters(names))
-        everywhere: list[FlatRange] = []  # what all ranks have, in the same order
         for piece, name, state in self.states(names):
+            if piece.fragment.slot.index not in chosen:
+                continue
             for kind, value in state.items():
-                if self._is_scalar(kind, value, piece):
-                    if piece.fragment.param_start == 0 and (self.buffer.shard or self._comm.rank == 0):
-                        scalars.setdefault(kind, {})[name] = _number(value)
-                    continue
-                sharded.append(self._state_range(piece, name, kind, value))
+                if not self._is_scalar(kind, value, piece):
+                    sharded.append(self._state_range(piece, name, kind, value))
+                elif self._writes_scalars(piece):
+                    scalars.setdefault(kind, {})[name] = _number(value)
         if not self.buffer.shard:
             sharded, everywhere = everywhere, sharded
-        own, common = self._frozen() if not exclude_frozen else ([], [])
+        own, common = self._frozen(elsewhere) if not exclude_frozen else ([], [])
         sharded += own
         everywhere += common
         shards = [shard for part in sharded for shard in part.shards()]
-        for part in cut_evenly(everywhere, self._comm.rank, self._comm.world_size):
+        for part in cut_evenly(everywhere, self.comm.rank, self.comm.world_size):
             shards += part.shards()
         return shards + self._empty(exclude_frozen), scalars
+
+    def _writes_scalars(self, piece: Piece) -> bool:
+        first = piece.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)
+        return first and self.topology.tensor.rank == 0
 
     def _shape_of(self, piece: Piece) -> torch.Size:
         """Of the states that have a value for each element."""
@@ -184,53 +227,68 @@ class ModelState:
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each of this rank's "
                 f"{piece.fragment.numel} elements, got shape {tuple(value.shape)}; at stage 0 it can be saved"
             )
+        if cut_of(self.buffer.parameters[piece.fragment.slot.index]) is not None:
+            raise CheckpointError(
+                f"optimizer state '{kind}' of parameter '{name}': expected one value for each element of the part that "
+                f"tensor parallelism has given this rank, {tuple(self._shape_of(piece))}, got shape "
+                f"{tuple(value.shape)}, which means nothing for another part; with tensor_parallel.size = 1 it can be "
+                "saved"
+            )
         return whole(key, value)
 
-    def _frozen(self) -> tuple[list[FlatRange], list[FlatRange]]:
+    def _frozen(self, elsewhere: Collection[str]) -> tuple[list[FlatRange], list[FlatRange]]:
         """Parameters that are not trained: this rank's parts of those that are partitioned, and those that are
         whole."""
         trained = self.index_of()
         own, common = [], []
         for name, parameter in self.named_parameters().items():
-            if id(parameter) in trained or not whole_numel(parameter):
+            left_out = id(parameter) in trained or name in elsewhere or not self.writes(parameter)
+            if left_out or not whole_numel(parameter):
                 continue
             handle = handle_of(parameter)
             if handle is None:
-                common.append(whole(PARAMETERS + name, parameter.data))
+                common.append(whole(PARAMETERS + name, parameter.data, cut_of(parameter)))
                 continue
-            start = min(self._comm.rank * handle.shard.numel(), handle.numel)
-            numel = min(handle.shard.numel(), handle.numel - start)
-            values = handle.own_part() if handle.status is AVAILABLE else handle.shard[:numel]
-            if numel:
-                own.append(FlatRange(PARAMETERS + name, tuple(handle.shape), handle.strides, start, values))
+            part = self._partitioned(PARAMETERS + name, parameter)
+            if part.values.numel():
+                numel = part.values.numel()
+                values = handle.own_part() if handle.status is AVAILABLE else handle.shard[:numel]
+                own.append(replace(part, values=values))
         return own, common
+
+    def _partitioned(self, key: str, parameter: torch.nn.Parameter) -> FlatRange:
+        """This rank's shard of a partitioned parameter."""
+        handle = handle_of(parameter)
+        assert handle is not None
+        start = min(self.comm.rank * handle.shard.numel(), handle.numel)
+        values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
+        return FlatRange(key, tuple(handle.shape), handle.strides, start, values, cut_of(parameter))
 
     def _empty(self, exclude_frozen: bool) -> list[Shard]:
         trained = self.index_of()
         return [
-            empty_shard(PARAMETERS + name, whole_shape(parameter), parameter.dtype)
+            empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype)
             for name, parameter in self.named_parameters().items()
-            if not whole_numel(parameter) and (id(parameter) in trained or not exclude_frozen)
+            if not math.prod(_full_shape(parameter)) and (id(parameter) in trained or not exclude_frozen)
         ]
 
     # ---------------------------------------------------------------- loading
 
     def targets(self, stored_names: dict[str, str]) -> Iterator[Target]:
         """Where the stored parameters go. stored_names: by name here; the others stay as they are."""
-        for part in self.masters(self.names_by_index()):
-            yield from _renamed(part, PARAMETERS, stored_names)
+        names = self.names_by_index()
+        for index, part in self._masters(names):
+            if names[index] in stored_names:
+                yield from replace(part, key=PARAMETERS + stored_names[names[index]]).targets()
         trained = self.index_of()
         for name, parameter in self.named_parameters().items():
             if id(parameter) in trained or name not in stored_names or not whole_numel(parameter):
                 continue
             key = PARAMETERS + stored_names[name]
-            handle = handle_of(parameter)
-            if handle is None:
-                yield Target(key, _all_of(parameter.data), parameter.data)
-                continue
-            start = min(self._comm.rank * handle.shard.numel(), handle.numel)
-            values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
-            yield from FlatRange(key, tuple(handle.shape), handle.strides, start, values).targets()
+            if handle_of(parameter) is None:
+                yield from _targets_of(key, parameter.data, cut_of(parameter))
+            else:
+                yield from self._partitioned(key, parameter).targets()
 
     def state_targets(
         self,
@@ -248,27 +306,32 @@ class ModelState:
             stored = stored_names.get(names[index], "")
             numbers = {kind: values[stored] for kind, values in scalars.items() if stored in values}
             tensors = {kind: of_names[stored] for kind, of_names in kinds.items() if stored in of_names}
-            shape = tuple(whole_shape(self.buffer.parameters[index]))
+            parameter = self.buffer.parameters[index]
+            shape = _full_shape(parameter)
             wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
             for kind, (size, dtype) in tensors.items():
-                if size != shape and self.buffer.shard:
+                if size != shape and (self.buffer.shard or cut_of(parameter) is not None):
+                    where = "at stage 0 only" if self.buffer.shard else "with tensor_parallel.size = 1 only"
                     raise CheckpointError(
                         f"optimizer state '{kind}' of parameter '{names[index]}' has shape {size} and the parameter "
-                        f"{shape}: such states can be loaded at stage 0 only"
+                        f"{shape}: such states can be loaded {where}"
                     )
                 wanted[kind] = (self._shape_of(piece) if size == shape else torch.Size(size), dtype)
             for kind, place in self.optimizer.method.make_state(piece, numbers, wanted).items():
                 key = f"{OPTIMIZER}{kind}/{stored}"
-                if tensors[kind][0] != shape or not self.buffer.shard:
-                    yield Target(key, _all_of(place), place)
+                if tensors[kind][0] != shape:
+                    yield from _targets_of(key, place, None)
+                elif not self.buffer.shard:
+                    yield from _targets_of(key, place, cut_of(parameter))
                 else:
                     yield from self.range(key, index, piece.fragment.param_start, place).targets()
 
     def buffer_targets(self, stored: Iterable[str]) -> Iterator[Target]:
+        """Of those of ``stored`` that are here."""
         buffers = self.named_buffers()
         for name in stored:
-            if buffers[name].numel():
-                yield Target(BUFFERS + name, _all_of(buffers[name]), buffers[name])
+            if name in buffers and buffers[name].numel():
+                yield from _targets_of(BUFFERS + name, buffers[name], None)
 
     def after_loading(self, stored_names: dict[str, str]) -> None:
         """Whole copies of partitioned parameters that are not trained follow; autograd learns of new values. Called
@@ -286,15 +349,16 @@ class ModelState:
         torch.autograd.graph.increment_version([p for p in frozen if handle_of(p) is None])
 
 
-def _renamed(part: FlatRange, prefix: str, stored_names: dict[str, str]) -> Iterator[Target]:
-    name = part.key.removeprefix(prefix)
-    if name in stored_names:
-        key = prefix + stored_names[name]
-        yield from FlatRange(key, part.shape, part.strides, part.start, part.values).targets()
+def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Of the parameter in the whole model."""
+    cut = cut_of(parameter)
+    return cut.full_shape if cut is not None else tuple(whole_shape(parameter))
 
 
-def _all_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (0,) * tensor.dim(), tuple(tensor.shape)
+def _targets_of(key: str, place: torch.Tensor, cut: Cut | None) -> Iterator[Target]:
+    everything = ((0,) * place.dim(), tuple(place.shape))
+    for box, part in in_full(everything, place, cut):
+        yield Target(key, box, part)
 
 
 def _number(value: Any) -> Any:

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from zerolite.checkpoint.boxes import Box, boxes_of_range
 from zerolite.checkpoint.planner import Shard, Target
+from zerolite.cuts import Cut
 
 
 @dataclass(frozen=True)
 class FlatRange:
     """The elements from ``start`` on of the tensor ``key``, in the order in which memory holds a tensor of ``shape``
-    and ``strides`` (without holes): ``values``, flat."""
+    and ``strides`` (without holes): ``values``, flat. cut: which part of the full tensor ``shape`` is; None: all."""
 
     key: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
     values: torch.Tensor
+    cut: Cut | None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.shape if self.cut is None else self.cut.full_shape
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The boxes of the range, and views of their values."""
+        """The boxes of the range in the full tensor, and views of their values."""
+        for box, view in self._boxes_here():
+            yield from in_full(box, view, self.cut)
+
+    def _boxes_here(self) -> Iterator[tuple[Box, torch.Tensor]]:
         order = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
         back = sorted(range(len(order)), key=order.__getitem__)
         position = 0
@@ -37,11 +47,20 @@ class FlatRange:
     def shards(self) -> Iterator[Shard]:
         dtype = self.values.dtype
         for box, view in self.boxes():
-            yield Shard(self.key, self.shape, dtype, box, view)
+            yield Shard(self.key, self.full_shape, dtype, box, view)
 
     def targets(self) -> Iterator[Target]:
         for box, view in self.boxes():
             yield Target(self.key, box, view)
+
+
+def in_full(box: Box, values: torch.Tensor, cut: Cut | None) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A box of a part as boxes of the full tensor, with views of their ``values``; padding is left out."""
+    if cut is None:
+        yield box, values
+        return
+    for offsets, sizes, start, length in cut.boxes(*box):
+        yield (offsets, sizes), values.narrow(cut.dim, start, length)
 
 
 def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
@@ -49,11 +68,11 @@ def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
     return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype, device="cpu"))
 
 
-def whole(key: str, tensor: torch.Tensor) -> FlatRange:
-    """A tensor that fills its memory without holes; a copy of any other."""
+def whole(key: str, tensor: torch.Tensor, cut: Cut | None = None) -> FlatRange:
+    """A tensor, or the part ``cut`` of one, that fills its memory without holes; a copy of any other."""
     if not _dense(tensor):
         tensor = tensor.contiguous()
-    return FlatRange(key, tuple(tensor.shape), tensor.stride(), 0, tensor.as_strided((tensor.numel(),), (1,)))
+    return FlatRange(key, tuple(tensor.shape), tensor.stride(), 0, tensor.as_strided((tensor.numel(),), (1,)), cut)
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -77,5 +96,5 @@ def cut_evenly(tensors: Sequence[FlatRange], rank: int, world_size: int) -> Iter
         start, end = (min(max(-(-(limit - position) // size), 0), numel) for limit in (low, high))
         if start < end:
             part = tensor.values.narrow(0, start, end - start)
-            yield FlatRange(tensor.key, tensor.shape, tensor.strides, tensor.start + start, part)
+            yield replace(tensor, start=tensor.start + start, values=part)
         position += numel * size

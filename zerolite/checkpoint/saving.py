@@ -6,25 +6,26 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerolite.checkpoint import plain
+from zerolite.checkpoint.description import Description, first_with, joined, of_earlier_stages
 from zerolite.checkpoint.directory import check_tag, default_tag
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import About, count_parameters, library_versions
+from zerolite.checkpoint.manifest import About, Grid, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
-from zerolite.checkpoint.safetensors import DTYPES, as_bytes, dtype_name
+from zerolite.checkpoint.safetensors import DTYPES, as_bytes
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request
-from zerolite.checkpoint.window_state import window_shards
+from zerolite.checkpoint.window_state import obstacle_here, window_shards
 from zerolite.checkpoint.writing import write_checkpoint
 from zerolite.comm import HostGroup, keep_track
 from zerolite.config import ZeroliteConfig
@@ -61,12 +62,22 @@ class UserState:
 @dataclass(frozen=True)
 class _Offer:
     """What the ranks tell each other before they save. request: None on a rank that has finished its batches and
-    follows the others. weight, used: of the window in hand. buffers: a checksum by name."""
+    follows the others. weight, used: of the window in hand, the latter by name. buffers: a checksum by name. stage: of
+    a pipeline, from the first rank of each."""
 
     request: SaveRequest | None
     weight: float
-    used: tuple[int, ...]
+    used: tuple[str, ...]
     buffers: dict[str, int]
+    stage: _Stage | None
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What one stage of a pipeline consists of."""
+
+    description: Description
+    extra: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -209,40 +220,36 @@ class Saver:
             parts.pipeline.end_backward(complete=False)
         parts.pipeline.follow_writes()
         window = parts.pipeline.state_dict()["window"]
+        if window is not None and (obstacle := obstacle_here(parts.model)):
+            raise CheckpointError(f"gradients that no step has used cannot be saved {obstacle}")
         weight = window["counts"]["weight"] if window is not None else 0.0
+        names = parts.model.names_by_index() if window is not None else []
+        used = tuple(sorted(names[index] for index in parts.reducer.used)) if names else ()
         buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
-        return _Offer(request, weight, tuple(sorted(parts.reducer.used)), buffers)
+        return _Offer(request, weight, used, buffers, self._stage() if parts.model.speaks_for_stage else None)
+
+    def _stage(self) -> _Stage:
+        return _Stage(self._parts.model.describe(), self._parts.model.extra_state())
 
     def _collect(
         self, offers: Sequence[_Offer], agreed: SaveRequest, tag: str, user: UserState | None, scheduler: Any
     ) -> _Collected:
         parts, rank = self._parts, self._host.rank
-        shards, scalars = parts.model.shards(agreed.exclude_frozen_parameters)
+        stages = [offer.stage for offer in offers if offer.stage is not None]
+        elsewhere = of_earlier_stages([stage.description for stage in stages], parts.model.topology.pipe.rank)
+        shards, scalars = parts.model.shards(agreed.exclude_frozen_parameters, elsewhere)
         state = parts.pipeline.state_dict()
         if state["window"] is not None:
-            gradients, sums = window_shards(parts.model, parts.reducer, rank, self._host.world_size)
+            gradients, of_window = self._window(offers)
             shards += gradients
-            names = parts.model.names_by_index()
-            state["window"] |= {
-                "world_size": self._host.world_size,
-                "weights": [offer.weight for offer in offers],
-                "used": sorted({names[index] for offer in offers for index in offer.used}),
-                "local_factor": parts.reducer.local_factor,
-                "passes": sums.passes_in_window,
-                "passes_in_local": sums.passes_in_local,
-            }
+            state["window"] |= of_window
         shards += whole(f"{RANKS}{rank}/random", save_random_state(parts.device)).shards()
-        for name, buffer in parts.model.named_buffers().items():
-            if not buffer.numel():
-                shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
-            elif rank == 0:
-                shards += whole(BUFFERS + name, buffer.detach()).shards()
-            elif offers[rank].buffers[name] != offers[0].buffers[name]:
-                shards += whole(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
+        shards += self._buffers([offer.buffers for offer in offers])
         commit = None
         if rank == 0:
             assert user is not None, "this rank's own, or what it was sent"
-            encoded, tensors = self._encoded(state, user, scheduler)
+            model = _whole(stages or [self._stage()])
+            encoded, tensors = self._encoded(state, model, user, scheduler)
             for index, tensor in enumerate(tensors):
                 key = f"{CLIENT}{index}"
                 shards += (
@@ -250,28 +257,56 @@ class Saver:
                 )
             commit = Commit(
                 Path(agreed.save_dir),
-                self._about(tag, agreed),
+                self._about(tag, agreed, model.description),
                 encoded,
                 agreed.save_latest,
                 parts.config.checkpoint.keep_last,
             )
         return _Collected(shards, scalars, commit, Path(agreed.save_dir))
 
+    def _window(self, offers: Sequence[_Offer]) -> tuple[list[Shard], dict[str, Any]]:
+        """The gradients of the window in hand, and what is to be known of them. Its ranks are data-parallel ones: those
+        that compute together count alike."""
+        parts = self._parts
+        gradients, sums = window_shards(parts.model, parts.reducer)
+        return gradients, {
+            "world_size": parts.model.comm.world_size,
+            "weights": [offer.weight for offer in offers[:: parts.model.topology.tensor.world_size]],
+            "used": sorted({name for offer in offers for name in offer.used}),
+            "local_factor": parts.reducer.local_factor,
+            "passes": sums.passes_in_window,
+            "passes_in_local": sums.passes_in_local,
+        }
+
+    def _buffers(self, checksums: Sequence[dict[str, int]]) -> list[Shard]:
+        """Written by the first rank that has them, and by those that have other values. checksums: of each rank."""
+        rank, first = self._host.rank, first_with(checksums)
+        shards: list[Shard] = []
+        for name, buffer in self._parts.model.named_buffers().items():
+            if not buffer.numel():
+                shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
+            elif rank == first[name]:
+                shards += whole(BUFFERS + name, buffer.detach()).shards()
+            elif checksums[rank][name] != checksums[first[name]][name]:
+                shards += whole(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
+        return shards
+
     def _encoded(
-        self, state: dict[str, Any], user: UserState, scheduler: Any
+        self, state: dict[str, Any], model: _Stage, user: UserState, scheduler: Any
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """The content of state.json, and the tensors in it."""
-        model = self._parts.model
+        """The content of state.json, and the tensors in it. model: the whole one."""
         tensors: list[torch.Tensor] = []
+        optimizer = self._parts.model.optimizer
+        groups = [
+            {"names": names, "values": {key: value for key, value in group.items() if key not in KEPT}}
+            for names, group in zip(model.description.groups, optimizer.param_groups, strict=True)
+        ]
         everything: dict[str, Any] = {
             **state,
-            "parameters": model.described(),
-            "buffers": {
-                name: {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype, name)}
-                for name, buffer in model.named_buffers().items()
-            },
-            "extra": model.extra_state(),
-            "optimizer": {"type": type(model.optimizer.inner).__name__, "groups": _groups(model)},
+            "parameters": model.description.parameters,
+            "buffers": model.description.buffers,
+            "extra": model.extra,
+            "optimizer": {"type": type(optimizer.inner).__name__, "groups": groups},
             "lr_scheduler": None
             if scheduler is None
             else {"type": type(scheduler).__name__, "state": scheduler.state_dict()},
@@ -280,9 +315,9 @@ class Saver:
         }
         return {key: plain.encode(value, key, tensors) for key, value in everything.items()}, tensors
 
-    def _about(self, tag: str, agreed: SaveRequest) -> About:
+    def _about(self, tag: str, agreed: SaveRequest, description: Description) -> About:
         parts, model = self._parts, self._parts.model
-        described = model.described()
+        described = description.parameters
         layout = model.buffer.layout
         return About(
             tag=tag,
@@ -301,6 +336,7 @@ class Saver:
                 "partitioned": model.buffer.shard,
                 "alignment": layout.alignment,
                 "buckets": [bucket.numel for bucket in layout.buckets],
+                "grid": asdict(Grid.of(model.topology)),
             },
             exclude_frozen_parameters=agreed.exclude_frozen_parameters,
         )
@@ -314,16 +350,11 @@ class _Collected:
     save_dir: Path
 
 
-def _groups(model: ModelState) -> list[dict[str, Any]]:
-    """The param groups: the names of their parameters, and their hyperparameters."""
-    names = {id(parameter): name for name, parameter in model.named_parameters().items()}
-    return [
-        {
-            "names": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
-            "values": {key: value for key, value in group.items() if key not in KEPT},
-        }
-        for group in model.optimizer.param_groups
-    ]
+def _whole(stages: Sequence[_Stage]) -> _Stage:
+    extra: dict[str, Any] = {}
+    for stage in reversed(stages):  # the first one that has a module counts
+        extra |= stage.extra
+    return _Stage(joined([stage.description for stage in stages]), extra)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -1,4 +1,7 @@
-"""The gradients of a window that is not full: saved in its middle, and continued at any stage and world size."""
+"""The gradients of a window that is not full: saved in its middle, and continued at any stage and world size.
+
+Ranks are data-parallel ones here: tensor-parallel ones that compute together have parts of one gradient, or the same.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from zerolite.checkpoint.manifest import StoredTensor
 from zerolite.checkpoint.model_state import GRADIENTS, RANKS, ModelState
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly
 from zerolite.checkpoint.planner import Shard, Target
-from zerolite.comm import HostGroup
+from zerolite.cuts import is_partial
 from zerolite.runtime.zero.bucket_state import WindowSums
 from zerolite.runtime.zero.grad_reducer import GradReducer
 
@@ -21,16 +24,32 @@ def _own_key(rank: int, name: str) -> str:
     return f"{RANKS}{rank}/{GRADIENTS}{name}"
 
 
-def window_shards(
-    model: ModelState, reducer: GradReducer, rank: int, world_size: int
-) -> tuple[list[Shard], WindowSums]:
+def obstacle_here(model: ModelState) -> str | None:
+    """Why gradients that no step has used can be neither saved nor loaded here, or None."""
+    if model.topology.pipe.world_size > 1:
+        return (
+            "with a pipeline, whose steps are made of whole calls of engine.train_batch(); save after one that has "
+            "ended, or call engine.zero_grad() if one has failed"
+        )
+    if any(is_partial(parameter) for parameter in model.buffer.parameters):
+        return (
+            "with tensor_parallel.sequence_parallel, where tensor-parallel ranks have shares of some gradients, which "
+            "are summed in the step; save after engine.step()"
+        )
+    return None
+
+
+def window_shards(model: ModelState, reducer: GradReducer) -> tuple[list[Shard], WindowSums]:
     """What this rank writes of the window's gradients."""
+    rank, world_size = model.comm.rank, model.comm.world_size
     sums = reducer.sums()
     names = model.names_by_index()
+    writes = [model.writes(parameter) for parameter in model.buffer.parameters]
     shards: list[Shard] = []
     for index, values in sums.local.items():
-        shards += model.range(_own_key(rank, names[index]), index, 0, values).shards()
-    reduced = list(_reduced_ranges(model, sums.reduced, names))
+        if writes[index]:
+            shards += model.range(_own_key(rank, names[index]), index, 0, values).shards()
+    reduced = [part for index, part in _reduced_ranges(model, sums.reduced, names) if writes[index]]
     for part in reduced if model.buffer.shard else cut_evenly(reduced, rank, world_size):
         shards += part.shards()
     return shards, sums
@@ -38,13 +57,13 @@ def window_shards(
 
 def _reduced_ranges(
     model: ModelState, reduced: Mapping[int, torch.Tensor], names: Sequence[str]
-) -> Iterator[FlatRange]:
+) -> Iterator[tuple[int, FlatRange]]:
     for bucket, fragments in enumerate(model.buffer.fragments):
         for fragment in fragments:
             if bucket in reduced:
                 index = fragment.slot.index
                 values = reduced[bucket].narrow(0, fragment.shard_start, fragment.numel)
-                yield model.range(GRADIENTS + names[index], index, fragment.param_start, values)
+                yield index, model.range(GRADIENTS + names[index], index, fragment.param_start, values)
 
 
 @dataclass
@@ -75,13 +94,12 @@ def begin_window(
     stored: Mapping[str, StoredTensor],
     stored_names: Mapping[str, str],
     saved: Mapping[str, Any],
-    host: HostGroup,
     scaled: bool,
 ) -> WindowLoad:
     """Make room for a saved window's gradients. saved: of state.json. scaled: whether there is a loss scale here; where
     there was one and there is none, or the reverse, sums are kept in fp32. After ``pipeline.zero_grad()``; called on
     all ranks."""
-    rank, world_size = host.rank, host.world_size
+    rank, world_size = model.comm.rank, model.comm.world_size
     widened = scaled != (saved["loss_scale"] is not None)
 
     def dtype_of(key: str) -> torch.dtype:

@@ -5,31 +5,42 @@ from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import ControlChannel
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.host_group import HostGroup
+from zerolite.comm.job import ranks_of_job
+from zerolite.comm.links import HostLinks
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
 from zerolite.comm.shared_store import SharedStore
+from zerolite.comm.topology import DeviceMesh, Topology, create_topology, data_topology, dry_topology, stages_communicator
 
 __all__ = [
     "CollectiveCall",
     "CollectiveCheck",
     "Communicator",
     "ControlChannel",
+    "DeviceMesh",
     "HostGroup",
+    "HostLinks",
     "NullCommunicator",
     "Pending",
     "Recorder",
     "SharedStore",
+    "Topology",
     "Watcher",
     "check_is_wanted",
     "create_communicator",
+    "create_topology",
+    "data_topology",
     "destroy",
     "dry_communicator",
+    "dry_topology",
     "init_distributed",
     "keep_track",
     "local_rank",
+    "ranks_of_job",
     "record",
     "second_communicator",
+    "stages_communicator",
     "unrecorded",
     "use_communicator",
 ]

@@ -78,6 +78,7 @@ class CollectiveCheck:
         assert comm.group is not None
         self._group = second_group(comm.group, "gloo", TAG)
         self._world_size = comm.world_size
+        self._dimension = comm.dimension
         self._label, self._names_of = label, names_of
         self._serial = _made[comm.group] = _made.get(comm.group, 0) + 1
         self._count = 0  # collectives announced
@@ -105,7 +106,7 @@ class CollectiveCheck:
             own = torch.tensor(launched.row(), dtype=torch.int64, device="cpu")
             rows = torch.empty(self._world_size, _WIDTH, dtype=torch.int64, device="cpu")
         if recorder.active:
-            recorder.note("all_gather", rows, TAG)
+            recorder.note("all_gather", rows, TAG, self._dimension, self._world_size)
         work = dist.all_gather(list(rows), own, group=self._group, async_op=True)
         return _Announced(self, self._count, entry, own, rows, work)
 

@@ -91,12 +91,18 @@ class Communicator:
     """Collectives of one data-parallel group. This class is the one of a group of one process: nothing to send.
 
     All methods are called on all ranks of the group, in the same order, with tensors of the same length and dtype.
+
+    Attributes:
+        dimension: of the grid of ranks, for the record: see :class:`~zerolite.comm.topology.Topology`.
     """
+
+    dimension = "data"
 
     def __init__(self, wire: Wire | None = None) -> None:
         """wire: what the collectives go over; none for one process on its own."""
         self.wire: Wire = DryWire(0, 1) if wire is None else wire
         self.rank, self.world_size = self.wire.rank, self.wire.world_size
+        self.main = self.wire.main  # whether this is the job's first rank, which speaks for all
         self.peers_agree = wire is not None and wire.peers_agree  # the others are taken for copies of this rank
         self.guard: Callable[[str], None] | None = None  # called with its name before every collective
         self.flight = Flight()
@@ -108,6 +114,10 @@ class Communicator:
     def group(self) -> dist.ProcessGroup | None:
         """The process group, None where there is none and once closed."""
         return self.wire.group
+
+    def members(self) -> list[int]:
+        """Its ranks as numbers among all processes; its own alone where there is no process group."""
+        return [self.rank] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def close(self) -> None:
         """Let go of the group, which is being destroyed, and close what :meth:`second` gave."""
@@ -201,7 +211,7 @@ class Communicator:
         if self.world_size == 1:
             return self._gather_shards(fulls, shards, tag, key)
         if recorder.active:
-            recorder.note_several("all_gather", fulls, tag)
+            recorder.note_several("all_gather", fulls, tag, self.dimension, self.world_size)
         entry: Raw = ("all_gather", tag, shards if lasting is None else lasting, None, key)
         flight = self.flight
         flight.count += 1
@@ -232,7 +242,7 @@ class Communicator:
         if self.world_size == 1:
             return None
         if recorder.active:
-            recorder.note(op, tensor, tag)
+            recorder.note(op, tensor, tag, self.dimension, self.world_size)
         entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
         flight = self.flight
         flight.count += 1

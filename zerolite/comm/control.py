@@ -27,12 +27,13 @@ class ControlChannel:
         assert comm.group is not None
         self._group = second_group(comm.group, "gloo", "control")
         self._rank, self._world_size, self._width = comm.rank, comm.world_size, width
+        self._dimension = comm.dimension
         self._last: list[Any] = []  # what was sent without waiting, kept alive
 
     def exchange(self, row: list[int]) -> list[list[int]]:
         """Every rank's ``row`` of at most ``width`` integers of 64 bits, filled up with zeros."""
         own, full = self._rows(row)
-        recorder.note("all_gather", full, TAG)
+        recorder.note("all_gather", full, TAG, self._dimension, self._world_size)
         work = dist.all_gather(list(full), own, group=self._group, async_op=True)
         wait_for((work,), ("all_gather", TAG, full.numel(), full.dtype, 0))
         return full.tolist()

@@ -62,7 +62,9 @@ def second_communicator(comm: Communicator, device: torch.device) -> Communicato
     The group is made once for each parent group and lives as long as that one. Closed with ``comm``. Called on all
     ranks of ``comm``, in the same order as their other collectives.
     """
-    return comm.second("none" if comm.group is None else _backend_name(comm.group, device))
+    made = comm.second("none" if comm.group is None else _backend_name(comm.group, device))
+    made.dimension = comm.dimension
+    return made
 
 
 @contextlib.contextmanager

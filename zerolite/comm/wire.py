@@ -34,7 +34,8 @@ class Wire(Protocol):
     All methods but ``send`` and ``receive`` are called on all ranks, in the same order.
 
     group: None where nothing is sent, and once closed. serial: the number of this wire among those of its group, from
-    1, the same on all ranks. peers_agree: the other ranks are copies of this one, and need not be asked.
+    1, the same on all ranks. peers_agree: the other ranks are copies of this one, and need not be asked. main: whether
+    this is the job's first rank, which speaks for all.
     """
 
     group: dist.ProcessGroup | None
@@ -42,6 +43,7 @@ class Wire(Protocol):
     world_size: int
     serial: int
     peers_agree: bool
+    main: bool
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """The sum over ranks, in place."""
@@ -105,6 +107,7 @@ class ProcessGroupWire:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: dist.ProcessGroup | None = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.main = dist.get_rank() == 0
         self.serial = _made[group] = _made.get(group, 0) + 1
         self._global_ranks = dist.get_process_group_ranks(group)
 
@@ -173,6 +176,7 @@ class DryWire:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
+        self.main = rank == 0
 
     def all_reduce(self, tensor: torch.Tensor) -> _Done:
         return _DONE

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from .parallelism import ONE_CHUNK, TWO_CHUNKS
+
 if TYPE_CHECKING:
     from .models import ZeroliteConfig
 
@@ -254,6 +256,77 @@ def _elastic_decides(config: ZeroliteConfig) -> Iterator[Contradiction]:
         )
 
 
+def _one_tensor_size(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    block = config.tensor_parallel
+    if block.autotp_size > 1 and block.size not in (1, block.autotp_size):
+        yield Contradiction(
+            ("tensor_parallel.autotp_size", "tensor_parallel.size"),
+            f"expected tensor_parallel.size = {block.size}, of which it is another name, got {block.autotp_size}; "
+            "leave one of the two out",
+        )
+
+
+def _pipelines_keep_gradients_whole(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    stages, stage = config.pipeline.stages, config.zero_optimization.stage
+    if stages > 1 and stage in (2, 3):
+        what = "reduce-scatter all gradients" if stage == 2 else "gather all parameters and reduce-scatter gradients"
+        yield Contradiction(
+            ("zero_optimization.stage", "pipeline.stages"),
+            f"expected 0 or 1 with a pipeline (pipeline.stages = {stages}), got {stage}: stage {stage} would {what} "
+            f"once for every micro-batch, where stage 1 does it once a step; use stage 1",
+        )
+
+
+def _schedules_have_their_chunks(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    block = config.pipeline
+    if block.stages == 1 or block.chunks is None:
+        return
+    fits = block.chunks == 1 if block.schedule in ONE_CHUNK else block.chunks > 1 or block.schedule == "zero_bubble"
+    if block.schedule in TWO_CHUNKS:
+        fits = block.chunks == 2
+    if not fits:
+        needs = "1" if block.schedule in ONE_CHUNK else "2" if block.schedule in TWO_CHUNKS else "2 or more"
+        yield Contradiction(
+            ("pipeline.chunks", "pipeline.schedule"),
+            f'expected {needs} with pipeline.schedule = "{block.schedule}", got {block.chunks}; change one of the two',
+        )
+
+
+def _splits_say_every_stage(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    block = config.pipeline
+    parts = block.stages * block.chunks_per_rank
+    if block.stages > 1 and block.split != "auto" and len(block.split) != parts - 1:
+        yield Contradiction(
+            ("pipeline.split", "pipeline.stages", "pipeline.chunks"),
+            f"expected {parts - 1} names, which begin the parts 2 to {parts} of {block.stages} stages with "
+            f'{block.chunks_per_rank} on each, got {len(block.split)}; name as many, or write "auto"',
+        )
+
+
+def _elasticity_is_for_data(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    if config.elasticity.enabled and config.model_ranks > 1:
+        yield Contradiction(
+            ("elasticity.enabled", "tensor_parallel.size", "pipeline.stages"),
+            f"expected false where one copy of the model takes {config.model_ranks} ranks (tensor_parallel.size × "
+            "pipeline.stages), got true; leave the block out",
+        )
+
+
+def _pipelines_sum_on_the_device(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    """Gradients that are summed beside the data ranks are summed where the step finds them."""
+    offloads = config.zero_optimization.offload_optimizer.enabled
+    for path, on in (
+        ("pipeline.stages", config.pipeline.stages > 1),
+        ("tensor_parallel.sequence_parallel", config.tensor_parallel.sequence_parallel),
+    ):
+        if on and offloads:
+            yield Contradiction(
+                ("zero_optimization.offload_optimizer.device", path),
+                f'expected "none" with {path}, got "{config.zero_optimization.offload_optimizer.device}": gradients '
+                "that several stages or parts of a sequence share are summed on the device; leave one of the two out",
+            )
+
+
 _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _one_precision,
     _bf16_states_need_bf16_masters,
@@ -271,4 +344,10 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _something_is_logged,
     _elastic_needs,
     _elastic_decides,
+    _one_tensor_size,
+    _pipelines_keep_gradients_whole,
+    _schedules_have_their_chunks,
+    _splits_say_every_stage,
+    _elasticity_is_for_data,
+    _pipelines_sum_on_the_device,
 )

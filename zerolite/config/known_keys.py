@@ -138,23 +138,37 @@ _PROFILING: dict[str, Key | Block] = {
     ),
 }
 
+_INNER_TP: dict[str, Key | Block] = {
+    "tp_size": Key((1,), "use tensor_parallel.size"),
+    "tp_grain_size": Key(free=True),
+    "mpu": Key((None,)),
+    "tp_group": Key((None,)),
+}
+
+_TENSOR_PARALLEL: dict[str, Key | Block] = {
+    "dtype": Key(note="the precision is that of fp16, bf16 or torch_autocast", free=True),
+    "tp_overlap_comm": OFF,
+    "vocab_parallel_lm_head": Key((True, False), "the plan says it"),
+    "vocab_parallel_ce_backend": Key(free=True),
+    "injection_policy_tuple": Key((None,), "use tensor_parallel.plan"),
+    "partition_config": Key((None,), "use tensor_parallel.plan"),
+    "preset_model": Key((None,), "use tensor_parallel.plan"),
+    "keep_module_on_host": OFF,
+    "replace_with_kernel_inject": OFF,
+    "kernel_inject": OFF,
+    "tensor_parallel": Block(_INNER_TP),
+    "tp": Block(_INNER_TP),
+}
+
+_PIPELINE: dict[str, Key | Block] = {
+    "partition": Key(("best",), "use pipeline.partition_method"),
+    "seed_layers": Key((True, False), "an argument of PipelineModule"),
+    "pipe_partitioned": Key((True, False)),
+    "grad_partitioned": Key((True, False)),
+    "use_reentrant": OFF,
+}
+
 _PARALLELISM: dict[str, Key | Block] = {
-    "tensor_parallel": _switched(
-        "dtype",
-        "tp_overlap_comm",
-        "vocab_parallel_lm_head",
-        "vocab_parallel_ce_backend",
-        "injection_policy_tuple",
-        "partition_config",
-        "preset_model",
-        "keep_module_on_host",
-        "replace_with_kernel_inject",
-        "kernel_inject",
-        switch="autotp_size",
-        off=(0, 1),
-        tensor_parallel=Block(_tuning("tp_size", "tp_grain_size", "mpu", "tp_group")),
-        tp=Block(_tuning("tp_size", "tp_grain_size", "mpu", "tp_group")),
-    ),
     "expert_parallel": _switched(
         "autoep_size",
         "expert_tensor_parallel_size",
@@ -191,16 +205,6 @@ _PARALLELISM: dict[str, Key | Block] = {
         "shared_experts_pattern",
         "shared_experts_gate_pattern",
         "expert_activation",
-    ),
-    "pipeline": _switched(
-        "partition",
-        "seed_layers",
-        "activation_checkpoint_interval",
-        "pipe_partitioned",
-        "grad_partitioned",
-        "use_reentrant",
-        switch="stages",
-        off=("auto", 1, None),
     ),
     "use_data_before_expert_parallelism": OFF,
     "seq_parallel_communication_data_type": Key((None, "fp32")),
@@ -390,6 +394,8 @@ UNSUPPORTED: dict[str, dict[str, Key | Block]] = {
     },
     "aio": {"use_gds": Key((False,), "GPUDirect Storage; what is on disk passes through the host")},
     "checkpoint": _CHECKPOINT,
+    "tensor_parallel": _TENSOR_PARALLEL,
+    "pipeline": _PIPELINE,
     "data_types": {
         "param_dtype": Key((None,)),
         "buffer_dtype": Key((None,)),

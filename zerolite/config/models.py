@@ -25,6 +25,7 @@ from .elasticity import solve as solve_elastic
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
+from .parallelism import PipelineConfig, TensorParallelConfig
 from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
 from .profiling import CommsLoggerConfig, FlopsProfilerConfig
 from .rules import (
@@ -145,6 +146,12 @@ class ZeroliteConfig(_Block):
         default=0.0, description="Largest global 2-norm of the gradients; larger ones are scaled down to it. 0 = off."
     )
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig, description="What is spread over the ranks.")
+    tensor_parallel: Annotated[TensorParallelConfig, NullIsAbsent()] = Field(
+        default_factory=TensorParallelConfig, description="Each layer on several ranks. null: all defaults."
+    )
+    pipeline: Annotated[PipelineConfig, NullIsAbsent()] = Field(
+        default_factory=PipelineConfig, description="Layers on several ranks, one after another. null: all defaults."
+    )
     aio: Annotated[AioConfig, NullIsAbsent()] = Field(
         default_factory=AioConfig, description='How `"nvme"` reads and writes. null: all defaults.'
     )
@@ -229,7 +236,7 @@ class ZeroliteConfig(_Block):
         return self
 
     def resolve(self, world_size: int) -> ZeroliteConfig:
-        """The same configuration with the batch sizes filled in for `world_size` ranks.
+        """The same configuration with the batch sizes filled in for `world_size` data-parallel ranks.
 
         train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size. Both batch sizes
         stay None when neither is given: the user's own loader decides. The accumulation is never None afterwards.
@@ -272,3 +279,8 @@ class ZeroliteConfig(_Block):
             return solve_elastic(self.elasticity.terms(self.train_batch_size), world_size)
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         return batch.solve(*given, world_size)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one copy of the model is spread over, beside ZeRO."""
+        return self.tensor_parallel.ranks * self.pipeline.stages

@@ -6,25 +6,33 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerolite.accelerator import collector_off, dry_run, is_fake
-from zerolite.comm import Recorder, dry_communicator, record, unrecorded, use_communicator
+from zerolite.comm import Recorder, Topology, dry_communicator, dry_topology, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
+from zerolite.cuts import cut_of
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
+from zerolite.planning.places import Grid
 from zerolite.planning.skeleton import Skeleton
-from zerolite.planning.steps import STEP, Batch, Loss, train_one_step
+from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
 from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.profiling.flop_count import count_flops
 from zerolite.runtime.build import Arguments, build_engine, check_model
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.micro_batch import MicroBatch
+from zerolite.runtime.parts import part_of_model
+from zerolite.runtime.zero.partitioned_parameter import whole_numel
+
+if TYPE_CHECKING:
+    from zerolite.pipe.dry import Rehearsal
 
 _one_at_a_time = threading.RLock()
 """What a dry run stands in for (the communicator, the listeners to memory) is the process's."""
@@ -35,26 +43,44 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Job:
-    """What is run. config: resolved for ``world_size`` ranks. device: "cuda" or "cpu", whose communicator and habits
-    are imitated. shared_memory: on the CPU, whether the ranks are on one host. batch: None runs no forward of the
-    model: every parameter is used once, in the order of registration. make_arguments: called when the model has been
-    made."""
+    """What is run. config: resolved for ``grid.data`` ranks; what it says of tensor_parallel and pipeline holds where
+    the grid has several ranks for it. rank: of all. device: "cuda" or "cpu", whose communicator and habits are
+    imitated. shared_memory: on the CPU, whether the ranks are on one host. batch: None runs no forward of the model:
+    every parameter is used once, in the order of registration. loss: of the outputs, or of outputs and targets.
+    make_arguments: called when the model has been made."""
 
     make_model: Callable[[], torch.nn.Module]
     config: ZeroliteConfig
-    world_size: int
+    grid: Grid
     rank: int = 0
     device: str = "cuda"
     shared_memory: bool = True
     batch: Batch | None = None
-    loss: Loss | None = None
+    loss: Callable[..., torch.Tensor] | None = None
     make_arguments: Callable[[], Arguments] = Arguments
+
+    @property
+    def world_size(self) -> int:
+        return self.grid.world_size
+
+    @property
+    def stage(self) -> int:
+        """Of the pipeline."""
+        return self.grid.place(self.rank)[0]
+
+    def at_stage(self, stage: int) -> Job:
+        """That of the rank with the same place in another stage."""
+        _, data, tensor = self.grid.place(self.rank)
+        return replace(self, rank=self.grid.rank(stage, data, tensor))
 
     @property
     def communicator(self) -> str:
         if self.device == "cuda":
             return "nccl"
         return "shared_memory" if self.shared_memory else "gloo"
+
+    def topology(self) -> Topology:
+        return dry_topology(self.communicator, self.rank, self.world_size, self.grid.pipe, self.grid.tensor)
 
 
 @dataclass
@@ -63,8 +89,10 @@ class Outcome:
 
     model_name: str
     classes: dict[str, str]  # by qualified name of the module
-    parameters: int
-    trained_parameters: int
+    parameters: int  # of whole tensors, of this rank's stage
+    trained_parameters: int  # of these
+    tied_parameters: int  # of these, those that a stage before counts
+    rank_parameters: int  # of what this rank has of them
     initialize: Fullest
     warm_up: Fullest
     step: Fullest
@@ -83,39 +111,84 @@ class Outcome:
 def run(job: Job, points: int = 1000) -> Outcome:
     """Make the model and the engine, train :data:`WARM_UP` + 1 steps. points: of the course of the last one.
 
-    Raises PlanError where the model needs values or the engine refuses the job, and ConfigError.
+    Raises PlanError where the model needs values or the engine refuses the job, and ConfigError. Of a pipeline it is
+    :func:`run_stages` that knows what the stages give each other.
     """
+    return _run(job, points, None)
+
+
+def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int, Outcome]:
+    """:func:`run` for some stages of a pipeline, by number."""
+    from zerolite.pipe.dry import Rehearsal  # only where there is a pipeline
+
+    wanted = sorted(stages)
+    rehearsal = Rehearsal()
+    if job.batch is not None and (job.config.pipeline.chunks_per_rank > 1 or wanted != list(range(len(wanted)))):
+        _learn_boundaries(job, rehearsal)
+    return {stage: _run(job.at_stage(stage), points, rehearsal) for stage in wanted}
+
+
+def _run(job: Job, points: int, rehearsal: Rehearsal | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
+    with contextlib.ExitStack() as stack:
+        mode = stack.enter_context(_without_ranks(job, rehearsal))
+        stack.enter_context(tracker)
+        stack.enter_context(tracker.modules.followed())
+        gc.collect()  # before and not inside, so that the same run gives the same numbers
+        stack.enter_context(collector_off())
+        return _Run(job, tracker, mode, rehearsal).outcome(points)
+
+
+@contextlib.contextmanager
+def _without_ranks(job: Job, rehearsal: Rehearsal | None) -> Iterator[WithoutMemory]:
+    """Inside, this process plays ``job.rank``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
         stack.enter_context(_without_warnings())
         stack.enter_context(_as_in_a_loop())
         stack.enter_context(dry_run())
         stack.enter_context(unrecorded())
+        if rehearsal is not None:
+            stack.enter_context(rehearsal.running())
         stack.enter_context(
             use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size))
         )
-        mode = stack.enter_context(WithoutMemory())
-        stack.enter_context(tracker)
-        stack.enter_context(tracker.modules.followed())
-        gc.collect()  # before and not inside, so that the same run gives the same numbers
-        stack.enter_context(collector_off())
-        return _Run(job, tracker, mode).outcome(points)
+        yield stack.enter_context(WithoutMemory())
+
+
+def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
+    """What each part of the pipeline gives the next one: one forward of every part, in their order."""
+    from zerolite.pipe.dry import learn_boundaries
+
+    with _without_ranks(job, rehearsal) as mode:
+        runners, batches = [], None
+        for stage in range(job.grid.pipe):
+            run = _Run(job.at_stage(stage), MemoryTracker(), mode, rehearsal)
+            engine = run.make_engine(run.make_model())
+            batches = batches or run.batches(engine)
+            runners.append(engine.runner)
+        with explained("the model's forward"):
+            learn_boundaries(runners, batches)
 
 
 class _Run:
-    """Needs the modes that :func:`run` sets."""
+    """Needs the modes that :func:`_run` sets."""
 
-    def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory) -> None:
+    def __init__(
+        self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, rehearsal: Rehearsal | None
+    ) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
+        self._staged: Any = None
+        if rehearsal is not None:
+            rehearsal.phase = self._phase
 
     def outcome(self, points: int) -> Outcome:
         tracker = self._tracker
-        model = self._make_model()
+        model = self.make_model()
         made = tracker.items[HOST][MADE]
         tracker.forget_most()
-        parameters = _numel(model.parameters())
-        engine = self._make_engine(model)
+        engine = self.make_engine(model)
+        self._prepare_chunks(engine)
         initialize = tracker.fullest
         tracker.measure_from_here()
         for _ in range(WARM_UP):
@@ -125,11 +198,11 @@ class _Run:
         tracker.record()
         with record() as recorder:
             self._step(engine)
+        counts = self._counts(engine, model)
         outcome = Outcome(
             model_name=type(model).__name__,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
-            parameters=parameters,
-            trained_parameters=sum(slot.numel for slot in engine.parts.reducer.layout.slots),
+            **counts,
             initialize=initialize,
             warm_up=warm_up,
             step=tracker.fullest,
@@ -147,6 +220,16 @@ class _Run:
             outcome.flops = self._count_flops(engine, model)
         return outcome
 
+    def _counts(self, engine: Engine, model: torch.nn.Module) -> dict[str, int]:
+        trained = engine.parts.reducer.parameters
+        later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
+        return {
+            "parameters": sum(map(_whole_numel, model.parameters())),
+            "trained_parameters": sum(map(_whole_numel, trained)),
+            "tied_parameters": sum(_whole_numel(tie.parameter) for tie in later),
+            "rank_parameters": sum(map(whole_numel, model.parameters())),
+        }
+
     def _count_flops(self, engine: Engine, model: torch.nn.Module) -> int:
         """Of one more step, without what checkpointing recomputes. Not of one that is measured: counting may keep
         tensors alive."""
@@ -154,7 +237,7 @@ class _Run:
             self._step(engine)
         return count.total.model
 
-    def _make_model(self) -> torch.nn.Module:
+    def make_model(self) -> torch.nn.Module:
         tracker = self._tracker
         tracker.item, tracker.place = (MADE, HOST) if self._job.device == "cuda" else (COMPUTE, DEVICE)
         with explained("the model's constructor"), self._mode.constructing():
@@ -162,34 +245,52 @@ class _Run:
         gc.collect()  # what the constructor has left in cycles: torch.load's state dicts
         with refusals():
             check_model(model)
-        if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
-            model = Skeleton(model).model  # somebody else's: it stays as it is
-        on_the_cpu(model)
-        if self._job.batch is None:
-            walk_through_parameters(model)
+        if not (getattr(model, "is_pipeline_module", False) and not model.built):  # otherwise built where it lives
+            if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
+                model = Skeleton(model).model  # somebody else's: it stays as it is
+            on_the_cpu(model)
         return model
 
-    def _make_engine(self, model: torch.nn.Module) -> Engine:
+    def make_engine(self, model: torch.nn.Module) -> Engine:
         tracker, job = self._tracker, self._job
-        tracker.item, tracker.place = OTHER, DEVICE
+        topology, device = job.topology(), torch.device("cpu")
+        loss_fn = loss_fn_of(model, job.grid.pipe, job.loss)
         with refusals():
+            if not topology.trivial or loss_fn is not None or hasattr(model, "is_pipeline_module"):
+                with self._mode.constructing():
+                    self._staged, loss_fn = part_of_model(model, job.config, topology, device, loss_fn)
+            staged = self._staged
+            if job.batch is None:
+                walk_through_parameters(model)
+                staged, loss_fn = staged and _Unscheduled(staged), None
+            tracker.item, tracker.place = OTHER, DEVICE
             engine = build_engine(
-                model,
-                job.config,
-                job.make_arguments(),
-                dry_communicator(job.communicator, job.rank, job.world_size),
-                torch.device("cpu"),
-                job.device,
+                model, job.config, job.make_arguments(), topology, device, job.device, staged
             )
+        engine.loss_fn = loss_fn
         tracker.modules.name(model)
         trained = {id(parameter) for parameter in engine.parts.reducer.parameters}
         tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)
         tracker.claim(model.buffers(), BUFFERS)
         return engine
 
+    def _prepare_chunks(self, engine: Engine) -> None:
+        """What the parts of a pipeline look at once for new shapes, in a run that takes no memory in a real job."""
+        if engine.runner is None:
+            return
+        with explained("the model's forward"):
+            first = MicroBatch.of(next(self.batches(engine)), engine.loss_fn, engine.device)
+            for chunk in self._staged.chunks:
+                chunk.prepare(first)
+
+    def batches(self, engine: Engine) -> Iterator[Any]:
+        """Micro-batches for a pipeline."""
+        return micro_batches(engine, self._batch)
+
     def _step(self, engine: Engine) -> None:
         """One window of micro-batches."""
-        train_one_step(engine, self._batch, self._job.loss, self._phase)
+        with explained("the pipeline") if engine.runner is not None else contextlib.nullcontext():
+            train_one_step(engine, self._batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
 
     def _batch(self) -> Any:
@@ -210,14 +311,29 @@ class _Run:
             self._mode.stepping = False
 
 
+class _Unscheduled:
+    """A stage of a pipeline in an engine that is called like any other: without a batch there is nothing to send."""
+
+    passes, loss_fn = 1, None
+
+    def __init__(self, staged: Any) -> None:
+        self.ties = staged.ties
+
+    def runner(self, parts: Any) -> None:
+        return None
+
+
 def _of_peers(engine: Engine) -> int:
     comms = {id(comm): comm for comm in (engine.parts.comm, getattr(engine.coordinator, "comm", engine.parts.comm))}
     mapped = sum(tensor.untyped_storage().nbytes() for comm in comms.values() for tensor in comm.memory())
-    return mapped * (engine.world_size - 1) // engine.world_size
+    ranks = engine.parts.comm.world_size
+    return mapped * (ranks - 1) // ranks
 
 
-def _numel(parameters: Any) -> int:
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+def _whole_numel(parameter: torch.nn.Parameter) -> int:
+    """Of the tensor that tensor parallelism has cut, if it has."""
+    cut = cut_of(parameter)
+    return whole_numel(parameter) if cut is None else cut.full_numel
 
 
 @contextlib.contextmanager

@@ -168,7 +168,7 @@ def _dry_run(
     job = Job(
         make_model=make_model,
         config=silent(config),
-        world_size=comm.world_size,
+        grid=Grid(data=comm.world_size),
         rank=comm.rank,
         device="cuda" if device.type == "cuda" else "cpu",
         make_arguments=lambda: copies[0].arguments(model, arguments),

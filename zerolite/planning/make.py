@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES, OTHER
-from zerolite.planning.dry_run import Job, Loss, Outcome, run
+from zerolite.planning.bubble import ASSUMED, Action, bubble
+from zerolite.planning.dry_run import Job, Outcome, run, run_stages
 from zerolite.planning.errors import PlanError, RefusedError
 from zerolite.planning.host_room import offloads
-from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan
+from zerolite.planning.places import Grid
+from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Stage
 from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
 from zerolite.planning.tracker import Fullest
 from zerolite.planning.traffic import summarize
@@ -53,23 +56,27 @@ def plan(
     world_size: int,
     *,
     nodes: int | None = None,
-    rank: int = 0,
+    rank: int | None = None,
     device: str = "cuda",
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     batch: Callable[..., Any] | None = None,
-    loss: Loss | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
 ) -> Plan:
-    """What rank ``rank`` of ``world_size`` ranks needs to train the model that ``model_fn()`` makes, with ``config``.
+    """What a rank of ``world_size`` ranks needs to train the model that ``model_fn()`` makes, with ``config``, which
+    says the grid that they form (``tensor_parallel``, ``pipeline``).
 
     The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated.
     model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the meta
-    device. nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them. device:
+    device. nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them. rank:
+    whose needs to tell; None: rank 0's, or with a pipeline those of the stage with the highest peak. device:
     "cuda" or "cpu", for which communicators and habits are those of the plan. device_memory: of each rank's device,
     host_memory: of each host, which its ranks share: bytes, or text such as "80GB".
     batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by name;
-    the tensors may be real. None: no forward is run, and activations are not in the numbers. loss: from the model's
-    output to a scalar; by default the output itself, its ``loss``, or the mean of its first floating tensor.
+    the tensors may be real. None: no forward is run, and activations are not in the numbers, nor what tensor
+    parallelism and pipelines send. loss: from the model's output to a scalar; by default the output itself, its
+    ``loss``, or the mean of its first floating tensor. Or from outputs and targets: then, and where a PipelineModule
+    has a loss function, a batch is a pair (inputs, targets), as for ``engine.train_batch``.
 
     Raises PlanError where the model does what needs values, or where the engine refuses the job (RefusedError),
     ConfigError for the config, ValueError for the other arguments. Needs no process group and starts none; may be
@@ -77,22 +84,55 @@ def plan(
     """
     _check_places(world_size, nodes, rank, device)
     memory = _parsed("device_memory", device_memory), _parsed("host_memory", host_memory)
-    resolved = silent(load_config(config)).resolve(world_size)
+    job = job_of(model_fn, load_config(config), world_size, nodes, rank or 0, device, batch, loss)
+    if job.grid.pipe == 1:
+        return plan_of(job, run(job), nodes, *memory)
+    return plan_of_stages(job, run_stages(job, range(job.grid.pipe)), nodes, *memory, at_rank=rank is not None)
+
+
+def job_of(
+    model_fn: Callable[[], torch.nn.Module],
+    config: ZeroliteConfig,
+    world_size: int,
+    nodes: int | None,
+    rank: int,
+    device: str,
+    batch: Callable[..., Any] | None,
+    loss: Callable[..., torch.Tensor] | None,
+) -> Job:
+    """See :func:`plan`."""
+    grid = grid_of(config, world_size)
+    resolved = silent(config).resolve(grid.data)
     if resolved.zero_optimization.stage == "auto":
         raise PlanError(
             'zero_optimization.stage is "auto": a plan is made for one stage, 0 to 3; name one, or --compare them'
         )
-    job = Job(
+    return Job(
         make_model=model_fn,
         config=resolved,
-        world_size=world_size,
+        grid=grid,
         rank=rank,
         device=device,
         shared_memory=nodes in (None, 1),
         batch=of_micro_batch(batch, resolved.train_micro_batch_size_per_gpu),
         loss=loss,
     )
-    return plan_of(job, run(job), nodes, *memory)
+
+
+def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
+    """That of ``config``. Raises ConfigError if so many ranks do not form it."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
+    if world_size % (pipe * tensor):
+        raise ConfigError(
+            [
+                (
+                    "pipeline.stages" if pipe > 1 else "tensor_parallel.size",
+                    f"expected the number of ranks to be a multiple of pipeline.stages × tensor_parallel.size = {pipe} "
+                    f"× {tensor} = {pipe * tensor}, got {world_size} ranks",
+                )
+            ]
+        )
+    return Grid(pipe, world_size // (pipe * tensor), tensor)
 
 
 def compare(
@@ -178,10 +218,10 @@ def silent(config: ZeroliteConfig) -> ZeroliteConfig:
     )
 
 
-def _check_places(world_size: int, nodes: int | None, rank: int, device: str) -> None:
+def _check_places(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"plan: expected world_size, a number of ranks, 1 or more, got {world_size!r}")
-    if not 0 <= rank < world_size:
+    if rank is not None and not 0 <= rank < world_size:
         raise ValueError(f"plan: expected rank from 0 to {world_size - 1} (world_size - 1), got {rank}")
     if nodes is not None and (nodes < 1 or world_size % nodes):
         raise ValueError(
@@ -242,13 +282,19 @@ def plan_of(
         batch=_describe_batch(job),
         parameters=outcome.parameters,
         trained_parameters=outcome.trained_parameters,
+        rank_parameters=outcome.rank_parameters,
+        pipeline_stages=job.grid.pipe,
+        data_parallel=job.grid.data,
+        tensor_parallel=job.grid.tensor,
+        pipeline_stage=job.stage,
+        schedule=config.pipeline.schedule if job.grid.pipe > 1 else None,
         states=states,
         at_rest=_items(outcome.at_rest),
         peak=max(peaks, key=lambda peak: peak.bytes),
         initialize_peak=peaks[0],
         step_peak=peaks[2],
         timeline=[Moment(items=items, phase=phase, module=module) for items, phase, module in outcome.course],
-        traffic=summarize(outcome.recorder.calls, job.world_size, nodes),
+        traffic=summarize(outcome.recorder.calls, job.grid, nodes, job.stage, is_looped(config)),
         host=_any(_items(outcome.largest[HOST])),
         disk=_any(_items(outcome.largest[DISK])),
         host_peak=outcome.most_in_host_memory,
@@ -258,6 +304,45 @@ def plan_of(
         host_memory=host_memory,
         notes=_notes(job, outcome),
     )
+
+
+def plan_of_stages(
+    job: Job,
+    outcomes: Mapping[int, Outcome],
+    nodes: int | None,
+    device_memory: int | None,
+    host_memory: int | None = None,
+    at_rank: bool = False,
+) -> Plan:
+    """What ``outcomes`` of stages of ``job``'s pipeline say. at_rank: tell of ``job.rank``, and not of the fullest."""
+    made = {
+        stage: plan_of(job.at_stage(stage), outcome, nodes, device_memory, host_memory)
+        for stage, outcome in outcomes.items()
+    }
+    told = made[job.stage] if at_rank else max(made.values(), key=lambda one: one.peak.bytes)
+    owned = [outcome.parameters - outcome.tied_parameters for outcome in outcomes.values()]
+    trained = [outcome.trained_parameters - outcome.tied_parameters for outcome in outcomes.values()]
+    waits = bubble(orders_of(job.config, job.grid.pipe))
+    update = {
+        "parameters": sum(owned),
+        "trained_parameters": sum(trained),
+        "bubble": waits,
+        "stages": [_stage(one) for one in made.values()],
+        "notes": [*told.notes, ASSUMED],
+    }
+    return told.model_copy(update=update)
+
+
+def orders_of(config: ZeroliteConfig, stages: int) -> list[list[Action]]:
+    """What each rank of the pipeline computes in a step."""
+    from zerolite.pipe.order import orders  # only where there is a pipeline
+
+    block, micro_batches = config.pipeline, config.gradient_accumulation_steps or 1
+    return orders(block.schedule, stages, block.chunks_per_rank, micro_batches)
+
+
+def _stage(made: Plan) -> Stage:
+    return Stage(stage=made.pipeline_stage, **{name: getattr(made, name) for name in Stage.model_fields if name != "stage"})
 
 
 def _items(items: dict[str, int]) -> Items:
@@ -288,6 +373,11 @@ def _precision(config: ZeroliteConfig) -> str:
     if config.torch_autocast.enabled:
         return f"autocast to {config.torch_autocast.dtype}"
     return "fp32"
+
+
+def is_looped(config: ZeroliteConfig) -> bool:
+    """Whether the last rank of the pipeline sends to the first one: their parts of the model are dealt out in turn."""
+    return config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS
 
 
 def _describe_batch(job: Job) -> str | None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerolite.accelerator import collector_off, default_device, is_fake
 from zerolite.comm import local_rank, record
+from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.memory_items import (
     BUFFERS,
@@ -31,8 +32,9 @@ from zerolite.memory_items import (
 )
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.make import ConfigLike, of_micro_batch, silent
+from zerolite.planning.places import Grid
 from zerolite.planning.result import Items, Traffic
-from zerolite.planning.steps import STEP, Batch, Loss, train_one_step
+from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step
 from zerolite.planning.traffic import summarize
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.runtime.engine import Engine
@@ -67,21 +69,22 @@ def measure(
     make_model: Callable[[], torch.nn.Module],
     config: ConfigLike,
     batch: Callable[..., Any] | None = None,
-    loss: Loss | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
 ) -> Measurement:
     """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
 
     config: as for ``zerolite.initialize``; its monitors and the like stay off. batch, loss: as for ``zerolite.plan``;
     batch None: every parameter is used once, by itself. Counts from before the model is made; what the process holds
-    already does not count. Called on all ranks, with equal arguments.
+    already does not count. A pipeline needs a batch. Called on all ranks, with equal arguments.
     """
     device = default_device(local_rank())
     account = _DeviceAccount(device) if device.type == "cuda" else _HostAccount()
     with account.counting():
         model = make_model()
+        settings = silent(load_config(config))
+        engine = initialize(model, settings, loss_fn=loss_fn_of(model, settings.pipeline.stages, loss))
         if batch is None:
             walk_through_parameters(model)
-        engine = initialize(model, silent(load_config(config)))
         made = _made_on(engine.device, of_micro_batch(batch, engine.train_micro_batch_size_per_gpu))
         _warm_up(engine, made, loss)
         gc.collect()
@@ -104,11 +107,11 @@ def measure(
         at_rest=at_rest,
         step_peak=account.peak,
         inside_operators=account.inside_operators,
-        traffic=summarize(recorder.calls, engine.world_size, None),
+        traffic=summarize(recorder.calls, Grid(**{name: getattr(engine.topology, name).world_size for name in DIMENSIONS})),
     )
 
 
-def _warm_up(engine: Engine, batch: Batch, loss: Loss | None) -> None:
+def _warm_up(engine: Engine, batch: Batch, loss: Callable[..., torch.Tensor] | None) -> None:
     """As many steps as a plan takes, and on until one is not skipped: a loss scale finds its size."""
     for step in range(_MOST_STEPS):
         skipped = engine.skipped_steps
@@ -149,7 +152,7 @@ class _Asked:
 
     @contextlib.contextmanager
     def around(self, phase: str) -> Iterator[None]:
-        if phase == STEP and self._engine.is_gradient_accumulation_boundary():
+        if phase == STEP and (self._engine.runner is not None or self._engine.is_gradient_accumulation_boundary()):
             self._engine.reduce_gradients()
             self.ask()
         yield

@@ -44,16 +44,40 @@ class Traffic(_Frozen):
 
     nbytes: the full tensors that they concern (a gather of P parameters on N ranks counts P, not P / N). sent: what
     this rank sends if they run as rings, the bandwidth-optimal algorithm: (N - 1) / N of it for a gather or a
-    reduce-scatter, twice that for an all-reduce, all of it for a broadcast. inter_node: the part of ``sent``, on
-    average over the ranks of a node, that leaves the node.
+    reduce-scatter, twice that for an all-reduce, all of it for a broadcast and for what one stage of a pipeline sends
+    to another. inter_node: the part of ``sent``, on average over the ranks of a node (of a stage, if it goes to another
+    one), that leaves the node.
     """
 
-    op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast")
+    op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast; send or receive between stages")
     tag: str = Field(description="what it is for: gradients, parameters, stats, ...")
+    dimension: str = Field(default="data", description="of the grid: data, tensor, pipe, model (tensor × pipe), world")
+    ranks: int = Field(default=1, description="that take part")
     count: int
     nbytes: int
     sent: int
     inter_node: int | None = Field(description="None where the number of nodes was not given")
+
+
+class Stage(_Frozen):
+    """What a rank of one pipeline stage needs: the fields of :class:`Plan` that differ from stage to stage."""
+
+    stage: int
+    rank: int
+    rank_parameters: int
+    states: Items
+    at_rest: Items
+    peak: Peak
+    step_peak: Peak
+    traffic: list[Traffic]
+    host_peak: int
+    checkpoint: int
+    flops: int | None
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends in one step."""
+        return sum(entry.sent for entry in self.traffic)
 
 
 class Plan(_Frozen):
@@ -67,6 +91,11 @@ class Plan(_Frozen):
     items, or the model before the engine has it; with device "cpu" the device's too. checkpoint: what this rank writes.
     flops: of one rank's forward and backward in one step, None without a batch. device_memory: of each rank's device.
     host_memory: of each host, which its ranks share.
+
+    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline ``stages`` has a rank of
+    each stage, and all else is that of the rank whose peak is highest, unless another one was asked for. parameters:
+    of the whole model; rank_parameters: of what this rank has of it, padding included. bubble: the part of a step in
+    which the ranks of a pipeline wait, as zerolite.planning.bubble counts it.
     """
 
     model: str
@@ -81,6 +110,14 @@ class Plan(_Frozen):
     batch: str | None = Field(description="what one micro-batch is, None if none was given")
     parameters: int
     trained_parameters: int
+    rank_parameters: int
+    pipeline_stages: int = 1
+    data_parallel: int
+    tensor_parallel: int = 1
+    pipeline_stage: int = 0
+    schedule: str | None = Field(default=None, description="of the pipeline")
+    bubble: float | None = Field(default=None, description="None without a pipeline")
+    stages: list[Stage] = Field(default=[], description="of the pipeline; none without one")
     states: Items
     at_rest: Items
     peak: Peak
@@ -137,6 +174,17 @@ class Plan(_Frozen):
     def sent(self) -> int:
         """Bytes that this rank sends in one step."""
         return sum(entry.sent for entry in self.traffic)
+
+    @property
+    def inter_node(self) -> int | None:
+        """The part of it that leaves the node; None if the number of nodes was not given."""
+        return None if self.nodes is None else sum(entry.inter_node or 0 for entry in self.traffic)
+
+    @property
+    def grid(self) -> str:
+        """The sizes of more than one rank, as in "pipe 2 × data 4"."""
+        sizes = (("pipe", self.pipeline_stages), ("data", self.data_parallel), ("tensor", self.tensor_parallel))
+        return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "data 1"
 
 
 def total(items: Items, names: Iterable[str]) -> int:

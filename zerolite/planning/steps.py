@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.micro_batch import LossFunction, MicroBatch
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
@@ -27,16 +29,79 @@ def _unseen(phase: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+class Unpaired:
+    """A loss of the outputs alone, as a loss function of outputs and targets: there are none."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        return self._loss(outputs)
+
+
+def loss_fn_of(model: torch.nn.Module, stages: int, loss: Callable[..., torch.Tensor] | None) -> LossFunction | None:
+    """What ``zerolite.initialize`` is to be given as loss_fn for a pipeline of ``stages``. loss: of the outputs, or of
+    outputs and targets; then, as with a PipelineModule that has a loss function, batches are (inputs, targets)."""
+    if loss is not None and _is_of_targets(loss):
+        return loss
+    if stages == 1 or getattr(model, "loss_fn", None) is not None:
+        return None
+    return Unpaired(loss or loss_of)
+
+
+def _is_of_targets(loss: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(entry.kind in positional and entry.default is entry.empty for entry in parameters) == 2
+
+
 def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase: Phase = _unseen) -> None:
-    """A whole window of micro-batches, each made anew, and its update. Called on all ranks."""
+    """A whole window of micro-batches, each made anew, and its update. With a pipeline ``phase`` is told of the update
+    alone. Called on all ranks."""
+    if engine.runner is not None:
+        _train_pipeline(engine, batch, phase)
+        return
     for _ in range(engine.config.gradient_accumulation_steps or 1):
         with phase(FORWARD):
-            value = (loss or loss_of)(_forward(engine, batch()))
+            value = _loss(engine, batch(), loss)
         with phase(BACKWARD):
             engine.backward(value)
         del value
         with phase(STEP):
             engine.step()
+
+
+def _train_pipeline(engine: Engine, batch: Batch, phase: Phase) -> None:
+    pipeline: Any = engine._pipeline
+    known, step = vars(pipeline).get("step"), pipeline.step
+
+    def in_phase() -> None:
+        with phase(STEP):
+            step()
+
+    pipeline.step = in_phase
+    try:
+        engine.train_batch(micro_batches(engine, batch))
+    finally:
+        del pipeline.step
+        if known is not None:
+            pipeline.step = known
+
+
+def micro_batches(engine: Engine, batch: Batch) -> Iterator[Any]:
+    """What ``engine.train_batch`` takes, without end."""
+    while True:
+        yield (batch(), None) if isinstance(engine.loss_fn, Unpaired) else batch()
+
+
+def _loss(engine: Engine, batch: Any, loss: Loss | None) -> torch.Tensor:
+    if engine.loss_fn is not None:
+        micro = MicroBatch.of(batch, engine.loss_fn, engine.device)
+        return micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
+    return (loss or loss_of)(_forward(engine, batch))
 
 
 def _forward(engine: Engine, batch: Any) -> Any:

@@ -1,11 +1,15 @@
-"""[pure] Logical collectives of one step to bytes by kind, within nodes and between them."""
+"""[pure] Logical collectives of one step to bytes by kind and dimension, within nodes and between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Protocol
 
+from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Traffic
+
+MESSAGES = ("send", "receive")
 
 
 class Call(Protocol):
@@ -20,30 +24,48 @@ class Call(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def dimension(self) -> str: ...
 
-def summarize(calls: Iterable[Call], world_size: int, nodes: int | None) -> list[Traffic]:
-    """One row for each operation and purpose, in the order of the bytes sent.
+    @property
+    def ranks(self) -> int: ...
 
-    Rings in the order of ranks, which fill one node after the other: of a node's ranks one sends to another node, so
-    that 1 / (ranks of a node) of what a rank sends on average leaves the node, if there are several. NCCL may choose
-    trees for small tensors, which send as much.
+
+def summarize(
+    calls: Iterable[Call], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
+) -> list[Traffic]:
+    """One row for each operation, purpose and dimension, in the order of the bytes sent.
+
+    stage: of the pipeline, whose calls they are. looped: whether its last stage sends to the first one, too.
+    Rings in the order of ranks, which fill one node after the other: the part of them that leaves a node is that of
+    their links. NCCL may choose trees for small tensors, which send as much.
     """
-    counts: dict[tuple[str, str], list[int]] = {}
+    counts: dict[tuple[str, str, str, int], list[int]] = {}
     for call in calls:
-        entry = counts.setdefault((call.op, call.tag), [0, 0])
+        entry = counts.setdefault((call.op, call.tag, call.dimension, call.ranks), [0, 0])
         entry[0] += 1
         entry[1] += call.nbytes
     rows = []
-    for (op, tag), (count, nbytes) in counts.items():
-        sent = _sent(op, nbytes, world_size)
-        between = None if nodes is None else (sent * nodes // world_size if nodes > 1 else 0)
-        rows.append(Traffic(op=op, tag=tag, count=count, nbytes=nbytes, sent=sent, inter_node=between))
-    return sorted(rows, key=lambda row: (-row.sent, row.op, row.tag))
+    for (op, tag, dimension, ranks), (count, nbytes) in counts.items():
+        sent, across = _sent(op, nbytes, ranks), None
+        if nodes is not None:
+            across = int(sent * _part_between(op, dimension, grid, nodes, stage, looped))
+        row = {"op": op, "tag": tag, "dimension": dimension, "ranks": ranks, "count": count, "nbytes": nbytes}
+        rows.append(Traffic(**row, sent=sent, inter_node=across))
+    return sorted(rows, key=lambda row: (-row.sent, row.dimension, row.op, row.tag))
 
 
-def _sent(op: str, nbytes: int, world_size: int) -> int:
+def _part_between(op: str, dimension: str, grid: Grid, nodes: int, stage: int, looped: bool) -> Fraction:
+    if op in MESSAGES or dimension == "pipe":
+        return messages_between_nodes(grid, nodes, stage, looped)
+    return ring_between_nodes(grid, nodes, dimension)
+
+
+def _sent(op: str, nbytes: int, ranks: int) -> int:
     """Bytes that each rank of a ring sends (Patarasu and Yuan, 2009; nccl-tests, doc/PERFORMANCE.md)."""
-    if op == "broadcast":
+    if op == "receive":
+        return 0
+    if op in ("broadcast", "send"):
         return nbytes
-    part = nbytes * (world_size - 1) // world_size
+    part = nbytes * (ranks - 1) // ranks
     return 2 * part if op == "all_reduce" else part

@@ -21,9 +21,12 @@ OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
 
 
-def param_groups_of(model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any) -> Groups:
+def param_groups_of(
+    model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any, staged: bool = False
+) -> Groups:
     """Param groups over the model's own parameters: the given optimizer's, those of ``model_parameters``, or one of
-    all."""
+    all. staged: the model is one stage of a pipeline, and parameters of the others are left out, of an optimizer
+    too."""
     if isinstance(optimizer, Optimizer):
         if model_parameters is not None:
             raise ValueError(
@@ -40,6 +43,9 @@ def param_groups_of(model: torch.nn.Module, optimizer: OptimizerLike | None, mod
             source = [{"params": source}]
         groups = [{**group, "params": _plain_parameters(group["params"])} for group in source]
     known = {id(p) for p in model.parameters()}
+    if staged:
+        for group in groups:
+            group["params"][:] = [p for p in group["params"] if id(p) in known]
     seen: set[int] = set()
     for number, group in enumerate(groups):
         for parameter in group["params"]:

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,7 @@ from zerolite.comm import (
     CollectiveCheck,
     Communicator,
     HostGroup,
+    Topology,
     check_is_wanted,
     second_communicator,
 )
@@ -63,6 +64,7 @@ from zerolite.runtime.offload import check_optimizer, tiers_of, warn_of_few_thre
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Names
 from zerolite.runtime.precision import GraphBoundary, Precision
+from zerolite.runtime.spread import spread_over
 from zerolite.runtime.state_offload import StateOffload
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.wall_clock import around
@@ -77,6 +79,9 @@ from zerolite.runtime.zero.stage3 import PartitionedModel, make_whole
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 from zerolite.runtime.zero.transfers import Transfers
 from zerolite.runtime.zero.weak_hook import WeakHook
+
+if TYPE_CHECKING:
+    from zerolite.pipe import Staged
 
 
 def check_model(model: Any) -> None:
@@ -100,19 +105,22 @@ def build_engine(
     model: torch.nn.Module,
     resolved: ZeroliteConfig,
     arguments: Arguments,
-    comm: Communicator,
+    topology: Topology,
     device: torch.device,
     kind: str | None = None,
+    staged: Staged | None = None,
 ) -> Engine:
-    """The engine of ``model`` on ``device``, one rank of ``comm``. resolved: the config for that many ranks. kind: the
-    type of device for which memory is managed, where it is not that of ``device``: a dry run for CUDA has its tensors
-    on the CPU. Called on all ranks, with equal arguments."""
+    """The engine of ``model``, of which this rank has its part, on ``device``. resolved: the config for as many ranks
+    as the topology has data ranks. kind: the type of device for which memory is managed, where it is not that of
+    ``device``: a dry run for CUDA has its tensors on the CPU. staged: the pipeline that ``model`` is a stage of. Called
+    on all ranks, with equal arguments."""
+    comm = topology.data
     optimizer, model_parameters = arguments.optimizer, arguments.model_parameters
     policy = STAGES[resolved.zero_optimization.chosen_stage]
     precision = precision_of(resolved)
     fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
     precision = dataclasses.replace(precision, keeps_fp32=fp32.holds)
-    groups = param_groups_of(model, optimizer, model_parameters)
+    groups = param_groups_of(model, optimizer, model_parameters, staged is not None)
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
     check_initialize(resolved, model, optimizer, groups, comm, device, **others)
     if not policy.shard_parameters:
@@ -121,7 +129,7 @@ def build_engine(
     if isinstance(make_inner, torch.optim.Optimizer) and make_inner is not optimizer:  # a function has made it just now
         check_made_optimizer(make_inner, model, comm, device)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
-    assembly = _Assembly(model, resolved, policy, precision, fp32, comm, device, kind or device.type)
+    assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind or device.type, staged)
     engine = assembly.build(make_inner, groups, arguments.broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(arguments.lr_scheduler, resolved, engine.optimizer)
     return engine
@@ -141,18 +149,21 @@ class _Assembly:
         policy: StagePolicy,
         precision: Precision,
         fp32: Fp32Modules,
-        comm: Communicator,
+        topology: Topology,
         device: torch.device,
         kind: str,
+        staged: Staged | None,
     ) -> None:
         self.model, self.config, self.policy, self.kind = model, config, policy, kind
         self.precision, self.fp32 = precision, fp32
-        self.comm, self.device = comm, device
+        self.topology, self.staged = topology, staged
+        self.comm, self.device = comm, device = topology.data, device
+        self.ties = {} if staged is None else {id(tie.parameter): tie for tie in staged.ties}
         self.partitioned: PartitionedModel | None = None
         self.communication = communication_dtypes(model, config, precision)
         self.tiers = tiers_of(config, device, kind, comm)
         self.transfers = Transfers(self.tiers)
-        if comm.rank == 0 and not is_dry_run():
+        if comm.main and not is_dry_run():
             warn_of_few_threads(self.tiers, os.environ)
 
     def build(self, make_inner: Any, groups: Groups, broadcast_buffers: bool, adopts: bool) -> Engine:
@@ -161,6 +172,7 @@ class _Assembly:
         self._make_buffer(trained)
         _synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
         self._make_pipeline(trained, make_inner, groups)
+        self._spread()
         engine = self._make_engine(broadcast_buffers)
         self._install(engine, trained)
         self._let_grow(engine, adopts)
@@ -174,8 +186,16 @@ class _Assembly:
         chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         trained = [p for p in self.model.parameters() if id(p) in chosen]
         check_trained(trained, names, meta_allowed=self.policy.shard_parameters)
-        self.specs = _parameter_specs(trained, names, self.precision, self.communication)
+        self.specs = self._specs_of(trained, names)
         return trained
+
+    def _specs_of(self, trained: Parameters, names: dict[int, str]) -> list[ParameterSpec]:
+        specs = _parameter_specs(trained, names, self.precision, self.communication)
+        for place, parameter in enumerate(trained):
+            if id(parameter) in self.ties:  # in a bucket of its own: the other stages cut theirs in the same parts
+                kind = f"{specs[place].kind}, shared as {self.ties[id(parameter)].key}"
+                specs[place] = dataclasses.replace(specs[place], kind=kind)
+        return specs
 
     def _make_buffer(self, trained: list[torch.nn.Parameter]) -> None:
         model, config, precision, comm, device = self.model, self.config, self.precision, self.comm, self.device
@@ -191,7 +211,7 @@ class _Assembly:
 
     def _make_pipeline(self, trained: list[torch.nn.Parameter], make_inner: Any, groups: Groups) -> None:
         config, policy, comm, buffer = self.config, self.policy, self.comm, self.buffer
-        accumulation = config.gradient_accumulation_steps or 1
+        accumulation = (config.gradient_accumulation_steps or 1) * (1 if self.staged is None else self.staged.passes)
         self.window = AccumulationWindow(accumulation)
         self.by_index = [self.communication(p) for p in trained]
         keep = self.kind == "cpu"
@@ -200,7 +220,7 @@ class _Assembly:
         closes = self.window.next_backward_closes
         resting = RestingGradients(self.tiers, self.transfers)
         self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting)
-        choose = kernel_chooser(comm, self.device, self.tiers.update_devices())
+        choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
         check_optimizer(self.tiers, self.sharded.inner)
         self.publisher = Publisher(
@@ -224,19 +244,25 @@ class _Assembly:
             self.transfers,
         )
 
+    def _spread(self) -> None:
+        """Tell the step what ranks beside the data ranks have."""
+        if not self.topology.trivial:
+            self.pipeline.spread(*spread_over(self.topology, self.buffer, self.ties, self.reducer, self.device))
+
     def _make_engine(self, broadcast_buffers: bool) -> Engine:
+        boundary = _connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.model)
         engine = Engine(
             module=self.model,
             config=self.config,
             device=self.device,
-            comm=self.comm,
+            topology=self.topology,
             precision=self.precision,
             pipeline=self.pipeline,
             reducer=self.reducer,
             publisher=self.publisher,
             optimizer=self.sharded,
             window=self.window,
-            boundary=_connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.model),
+            boundary=boundary,
             lr_scheduler=None,
             dataloader=None,
             broadcast_buffers=broadcast_buffers,
@@ -244,8 +270,28 @@ class _Assembly:
         engine.memory_parts = MemoryParts(
             self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers
         )
-        engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.comm)
+        if self.staged is not None:
+            engine.runner = self._runner(self.staged, boundary)
+        engine.parameter_access = ParameterAccess(
+            self.pipeline, self.reducer, self.buffer, self.sharded, self.topology
+        )
         return engine
+
+    def _runner(self, staged: Staged, boundary: GraphBoundary) -> Any:
+        from zerolite.pipe import RunnerParts  # only where there is a pipeline
+
+        parts = RunnerParts(
+            pipeline=self.pipeline,
+            window=self.window,
+            reducer=self.reducer,
+            precision=self.precision,
+            boundary=boundary,
+            topology=self.topology,
+            device=self.device,
+            micro_batches=self.config.gradient_accumulation_steps or 1,
+            loss_fn=staged.loss_fn,
+        )
+        return staged.runner(parts)
 
     def _install(self, engine: Engine, trained: list[torch.nn.Parameter]) -> None:
         """The engine's hooks; it keeps the parts alive, and they know it weakly."""
@@ -256,7 +302,7 @@ class _Assembly:
         pipeline.on_settled = lambda norm: _print_progress(known(), norm)
         hooks = _watch_loading(model, pipeline)
         hooks += self._checkpoint_activations(engine)
-        self.monitoring = start_monitoring(engine, model, pipeline, reducer, self.scaler, self.comm)
+        self.monitoring = start_monitoring(engine, model, pipeline, reducer, self.scaler, self.topology)
         hooks += self.monitoring.hooks
         self.fp32.attach()
         if self.partitioned is not None:
@@ -287,7 +333,8 @@ class _Assembly:
         growth = Growth(model, comm, device, buffer, self.reducer, self.sharded, self.publisher, pipeline, ways, adopts)
         begins = pipeline if self.partitioned is None else self.partitioned.coordinator
         begins.on_begin = growth.wake
-        tensors, host = ModelState(model, buffer, self.sharded, comm), HostGroup(comm, "checkpoint")
+        tensors = ModelState(model, buffer, self.sharded, comm, self.topology)
+        host = HostGroup(self.topology.world, "checkpoint")
         parts = EngineParts(tensors, pipeline, self.reducer, self.config, device, host, growth.wake)
         engine.checkpointer = Checkpointer(parts)
         self.sharded.connect(
@@ -302,7 +349,7 @@ class _Assembly:
     def _layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
         """Of parameters that are trained from now on."""
         self.fp32.attach()
-        added = _parameter_specs(parameters, names, self.precision, self.communication)
+        added = self._specs_of(parameters, names)
         if self.partitioned is not None:
             return sliced_layout(self.partitioned, parameters, added, self.config, self.comm)
         return PartitionLayout.build(added, self.comm.world_size, bucket_numel(self.specs, self.config))
@@ -310,6 +357,7 @@ class _Assembly:
     def _tell(self, parameters: Parameters, known: weakref.ref[Engine]) -> None:
         """They have a place."""
         self.by_index.extend(self.communication(p) for p in parameters)
+        self._spread()
         for parameter in parameters:
             OWNERS[parameter] = known
         if self.partitioned is not None:

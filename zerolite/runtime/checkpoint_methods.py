@@ -11,13 +11,14 @@ import torch
 from zerolite.checkpoint.checkpointer import Checkpointer, directory_of
 from zerolite.checkpoint.loading import LoadRequest
 from zerolite.checkpoint.saving import SaveRequest
-from zerolite.comm import Communicator
+from zerolite.comm import Topology
 from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
-from zerolite.runtime.full_state import Masters, full_state_dict, load_full_state_dict, save_16bit_model
+from zerolite.runtime.full_state import full_state_dict, load_full_state_dict, save_16bit_model
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import HALF, Precision
 from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.whole_model import Masters
 
 Path = str | os.PathLike[str]
 
@@ -26,13 +27,13 @@ class CheckpointMethods:
     """The part of :class:`~zerolite.runtime.engine.Engine` that is about checkpoints and whole models."""
 
     checkpointer: Checkpointer
-    _comm: Communicator
     _module: torch.nn.Module
     _pipeline: StepPipeline
     _precision: Precision
     device: torch.device
     loaders: Loaders
     parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
+    topology: Topology
 
     @property
     def module(self) -> torch.nn.Module:
@@ -53,8 +54,9 @@ class CheckpointMethods:
     ) -> str:
         """Save everything that makes the next step the same, and return the checkpoint's directory, ``save_dir/tag``.
 
-        It loads at any stage and world size. Until it is complete, what was there stays, ``latest`` included; a
-        checkpoint of the same tag is replaced. In the middle of a window its gradients are saved too.
+        It loads at any stage and at any grid of ranks. Until it is complete, what was there stays, ``latest`` included;
+        a checkpoint of the same tag is replaced. In the middle of a window its gradients are saved too, but not with a
+        pipeline or sequence parallelism.
 
         save_dir: on a file system that all nodes share. tag: default ``global_step<N>``. client_state: plain data
         (numbers, strings, lists, dicts, tensors, …), that of rank 0, which :meth:`load_checkpoint` gives back.
@@ -91,7 +93,7 @@ class CheckpointMethods:
         load_module_only: bool = False,
         missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint, saved at whichever stage and world size. Gradients that no step has used are
+        """Continue from a checkpoint, saved at whichever stage and grid of ranks. Gradients that no step has used are
         dropped. Returns its directory and the client state.
 
         tag: default the one that ``load_dir/latest`` names, or, without that file, the newest complete one.
@@ -126,22 +128,23 @@ class CheckpointMethods:
     # ---------------------------------------------------------------- whole models
 
     def full_state_dict(self, rank0_only: bool = False, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The module's state dict at every stage: whole tensors, copies on the CPU, tied ones shared. ``rank0_only``:
-        other ranks get an empty dict, and need no memory for it.
+        """The whole model's state dict at every stage, and however layers are spread over ranks: whole tensors, copies
+        on the CPU, tied ones shared. ``rank0_only``: other ranks get an empty dict, and need no memory for it.
 
         dtype: None gives the compute dtype; ``torch.float32`` the master weights of what trains, ``torch.bfloat16`` and
         ``torch.float16`` these rounded; other floating tensors are cast. Raises ValueError for another dtype. Called on
         all ranks.
         """
         self._check_readable()
-        return full_state_dict(self.module, self._comm, rank0_only, dtype, self._masters())
+        return full_state_dict(self.module, self.topology, self.device, rank0_only, dtype, self._masters())
 
     def load_full_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
-        """Take rank 0's ``state`` (other ranks may pass None) as the module's values, at every stage; master weights
-        follow. Optimizer states stay. Raises RuntimeError on all ranks, before anything is changed, if shapes differ
-        or, with ``strict``, names are missing or unexpected. Called on all ranks."""
+        """Take rank 0's ``state`` of the whole model (other ranks may pass None) as the module's values, at every stage
+        and grid of ranks; master weights follow. Optimizer states stay. Raises RuntimeError on all ranks, before
+        anything is changed, if shapes differ or, with ``strict``, names are missing or unexpected. Called on all
+        ranks."""
         self._pipeline.check_here()
-        loaded = set(load_full_state_dict(self.module, state, self._comm, self.device, strict))
+        loaded = set(load_full_state_dict(self.module, state, self.topology, self.device, strict))
         named = self._module.named_parameters(remove_duplicate=False)
         self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
 
@@ -163,7 +166,7 @@ class CheckpointMethods:
         directory = directory_of(save_dir, "save_dir")
         save_16bit_model(
             self.module,
-            self._comm,
+            self.topology,
             self.device,
             directory,
             dtype,
@@ -177,4 +180,4 @@ class CheckpointMethods:
         self._pipeline.check_whole()
 
     def _masters(self) -> Masters:
-        return Masters(self.parameter_access.positions(), self.parameter_access.masters)
+        return Masters(self.parameter_access.positions(), self.parameter_access.parts_of_masters)

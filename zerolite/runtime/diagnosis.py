@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerolite.comm.ranks import list_of, name_ranks
-from zerolite.runtime.position import Position
+from zerolite.runtime.position import AMONG, Position
 
 _STACKS = 6  # different ones that are printed
 _TORCH_CALL = re.compile(r'distributed_c10d\.py", line \d+, in ([a-z]\w*)')
@@ -86,7 +86,8 @@ def first_difference(positions: Sequence[Position]) -> str:
         return found[0]
     names = dict.fromkeys(name for position in positions for name in position.collectives)
     for name in names:
-        found.append(_part({p.rank: p.collectives.get(name, []) for p in positions}, "collective", f"of the {name}"))
+        members = [p for p in positions if name in p.collectives or AMONG not in name]
+        found.append(_part({p.rank: p.collectives.get(name, []) for p in members}, "collective", f"of the {name}"))
     return "\n".join(text for text in found if text)
 
 

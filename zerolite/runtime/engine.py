@@ -12,22 +12,24 @@ from typing import Any
 import torch
 
 from zerolite.accelerator import host_value
-from zerolite.comm import Communicator, ControlChannel, local_rank
+from zerolite.comm import ControlChannel, DeviceMesh, Topology, local_rank
 from zerolite.config import ZeroliteConfig
 from zerolite.monitor import Monitor, StepLog
 from zerolite.profiling.comms_logger import CommsLogger
 from zerolite.runtime import metrics
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.activation_checkpointing import Attached
+from zerolite.runtime.batch_methods import BatchMethods
 from zerolite.runtime.checkpoint_methods import CheckpointMethods
 from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.join import ROW, Join
 from zerolite.runtime.memory_report import MemoryParts, MemoryReport, memory_report
+from zerolite.runtime.micro_batch import LossFunction
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.position import Parts
-from zerolite.runtime.precision import GraphBoundary, Precision
+from zerolite.runtime.precision import GraphBoundary, Precision, map_tensors
 from zerolite.runtime.state_offload import StateOffload
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
@@ -38,7 +40,7 @@ from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 logger = logging.getLogger("zerolite")
 
 
-class Engine(CheckpointMethods):
+class Engine(CheckpointMethods, BatchMethods):
     """A model in training; made by :func:`zerolite.initialize`.
 
     Two loops give the same numbers and counters at every stage and precision::
@@ -58,7 +60,7 @@ class Engine(CheckpointMethods):
         module: torch.nn.Module,
         config: ZeroliteConfig,
         device: torch.device,
-        comm: Communicator,
+        topology: Topology,
         precision: Precision,
         pipeline: StepPipeline,
         reducer: GradReducer,
@@ -72,6 +74,8 @@ class Engine(CheckpointMethods):
     ) -> None:
         self.config = config
         self.device = device
+        self.topology = topology
+        comm = topology.data
         self.optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self.dataloader = dataloader
@@ -95,6 +99,8 @@ class Engine(CheckpointMethods):
         self.monitor = Monitor()  # for values of the user's own; build puts the config's here
         self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
         self.comms_logger: CommsLogger | None = None  # if the config asks for it
+        self.runner: Any = None
+        self.loss_fn: LossFunction | None = None
         self.call_module: Callable[..., Any] = module  # what __call__ calls: flops_profiler counts around it
         self.parts = Parts(module, comm, reducer, pipeline.counters)  # what a message about this rank's position names
         self.memory_parts: MemoryParts  # what holds tensors
@@ -108,8 +114,11 @@ class Engine(CheckpointMethods):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16), floating outputs come
         back in fp32."""
+        self._refuse_pipeline("engine(...)")
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
+        if self.topology.tensor.world_size > 1:
+            self._pipeline.note_inputs(_tensors_of((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training
         with self._pipeline.commands(Command.FORWARD, sends):
             if sends:
@@ -146,6 +155,7 @@ class Engine(CheckpointMethods):
         Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
         needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
         """
+        self._refuse_pipeline("engine.backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
@@ -186,6 +196,7 @@ class Engine(CheckpointMethods):
         ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens
         if it is empty. Called on all ranks.
         """
+        self._refuse_pipeline("engine.step")
         if flush and self._window.empty:
             return False
         with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._window.forced_boundary)):
@@ -220,6 +231,7 @@ class Engine(CheckpointMethods):
         exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
         small exchange on the host at each forward, backward and step. Called on all ranks.
         """
+        self._refuse_pipeline("engine.join")
         self._pipeline.check_here()
         if self._comm.world_size == 1 or self._comm.group is None:
             yield
@@ -233,6 +245,18 @@ class Engine(CheckpointMethods):
                 yield
         finally:
             self._join = None
+
+    def _refuse_pipeline(self, call: str) -> None:
+        if self.runner is not None:
+            raise RuntimeError(
+                f"{call}: a pipeline runs forwards, backwards and updates in an order of its own; use "
+                "engine.train_batch(data_iter) and engine.eval_batch(data_iter)"
+            )
+
+    def mean_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, 0-dim fp32, as the mean over the data-parallel ranks; on all of them."""
+        flat = value.reshape(1)
+        return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())
 
     # ---------------------------------------------------------------- accumulation
 
@@ -448,11 +472,45 @@ class Engine(CheckpointMethods):
 
     @property
     def rank(self) -> int:
-        return self._comm.rank
+        """Among all processes of the job."""
+        return self.topology.world.rank
 
     @property
     def world_size(self) -> int:
-        return self._comm.world_size
+        return self.topology.world.world_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the batches of a step are this rank's: what a sampler needs. The rank, where no other kind of
+        parallelism is."""
+        return self.topology.data.rank
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return self.topology.data.world_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each layer is here."""
+        return self.topology.tensor.rank
+
+    @property
+    def tensor_parallel_world_size(self) -> int:
+        return self.topology.tensor.world_size
+
+    @property
+    def pipeline_stage(self) -> int:
+        """Which of the stages is here."""
+        return self.topology.pipe.rank
+
+    @property
+    def pipeline_stages(self) -> int:
+        return self.topology.pipe.world_size
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a grid with the dimensions "pipe", "data" and "tensor"; None with data parallelism alone."""
+        return self.topology.mesh
 
     @property
     def local_rank(self) -> int:
@@ -502,8 +560,9 @@ class Engine(CheckpointMethods):
 
     def __repr__(self) -> str:
         precision = self._precision.compute or self._precision.autocast or "parameters' own"
+        grid = f"{self.topology.grid}, " if not self.topology.trivial else ""
         return (
-            f"Engine(stage={self.config.zero_optimization.stage}, world_size={self.world_size}, rank={self.rank}, "
+            f"Engine({grid}stage={self.config.zero_optimization.stage}, world_size={self.world_size}, rank={self.rank}, "
             f"precision={precision}, device={self.device}, global_steps={self._pipeline.global_steps})"
         )
 
@@ -512,6 +571,18 @@ class Engine(CheckpointMethods):
         source = self._join.source if self._join is not None else 0
         for buffer in self._module.buffers():
             broadcast_into(buffer, self._comm, self.device, "buffers", source)
+
+
+def _tensors_of(inputs: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, inputs)
+    return found
 
 
 _FORCED = (None, False, True)  # boundaries said by hand, by the number that travels

@@ -7,7 +7,6 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,20 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import Entry
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, Topology
+from zerolite.cuts import cut_of
 from zerolite.runtime.initial_sync import broadcast_into
+from zerolite.runtime.whole_model import Known, Masters, WholeModel, first_names, sent, union
+from zerolite.runtime.whole_model import known as known_as
 from zerolite.runtime.zero.partition_parameters import GatheredParameters
-from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, whole_shape
+from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of
 from zerolite.runtime.zero.released_parameter import opened
 
 logger = logging.getLogger("zerolite")
 
 _SHOWN = 8  # names in a message
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
 
 _allowed = 0  # calls under way that know what they do
 
@@ -76,24 +79,17 @@ def guard_state_dict(model: torch.nn.Module) -> None:
         guard_module(module)
 
 
-@dataclass(frozen=True)
-class Masters:
-    """The master weights of what an engine trains."""
-
-    index: Mapping[int, int]  # of a parameter, by its id
-    whole: Callable[[list[int]], list[torch.Tensor]]  # copies of those of some indices; called on all ranks
-
-
 @torch.no_grad()
 def full_state_dict(
     model: torch.nn.Module,
-    comm: Communicator,
+    topology: Topology,
+    device: torch.device,
     rank0_only: bool,
     dtype: torch.dtype | None = None,
     masters: Masters | None = None,
 ) -> dict[str, Any]:
-    """``model.state_dict()`` with whole tensors on the CPU, copies of their own; tied ones share one copy. Parameters
-    are gathered one by one. ``rank0_only``: other ranks get an empty dict.
+    """The whole model's ``state_dict()`` with whole tensors on the CPU, copies of their own; tied ones share one copy.
+    Parameters are gathered one by one. ``rank0_only``: other ranks get an empty dict.
 
     dtype: of all floating tensors, fp32, bf16 or fp16, from the ``masters`` of those that have some; None: the one that
     each has. Raises ValueError for another. Called on all ranks.
@@ -102,15 +98,14 @@ def full_state_dict(
         raise ValueError(
             f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, _DTYPES))}, got {dtype!r}"
         )
-    kept = not rank0_only or comm.rank == 0
-    state = _unguarded_state(model)
-    copies: dict[int, torch.Tensor] = {}
-    for name, owner in _owners(model, state).items():
-        if id(owner) not in copies:
-            copy = _whole_copy(owner, state[name], dtype, masters, kept)
-            copies[id(owner)] = state[name] if copy is None else copy
-        state[name] = copies[id(owner)]
-    return state if kept else {}
+    whole = WholeModel(model, _unguarded_state(model), topology, device, masters)
+    copies: dict[str, torch.Tensor | None] = {}
+    state: dict[str, Any] = {}
+    for name, entry in whole.entries.items():
+        if isinstance(entry, Known) and entry.owner not in copies:
+            copies[entry.owner] = whole.get(entry, dtype, rank0_only)
+        state[name] = copies[entry.owner] if isinstance(entry, Known) else entry
+    return state if not rank0_only or topology.world.rank == 0 else {}
 
 
 def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -124,37 +119,13 @@ def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
         _allowed -= 1
 
 
-def _owners(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict; of parameters and buffers these themselves, so that tied ones are one object."""
-    known: dict[str, torch.Tensor] = {}
-    for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)):
-        known[clean(name)] = tensor  # wrappers of modules leave their names out of a state dict, some of them
-    return {name: known.get(clean(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _whole_copy(
-    owner: torch.Tensor, value: torch.Tensor, dtype: torch.dtype | None, masters: Masters | None, kept: bool
-) -> torch.Tensor | None:
-    """The whole values of ``owner``, which a state dict has as ``value``, on the CPU; None if they are not ``kept``.
-    Called on all ranks."""
-    target = exported_dtype(value.dtype, dtype)
-    index = masters.index.get(id(owner)) if masters is not None and target != value.dtype else None
-    if masters is not None and index is not None:
-        (master,) = masters.whole([index])
-        return master.to("cpu", target) if kept else None
-    partitioned = handle_of(owner) is not None
-    with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):
-        whole = owner.data if partitioned else value
-        return whole.detach().to("cpu", target, copy=True) if kept else None
-
-
 # -------------------------------------------------------------------- a model in files
 
 
 @torch.no_grad()
 def save_16bit_model(
     model: torch.nn.Module,
-    comm: Communicator,
+    topology: Topology,
     device: torch.device,
     save_dir: str | Path,
     dtype: torch.dtype,
@@ -168,49 +139,41 @@ def save_16bit_model(
 
     Raises ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write. Called on all ranks.
     """
-    state = _unguarded_state(model)
-    owners = _owners(model, state)
-    left_out = sorted(state.keys() - owners.keys())
-    if left_out and comm.rank == 0:
+    world = topology.world
+    whole = WholeModel(model, _unguarded_state(model), topology, device, masters)
+    tensors = dict(whole.tensors())
+    left_out = sorted(whole.entries.keys() - tensors.keys())
+    if left_out and world.rank == 0:
         logger.warning("save_16bit_model: left out what is no tensor: %s", _listed(left_out))
     if exclude_frozen:
-        owners = _training(owners, masters)
-    first: dict[int, str] = {}  # of a tensor
-    for name, owner in owners.items():
-        first.setdefault(id(owner), name)
-    names = {clean(name): name for name in first.values()}
-    entries = [
-        Entry(written, exported_dtype(state[name].dtype, dtype), tuple(_shape(owners[name], state[name])))
-        for written, name in names.items()
-    ]
-    aliases = {clean(name): clean(first[id(owner)]) for name, owner in owners.items() if name != first[id(owner)]}
+        tensors = _training(tensors)
+    first: dict[str, str] = {}  # name of a tensor
+    for name, known in tensors.items():
+        first.setdefault(known.owner, name)
+    written = {clean(name): tensors[name] for name in first.values()}
+    entries = [Entry(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
+    aliases = {clean(name): clean(first[known.owner]) for name, known in tensors.items() if name != first[known.owner]}
     plan = plan_files(entries, max_shard_size, aliases)
     writer = ModelWriter(Path(save_dir), plan)
 
     def get(entry: Entry) -> torch.Tensor | None:
-        name = names[entry.name]
-        return _whole_copy(owners[name], state[name], dtype, masters, comm.rank == 0)
+        return whole.get(written[entry.name], dtype, rank0_only=True)
 
     with contextlib.ExitStack() as stack:
-        _on_rank0(functools.partial(stack.enter_context, writer), comm, device)
+        _on_rank0(functools.partial(stack.enter_context, writer), world, device)
         for file in plan:
             values = _Gathered(file, get)
-            _on_rank0(functools.partial(writer.write, file, values), comm, device, values)
-        _on_rank0(writer.commit, comm, device)
+            _on_rank0(functools.partial(writer.write, file, values), world, device, values)
+        _on_rank0(writer.commit, world, device)
 
 
-def _training(owners: Mapping[str, torch.Tensor], masters: Masters) -> dict[str, torch.Tensor]:
-    modules = {name.rpartition(".")[0] for name, owner in owners.items() if id(owner) in masters.index}
+def _training(tensors: Mapping[str, Known]) -> dict[str, Known]:
+    modules = {name.rpartition(".")[0] for name, known in tensors.items() if known.trained}
     return {
-        name: owner
-        for name, owner in owners.items()
-        if id(owner) in masters.index
-        or (not isinstance(owner, torch.nn.Parameter) and name.rpartition(".")[0] in modules)
+        name: known
+        for name, known in tensors.items()
+        if known.trained or (not known.parameter and name.rpartition(".")[0] in modules)
     }
-
-
-def _shape(owner: torch.Tensor, value: torch.Tensor) -> torch.Size:
-    return whole_shape(owner) if handle_of(owner) is not None else value.shape
 
 
 class _Gathered:
@@ -262,39 +225,79 @@ def _on_rank0(
 
 @torch.no_grad()
 def load_full_state_dict(
-    model: torch.nn.Module, state: Mapping[str, Any] | None, comm: Communicator, device: torch.device, strict: bool
+    model: torch.nn.Module,
+    state: Mapping[str, Any] | None,
+    topology: Topology,
+    device: torch.device,
+    strict: bool,
 ) -> list[str]:
-    """Write rank 0's whole values into parameters and buffers, one by one; what other ranks pass is ignored. Returns
-    the names written. ``strict``: names must be exactly the model's. Raises RuntimeError on all ranks, before
-    anything is written. Called on all ranks."""
-    targets: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    """Write rank 0's whole values into parameters and buffers, one by one, and give modules their extra state; what
+    other ranks pass is ignored. Returns the names of the tensors written here. ``strict``: names must be exactly the
+    whole model's. Raises RuntimeError on all ranks, before anything is written. Called on all ranks."""
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     transient = {
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules(remove_duplicate=False)
         for key in module._non_persistent_buffers_set
     }
-    targets.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
-    given = dict(state or {}) if comm.rank == 0 else {}
-    present = _agree(targets, given, comm, device, strict)
-    done: set[int] = set()
+    own.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
+    first = first_names(own)
+    known = {name: known_as(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
+    extra = _with_extra_state(model)
+    targets = union({**known, **dict.fromkeys(extra)}, topology, device)
+    here = {known[name].owner: tensor for name, tensor in own.items()}
+    given = dict(state or {}) if topology.world.rank == 0 else {}
+    present = _agree(targets, given, topology.world, device, strict)
+    done: set[str] = set()
     for name, target in targets.items():
-        if name not in present or id(target) in done:
-            continue
-        done.add(id(target))
-        handle = handle_of(target)
-        if handle is not None:
-            with GatheredParameters(target, modifier_rank=0):
-                if comm.rank == 0:
-                    target.data.copy_(given[name])
-            continue
-        if comm.rank == 0:
-            target.data.copy_(given[name])
-        broadcast_into(target.data, comm, device, "parameters")
-    return [name for name in targets if name in present]
+        if name in present and isinstance(target, Known) and target.owner not in done:
+            done.add(target.owner)
+            _spread(given.get(name), target, here.get(target.owner), topology, device)
+    others = sorted(name for name in present if targets[name] is None)
+    if others:
+        values = sent({name: given.get(name) for name in others}, topology.world, device)
+        for name, module in extra.items():
+            if name in values:
+                module.set_extra_state(values[name])
+    return [name for name in own if known[name].owner in done]
+
+
+def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """By the key of a state dict, the modules that add something else to it."""
+    plain = torch.nn.Module.get_extra_state
+    return {
+        f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    }
+
+
+def _spread(
+    given: torch.Tensor | None, known: Known, here: torch.Tensor | None, topology: Topology, device: torch.device
+) -> None:
+    """Rank 0's whole values, ``given`` there, into the tensor ``here``, or this rank's part of them. Called on all
+    ranks."""
+    if topology.trivial and here is not None and handle_of(here) is None:
+        if given is not None:
+            here.data.copy_(given)
+        broadcast_into(here.data, topology.world, device, "parameters")
+        return
+    values = given
+    if not topology.trivial:
+        values = torch.empty(known.shape, dtype=known.dtype, device=device)
+        if given is not None:
+            values.copy_(given)
+        broadcast_into(values, topology.world, device, "parameters")
+    if here is None:
+        return
+    cut = cut_of(here)
+    with GatheredParameters(here, modifier_rank=0, enabled=handle_of(here) is not None):
+        if values is not None and (topology.data.rank == 0 or handle_of(here) is None):
+            here.data.copy_(values if cut is None else cut.of(values))
 
 
 def _agree(
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, Known | None],
     given: Mapping[str, Any],
     comm: Communicator,
     device: torch.device,
@@ -306,7 +309,7 @@ def _agree(
     unexpected: list[str] = []
     if comm.rank == 0:
         unexpected = [name for name in given if name not in targets]
-        fits = [given[n].shape == whole_shape(targets[n]) if n in given else None for n in names]
+        fits = [_fits(given[name], targets[name]) if name in given else None for name in names]
         flags[:-1] = torch.tensor(
             [0 if fit is None else 1 if fit else 2 for fit in fits], dtype=torch.int64, device="cpu"
         )
@@ -315,11 +318,7 @@ def _agree(
     comm.broadcast(flags, "initial_sync")
     codes = [int(value) for value in host_values(flags)]
     missing = [name for name, code in zip(names, codes, strict=False) if code == 0]
-    wrong = [
-        f"{name} (expected {tuple(whole_shape(targets[name]))})"
-        for name, code in zip(names, codes, strict=False)
-        if code == 2
-    ]
+    wrong = [_expected(name, targets[name]) for name, code in zip(names, codes, strict=False) if code == 2]
     problems = []
     if wrong:
         problems.append(f"shapes differ for {_listed(wrong)}")
@@ -332,6 +331,14 @@ def _agree(
             f"load_full_state_dict: rank 0's state does not fit the model: {'; '.join(problems)}. Nothing was loaded."
         )
     return {name for name, code in zip(names, codes, strict=False) if code == 1}
+
+
+def _fits(given: Any, known: Known | None) -> bool:
+    return known is None or (isinstance(given, torch.Tensor) and tuple(given.shape) == known.shape)
+
+
+def _expected(name: str, known: Known | None) -> str:
+    return f"{name} (expected {known.shape})" if known is not None else name
 
 
 def _listed(names: list[str]) -> str:

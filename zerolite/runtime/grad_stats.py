@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch
 import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.accelerator import HostRead, is_fake
 from zerolite.comm import Communicator
+from zerolite.runtime.initial_sync import content_hash
 from zerolite.runtime.zero.layout import Fragment, PartitionLayout
 
 
@@ -22,7 +23,8 @@ class GradStats:
     those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
     were not finite. used: indices of parameters that got a gradient on any rank. weight: the sum of the backwards'
     weights, per rank on average; None if they have none. mixed: some ranks' have and others' have not. agreed: whether
-    all ranks that gave a number to be compared gave the same.
+    all ranks that gave a number to be compared gave the same. elsewhere: whether a gradient is not finite on ranks with
+    other parts of the model. inputs_agree: whether ranks with parts of the same layers were given the same inputs.
     """
 
     norm: float
@@ -32,10 +34,37 @@ class GradStats:
     weight: float | None = None
     mixed: bool = False
     agreed: bool = True
+    elsewhere: bool = False
+    inputs_agree: bool = True
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.norm)
+
+    def check_inputs(self) -> None:
+        """Raises RuntimeError, on all ranks, if there is no right gradient of these inputs."""
+        if not self.inputs_agree:
+            raise RuntimeError(
+                "tensor_parallel: expected the same batch on all ranks that share layers, got different ones in this "
+                "step; load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
+                "num_replicas=engine.data_parallel_world_size and rank=engine.data_parallel_rank"
+            )
+
+
+@dataclass(frozen=True)
+class Across:
+    """The ranks that hold the rest of the model.
+
+    model: one rank of each part, stage × tensor. place, places: this rank's stage, of how many. compares: whether its
+    inputs are compared with those of the same stage. counts(index): whether this rank's squares of a parameter are in
+    the norm: of what several of them hold, the first one's are.
+    """
+
+    model: Communicator
+    place: int
+    places: int
+    compares: bool
+    counts: Callable[[int], bool]
 
 
 class StatsVector:
@@ -43,9 +72,20 @@ class StatsVector:
     ranks [world], the sum of weights and how many ranks have and have not any, number, sum and sum of squares of the
     votes, and the sum of the gradients' squares."""
 
-    def __init__(self, values: torch.Tensor, count: int, world_size: int, used: set[int], weight: float | None) -> None:
-        """used, weight: what this rank has put in."""
-        self._values = values
+    def __init__(
+        self,
+        values: torch.Tensor,
+        count: int,
+        world_size: int,
+        used: set[int],
+        weight: float | None,
+        compared: bool = False,
+    ) -> None:
+        """used, weight: what this rank has put in. compared: whether inputs were; then the last value but one is above
+        0 if they differed."""
+        self._compared = values[-2:-1] if compared else None
+        self._values = torch.cat([values[:-2], values[-1:]]) if compared else values
+        self._different: HostRead | None = None
         self._own = (used, weight)
         self._count = count
         self._world_size = world_size
@@ -67,6 +107,7 @@ class StatsVector:
         """Begin the copy to the host, behind the work queued so far."""
         if self._read is None:
             self._read = HostRead(self._values)
+            self._different = None if self._compared is None else HostRead(self._compared)
 
     def get(self) -> GradStats:
         """Read on the host; waits for the device if :meth:`start_read`'s copy has not arrived."""
@@ -91,6 +132,8 @@ class StatsVector:
             weight=weight / self._world_size if weighted else None,
             mixed=bool(weighted and unweighted),
             agreed=number * second == first**2,  # of equal terms only (Cauchy and Schwarz)
+            elsewhere=not math.isfinite(total) and not bad,
+            inputs_agree=self._different is None or not self._different.get().any(),
         )
 
 
@@ -108,8 +151,20 @@ class StatsCollector:
     host in it."""
 
     def __init__(
-        self, layout: PartitionLayout, fragments: Sequence[Fragment], comm: Communicator, device: torch.device
+        self,
+        layout: PartitionLayout,
+        fragments: Sequence[Fragment],
+        comm: Communicator,
+        device: torch.device,
+        across: Across | None = None,
     ) -> None:
+        """comm: the data ranks. across: the others, where the model has parts."""
+        self._across = across
+        self._inputs: torch.Tensor | None = None  # a hash of what forwards were given since the last step
+        self._counted = None
+        if across is not None:
+            counted = [float(across.counts(index)) for index in range(len(layout.slots))]
+            self._counted = torch.tensor(counted, dtype=torch.float64, device="cpu").to(device)
         self._count = len(layout.slots)
         self._fragments = list(fragments)
         self._comm = comm
@@ -186,9 +241,37 @@ class StatsCollector:
         comm.all_reduce(values, tag="stats").wait()
         # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
         # two ranks.
-        total = values[:count].sum().reshape(1)
+        own = values[:count] if self._counted is None else values[:count] * self._counted
+        total = own.sum().reshape(1)
+        compared = self._across is not None and self._across.compares
+        if self._across is not None:
+            total = self._over_the_model(total, self._across)
         summed = torch.cat([values, total])
-        return StatsVector(summed, count, comm.world_size, used, weight if weighted else None)
+        return StatsVector(summed, count, comm.world_size, used, weight if weighted else None, compared)
+
+    def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What a forward is given, on the ranks that compare it."""
+        if self._across is None or not self._across.compares:
+            return
+        for tensor in tensors:
+            own = content_hash(tensor, self._device)
+            self._inputs = own if self._inputs is None else self._inputs * 31 + own
+
+    def _over_the_model(self, total: torch.Tensor, across: Across) -> torch.Tensor:
+        """``total`` [1] over all parts of the model; before it, if inputs are compared, how many stages' differed."""
+        places = across.places if across.compares else 0
+        values = torch.zeros(1 + 3 * places, dtype=torch.float64, device=self._device)
+        values[:1] = total
+        if places and self._inputs is not None:
+            number = (self._inputs % 1_048_573).double()
+            values[1 + 3 * across.place : 4 + 3 * across.place] = torch.stack([torch.ones_like(number), number, number**2])
+        self._inputs = None
+        across.model.all_reduce(values, tag="stats").wait()
+        if not places:
+            return values
+        votes = values[1:].view(places, 3)
+        different = (votes[:, 0] * votes[:, 2] != votes[:, 1] ** 2).sum().double().reshape(1)
+        return torch.cat([different, values[:1]])
 
     def _plan(self, dtypes: tuple[torch.dtype | None, ...]) -> list[_Launch]:
         """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not

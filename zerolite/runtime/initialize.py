@@ -10,12 +10,22 @@ from typing import Any
 import torch
 
 from zerolite.accelerator import default_device, keep_freed_memory
-from zerolite.comm import create_communicator, init_distributed, local_rank
-from zerolite.config import ZeroliteConfig, load_config
+from zerolite.comm import (
+    Communicator,
+    Topology,
+    create_communicator,
+    create_topology,
+    init_distributed,
+    local_rank,
+)
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.fits import check_memory, choose_stage
+from zerolite.runtime.agreement import Description, check_agreement
 from zerolite.runtime.arguments import OptimizerLike
 from zerolite.runtime.build import Arguments, build_engine, check_model
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.micro_batch import LossFunction
+from zerolite.runtime.parts import part_of_model
 from zerolite.runtime.watchdog import start_watchdog
 
 
@@ -30,6 +40,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     broadcast_buffers: bool = False,
     num_local_io_workers: int = 0,
+    loss_fn: LossFunction | None = None,
 ) -> Engine:
     """Make an :class:`~zerolite.runtime.engine.Engine` of ``model``.
 
@@ -41,8 +52,10 @@ def initialize(
     ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers
     before each training forward.
     collate_fn: a list of samples to a batch, for this engine's loaders. num_local_io_workers: processes that load
-    ``training_data``; 0 loads in this one.
+    ``training_data``; 0 loads in this one. loss_fn: (outputs, targets) to a scalar, for ``engine.train_batch``; None
+    where the model computes its loss itself.
 
+    With ``tensor_parallel`` and ``pipeline``, this rank's part of ``model`` stays in it, and the rest is dropped.
     Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError
     for the other arguments, RuntimeError if ranks hold different models, configs or optimizers, MemoryError if model
     states do not fit (``memory_check``). Called on all ranks, with equal arguments.
@@ -54,20 +67,37 @@ def initialize(
     if device.type == "cpu":
         keep_freed_memory()
     watchdog = start_watchdog(given.desync_timeout_s)
-    comm = create_communicator(device)
+    topology = _grid(given, create_communicator(device), device)
+    comm = topology.data
     resolved = given.resolve(comm.world_size)
     trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
+    staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
     resolved = choose_stage(model, resolved, arguments, comm, device)
     check_memory(model, resolved, arguments, comm, device)
-    engine = build_engine(model, resolved, arguments, comm, device)
+    engine = build_engine(model, resolved, arguments, topology, device, staged=staged)
+    engine.loss_fn = loss_fn
     engine.loaders.collate_fn = collate_fn
     watchdog.watch(engine)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
-    if resolved.dump_state and comm.rank == 0:
+    if resolved.dump_state and comm.main:
         _dump_state(engine)
     return engine
+
+
+def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
+    """The grid that the config asks for, on all ranks the same."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
+    facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor))}
+    check_agreement(Description(facts), world, device, "zerolite.initialize: the ranks are to form different grids")
+    try:
+        return create_topology(world, device, pipe, tensor)
+    except ValueError as error:
+        raise ConfigError([(_PIPE if pipe > 1 else _TENSOR, str(error))]) from None
+
+
+_PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
 
 
 def _lasting(entry: Any) -> Any:

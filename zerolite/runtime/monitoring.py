@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, Topology
 from zerolite.monitor import Monitor, StepLog, open_monitor
 from zerolite.profiling.comms_logger import CommsLogger
 from zerolite.profiling.flops_profiler import FlopsProfiler
@@ -46,12 +46,13 @@ def start_monitoring(
     pipeline: StepPipeline,
     reducer: GradReducer,
     scaler: LossScaler | None,
-    comm: Communicator,
+    topology: Topology,
 ) -> Monitoring:
     """Give ``engine`` its monitor, and begin to log and to measure what the config asks for. After
     ``pipeline.on_applied`` and ``on_settled`` are set, before others take hold of its methods. Called on all ranks."""
     config = engine.config
-    engine.monitor = monitor = open_monitor(config, comm, engine.device)
+    comm = topology.data
+    engine.monitor = monitor = open_monitor(config, topology.world, engine.device)
     log = StepLog(monitor, config.train_batch_size, engine.optimizer, scaler)
     if monitor.enabled:
         engine.step_log = log
@@ -62,11 +63,11 @@ def start_monitoring(
     every = config.steps_per_print or DEFAULT_STEPS
     if config.comms_logger.enabled:
         engine.comms_logger = _log_collectives(engine, pipeline, comm, log, every)
-    if config.memory_breakdown and comm.rank == 0:
+    if config.memory_breakdown and comm.main:
         _break_memory_down(engine, pipeline, log, every)
-    if config.flops_profiler.enabled and comm.rank == 0:
+    if config.flops_profiler.enabled and comm.main:
         _profile_flops(engine, module, pipeline, log, every)
-    if not config.wall_clock_breakdown or comm.rank != 0:
+    if not config.wall_clock_breakdown or not comm.main:
         return Monitoring([], None, engine.comms_logger)
 
     def report(step: int, means: Mapping[str, float]) -> None:
@@ -102,7 +103,7 @@ def _log_collectives(
     engine: Engine, pipeline: StepPipeline, comm: Communicator, log: StepLog, every: int
 ) -> CommsLogger:
     """A logger that reports every ``every`` steps."""
-    say = _print if comm.rank == 0 else None
+    say = _print if comm.main else None
     logger = CommsLogger(engine.config.comms_logger, comm.world_size, engine.device, say)
     _every(every, pipeline, lambda step: log.write(step, logger.report(step), "Comms"))
     return logger

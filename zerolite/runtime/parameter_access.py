@@ -1,7 +1,8 @@
 """Gradients, master weights and optimizer states by parameter, whole, at every stage.
 
-Each function takes one parameter or several; several are one collective. All of them are called on all ranks, with the
-same parameters in the same order.
+Each function takes one parameter or several; several are one collective over the data-parallel ranks, and one for each
+that tensor parallelism has cut: values are those of the full parameter. All of them are called on all ranks that have
+the parameters (all, or those of a pipeline's stage), with the same parameters in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from zerolite.accelerator import HostRead
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, Topology
+from zerolite.cuts import cut_of
 from zerolite.runtime.arguments import OWNERS
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
@@ -40,7 +42,8 @@ def set_full_grad(parameters: Parameters, value: Any) -> None:
     """Let the next step use ``value`` (whole, unscaled, the same on all ranks) instead of the pending gradient; None
     leaves the parameter out of the step. For several parameters, as many values. Clipping and the norm see it.
 
-    Raises ValueError for a wrong shape. Called on all ranks, with the same arguments, after the window's backwards.
+    Raises ValueError for a wrong shape, RuntimeError with a pipeline, whose steps leave no gradient pending. Called on
+    all ranks, with the same arguments, after the window's backwards.
     """
     _set(parameters, value, lambda access, index, one: access.set_gradient(index, one))
 
@@ -134,13 +137,15 @@ class ParameterAccess:
         reducer: GradReducer,
         buffer: ParameterBuffer,
         optimizer: ShardedOptimizer,
-        comm: Communicator,
+        topology: Topology,
     ) -> None:
         self._pipeline = pipeline
         self._reducer = reducer
         self._buffer = buffer
         self._optimizer = optimizer
-        self._comm = comm
+        self._comm = topology.data
+        self._tensor = topology.tensor
+        self._staged = topology.pipe.world_size > 1
 
     def positions(self) -> dict[int, int]:
         """Of each trained parameter, by its id: the index that the methods below take."""
@@ -154,17 +159,23 @@ class ParameterAccess:
 
     def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
         used = self._pipeline.pending()
-        wanted = [index for index in indices if index in used]
+        flags = self._agree([float(index in used) for index in indices], self._tensor)
+        wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
         parts = {
             index: self._buffer.piece(piece.fragment, self._reducer.reduced(piece.fragment.slot.bucket)).float()
             * factor
             for index, piece in self._pieces(wanted).items()
         }
-        found = dict(zip(wanted, self._whole(wanted, parts, torch.float32), strict=True))
+        found = dict(zip(wanted, self._full(wanted, self._whole(wanted, parts, torch.float32)), strict=True))
         return [found.get(index) for index in indices]
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
+        if self._staged:
+            raise RuntimeError(
+                "set_full_grad: with a pipeline engine.train_batch() uses the gradients of a step before it returns, so "
+                "that none are pending between its calls; clip by gradient_clipping in the config"
+            )
         values = self._flat(index, value) if value is not None else None
         self._pipeline.reduce()
         piece = self._pieces([index]).get(index)
@@ -180,6 +191,10 @@ class ParameterAccess:
     # ---------------------------------------------------------------- masters
 
     def masters(self, indices: list[int]) -> list[torch.Tensor]:
+        return self._full(indices, self.parts_of_masters(indices))
+
+    def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
+        """What the data-parallel ranks have together: of cut parameters this rank's part."""
         self._pipeline.follow_writes()
         parts = {index: self._master(piece) for index, piece in self._pieces(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
@@ -225,7 +240,8 @@ class ParameterAccess:
         for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
             same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
             here = {index: parts[index] for index in same if index in parts}
-            found.update(zip(same, self._whole(same, here, _DTYPES[int(kind) - _TENSOR]), strict=True))
+            wholes = self._full(same, self._whole(same, here, _DTYPES[int(kind) - _TENSOR]))
+            found.update(zip(same, wholes, strict=True))
         return [found.get(index) for index in indices]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
@@ -262,14 +278,16 @@ class ParameterAccess:
         return {p.fragment.slot.index: p for p in self._optimizer.pieces() if p.fragment.slot.index in wanted}
 
     def _flat(self, index: int, value: Any) -> torch.Tensor:
-        """``value`` in the order in which memory holds the parameter."""
+        """What this rank's data-parallel ranks have of ``value``, in the order in which memory holds the parameter."""
         parameter = self._buffer.parameters[index]
-        shape = whole_shape(parameter)
+        cut = cut_of(parameter)
+        shape = whole_shape(parameter) if cut is None else torch.Size(cut.full_shape)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"parameter '{self._slot(index).name}': expected a tensor of {tuple(shape)}, got {got}")
         device = self._buffer.master[self._slot(index).bucket].device
-        return flattened(value.detach().to(device), self._reducer.strides[index])
+        part = value.detach() if cut is None else cut.of(value.detach())
+        return flattened(part.to(device), self._reducer.strides[index])
 
     def _copy(self, piece: Piece, place: torch.Tensor, flat: torch.Tensor) -> None:
         fragment = piece.fragment
@@ -279,11 +297,14 @@ class ParameterAccess:
         else:  # whole, in the parameter's shape
             place.copy_(flat.as_strided(place.shape, self._reducer.strides[fragment.slot.index]))
 
-    def _agree(self, values: list[float]) -> list[float]:
-        """The largest over ranks."""
+    def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
+        """The largest over ranks, by default the data-parallel ones."""
+        comm = comm or self._comm
+        if comm.world_size == 1:
+            return values
         device = self._buffer.tiers.device
         agreed = torch.tensor(values, dtype=torch.float64, device=device)
-        self._comm.all_reduce_max(agreed, tag="access")
+        comm.all_reduce_max(agreed, tag="access")
         return [float(value) for value in HostRead(agreed).get().tolist()]
 
     def _whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -315,6 +336,20 @@ class ParameterAccess:
                 flat.narrow(0, start, numel).copy_(rows[rank].narrow(0, position, numel))
             results.append(self._shaped(index, flat))
             position += width
+        return results
+
+    def _full(self, indices: list[int], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The full tensors, whose ``parts`` here are those that tensor parallelism has left on this rank."""
+        results = []
+        for index, part in zip(indices, parts, strict=True):
+            cut = cut_of(self._buffer.parameters[index])
+            if cut is None:
+                results.append(part)
+                continue
+            full = part.new_zeros(cut.full_shape)
+            cut.into(full, part)
+            self._tensor.all_reduce(full.view(-1), tag="access").wait()  # everybody else has zeros there
+            results.append(full)
         return results
 
     def _ranges(self, index: int) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ import torch
 
 from zerolite.comm import HostGroup
 from zerolite.comm.flight import WAIT, Entry
+from zerolite.comm.ranks import name_ranks
 
 if TYPE_CHECKING:
     from zerolite.comm import Communicator
@@ -149,6 +150,8 @@ def position_of(rank: int, engines: Mapping[int, Engine], thread: int | None = N
 
 
 _OTHERS = "the other ranks"
+AMONG = " among "
+"""In the name of a communicator that some ranks have: theirs are compared with each other alone."""
 
 
 class Names:
@@ -170,13 +173,21 @@ class Names:
         return [self._of.get(id(coordinator.handles[key - 1].ref()), f"parameter {key}")]
 
     def collectives(self) -> dict[str, list[tuple[int, str]]]:
-        flights = {"gradients and statistics": self._parts.comm.flight}
+        topology = self._engine.topology
+        comms = {"gradients and statistics": self._parts.comm}
         coordinator = self._engine.coordinator
-        if coordinator is not None and coordinator.handles and coordinator.comm.flight not in flights.values():
-            flights["gathers of parameters"] = coordinator.comm.flight
+        if coordinator is not None and coordinator.handles and coordinator.comm is not self._parts.comm:
+            comms["gathers of parameters"] = coordinator.comm
+        if topology.tensor.world_size > 1:
+            comms["parts of layers"] = topology.tensor
+        if not topology.trivial and topology.model is not topology.tensor:
+            comms["parts of the model"] = topology.model
         return {
-            name: [(number, describe(entry, self)) for number, entry in flight.numbered()[-LATEST:]]
-            for name, flight in flights.items()
+            name if topology.trivial else f"{name}{AMONG}{_members(comm)}": [
+                (number, describe(entry, self)) for number, entry in comm.flight.numbered()[-LATEST:]
+            ]
+            for name, comm in comms.items()
+            if topology.trivial or comm.world_size > 1
         }
 
     def uses(self) -> tuple[list[tuple[int, str]], int]:
@@ -211,7 +222,17 @@ def describe(entry: Entry, names: Names | None) -> str:
     return f"{entry.op} for {_TAGS.get(entry.tag, entry.tag)}{named} ({size})"
 
 
-_TAGS = {"stats": "the step's statistics", "initial_sync": "the start", "control": "engine.join()"}
+_TAGS = {
+    "stats": "the step's statistics",
+    "initial_sync": "the start",
+    "control": "engine.join()",
+    "tensor": "parts of a layer",
+    "shared_gradients": "gradients that several parts share",
+}
+
+
+def _members(comm: Communicator) -> str:
+    return name_ranks(comm.members())
 
 
 # -------------------------------------------------------------------- the stack

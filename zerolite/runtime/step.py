@@ -17,12 +17,14 @@ from zerolite.comm import Communicator
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.commands import Command, Commands, bits_of, unannounced
 from zerolite.runtime.grad_stats import (
+    Across,
     GradStats,
     StatsCollector,
     StatsVector,
     clip_coefficient,
     clip_coefficient_on_device,
 )
+from zerolite.runtime.gradient_sums import GradientSums
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.step_outcome import StepCounters, UnusedParameters, mean_weight
 from zerolite.runtime.zero.buffer import ParameterBuffer
@@ -112,6 +114,8 @@ class StepPipeline:
         numel = options.update_numel
         self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, transfers, numel)
         self._torn = ""  # why masters are not all of one step
+        self._across: Across | None = None
+        self._sums: GradientSums | None = None
         self.count_buckets()
         self._begin_window()
 
@@ -119,12 +123,23 @@ class StepPipeline:
         """Look at the layout anew: it has other buckets than before. Between steps."""
         layout = self._buffer.layout
         fragments = list(layout.fragments(self._buffer.rank))
-        self._collector = StatsCollector(layout, fragments, self._comm, self._device)
+        self._collector = StatsCollector(layout, fragments, self._comm, self._device, self._across)
         self._reducer.resting.on_leaving = self._collector.note
         self._sweep.plan()
 
+    def spread(self, across: Across, sums: GradientSums) -> None:
+        """The model has parts on other ranks. Before the first step."""
+        self._across, self._sums = across, sums
+        self.count_buckets()
+
+    def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What a forward is given, which ranks with parts of the same layers compare in the step's statistics."""
+        self._collector.note_inputs(tensors)
+
     def _begin_window(self) -> None:
         self._stats: StatsVector | None = None
+        if self._sums is not None:
+            self._sums.clear()
         self._collector.forget()
         self._max_norm = self._options.max_norm
         self._loss_scale: float | None = None
@@ -161,6 +176,8 @@ class StepPipeline:
 
     def _begin_pass(self, scaled: bool, weight: float | None, reducing: bool, end_with_backward: bool) -> None:
         self._stats = None
+        if self._sums is not None:
+            self._sums.reopen()
         self.window_scale()
         if weight is not None:
             self._reducer.share = 1.0  # a weight says all about how much a rank counts
@@ -209,6 +226,8 @@ class StepPipeline:
         self._look_at_grads()
         with self.commands(Command.REDUCE):
             self._reducer.finish()
+            if self._sums is not None:
+                self._sums.run()
 
     def pending(self) -> frozenset[int]:
         """Parameters with a gradient that no step has used, on any rank."""
@@ -297,6 +316,7 @@ class StepPipeline:
             self._unsettled = _Unsettled(stats, divisor)
             return
         outcome = stats.get()
+        outcome.check_inputs()
         divisor = self._own_divisor() * mean_weight(outcome)
         if outcome.finite or not self._options.check_finite:
             self.unused.check(outcome.used, self._buffer.layout.slots)
@@ -334,7 +354,7 @@ class StepPipeline:
             return
         if not agreed:
             self.trace.reject()
-            if self._comm.rank == 0:
+            if self._comm.main:
                 logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
         elif _vote(self.trace) == vote:
             self.trace.adopt()
@@ -395,6 +415,7 @@ class StepPipeline:
         if self._unsettled is not None:
             unsettled, self._unsettled = self._unsettled, None
             outcome = unsettled.stats.get()
+            outcome.check_inputs()
             if outcome.weight == 0 or outcome.mixed or (self._options.check_finite and not outcome.finite):
                 self._optimizer.method.forget_last()
             self._settle(outcome, unsettled.divisor * mean_weight(outcome))
@@ -527,7 +548,7 @@ class StepPipeline:
         self._agreed = outcome.agreed
         skipped = self._options.check_finite and not outcome.finite
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
-        if skipped and self._comm.rank == 0:
+        if skipped and self._comm.main:
             logger.warning("%s", self._describe(outcome))
         if not skipped:
             self.on_applied()

@@ -46,9 +46,11 @@ class StepCounters:
         where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         ranks = ", ".join(map(str, outcome.bad_ranks))
-        source = (
-            f"from rank {ranks}" if ranks else "although every rank's own gradients are finite (their sum overflows)"
-        )
+        if outcome.elsewhere:
+            where, more = "in a part of the model that other ranks have", ""
+        source = "although every rank's own gradients are finite (their sum overflows)"
+        if ranks or outcome.elsewhere:
+            source = f"from rank {ranks}" if ranks else "from there"
         return (
             f"step {self.global_steps} skipped on all ranks: non-finite gradient {where}{more}, {source}; "
             f"{self.skipped_in_a_row} in a row, {self.skipped_steps} in all"

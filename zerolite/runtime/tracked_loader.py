@@ -99,7 +99,8 @@ def share_of(loader: Any, rank: int, world_size: int) -> Share:
     if (sampler.num_replicas, sampler.rank) != (world_size, rank):
         raise ValueError(
             f"engine.prepare_loader: {expected}; its sampler is that of rank {sampler.rank} of {sampler.num_replicas}, "
-            f"and this is rank {rank} of {world_size}. Make it with num_replicas=engine.world_size, rank=engine.rank."
+            f"and this is rank {rank} of {world_size}. Make it with num_replicas=engine.data_parallel_world_size, "
+            "rank=engine.data_parallel_rank."
         )
     total = len(sampler.dataset)  # type: ignore[arg-type]
     return Share(len(sampler), total, world_size, batches.batch_size, batches.drop_last)

@@ -21,7 +21,7 @@ from zerolite.checkpoint.boxes import boxes_of_range
 from zerolite.checkpoint.checksums import entry_of
 from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
 from zerolite.checkpoint.safetensors import Entry, Header, as_bytes, build_header, read_header, tensor_on
-from zerolite.runtime import full_state
+from zerolite.runtime.whole_model import WholeModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -215,20 +215,20 @@ def alive_while_saving(config: dict[str, Any], model: str, directory: Path) -> l
     engine = _trained(config, model)
     gathered: list[Any] = []
     counts: list[int] = []
-    original = full_state._whole_copy
+    original = WholeModel.get
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         counts.append(sum(reference() is not None for reference in gathered))
-        copy = original(*args)
+        copy = original(*args, **kwargs)
         if copy is not None:
             gathered.append(weakref.ref(copy.untyped_storage()))
         return copy
 
-    full_state._whole_copy = counted  # type: ignore[assignment]
+    WholeModel.get = counted  # type: ignore[method-assign]
     try:
         engine.save_16bit_model(directory)
     finally:
-        full_state._whole_copy = original
+        WholeModel.get = original  # type: ignore[method-assign]
     return counts
 
 

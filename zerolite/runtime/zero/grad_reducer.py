@@ -597,6 +597,11 @@ class GradReducer:
         return made
 
     @property
+    def keeps_shards(self) -> bool:
+        """Whether what :meth:`reduced` gives is this rank's part, and not the whole."""
+        return self._options.shard
+
+    @property
     def sums_locally(self) -> bool:
         """Whether gradients of a window wait on their rank for its last pass."""
         return not self._options.reduce_each_pass

@@ -1,0 +1,61 @@
+"""What a model consists of, also where each rank has only a stage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerolite.checkpoint.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Description:
+    """Of a model or of a stage of it, as state.json has it.
+
+    parameters: by the first of its names: the full shape, the dtype it computes in, whether it is trained, and its
+    other names. buffers: shape and dtype. groups: the names in each of the optimizer's param groups.
+    """
+
+    parameters: dict[str, dict[str, Any]]
+    buffers: dict[str, dict[str, Any]]
+    groups: list[list[str]]
+
+
+def joined(stages: Sequence[Description]) -> Description:
+    """Of the whole model, whose stages these are, the first one first. Raises CheckpointError if they do not make up
+    one model."""
+    parameters: dict[str, dict[str, Any]] = {}
+    buffers: dict[str, dict[str, Any]] = {}
+    groups: list[list[str]] = [[] for _ in stages[0].groups]
+    for number, stage in enumerate(stages):
+        for name, entry in stage.parameters.items():
+            known = parameters.setdefault(name, entry)
+            if known["shape"] != entry["shape"]:
+                raise CheckpointError(
+                    f"parameter '{name}' is {tuple(known['shape'])} on one stage of the pipeline and "
+                    f"{tuple(entry['shape'])} on stage {number}; expected one parameter of the model to have one shape"
+                )
+        for name, entry in stage.buffers.items():
+            buffers.setdefault(name, entry)
+        if len(stage.groups) != len(groups):
+            raise CheckpointError(
+                f"the optimizer has {len(groups)} param groups on the first stage of the pipeline and "
+                f"{len(stage.groups)} on stage {number}; expected as many on all, with or without parameters"
+            )
+        groups = [list(dict.fromkeys(pair[0] + pair[1])) for pair in zip(groups, stage.groups, strict=True)]
+    return Description(parameters, buffers, groups)
+
+
+def of_earlier_stages(stages: Sequence[Description], stage: int) -> frozenset[str]:
+    """The names of the parameters that stages before ``stage`` have."""
+    return frozenset(name for earlier in stages[:stage] for name in earlier.parameters)
+
+
+def first_with(names_by_rank: Iterable[Iterable[str]]) -> dict[str, int]:
+    """For each name the first rank that has it."""
+    found: dict[str, int] = {}
+    for rank, names in enumerate(names_by_rank):
+        for name in names:
+            found.setdefault(name, rank)
+    return found

@@ -1,0 +1,188 @@
+"""The grid of ranks: which of them hold the same parameters, the next layers, or the other parts of a layer.
+
+    pipe × data × tensor, tensor innermost: the ranks of one tensor group are neighbours, on one host where they fit.
+
+        world size 8, pipe 2, data 2, tensor 2         tensor groups   0 1 | 2 3 | 4 5 | 6 7
+                                                       data groups     0 2 | 1 3 | 4 6 | 5 7
+        stage 0:  0 1   stage 1:  4 5                  pipe groups     0 4 | 1 5 | 2 6 | 3 7
+                  2 3             6 7                  model groups    0 1 4 5 | 2 3 6 7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerolite.comm.communicator import Communicator
+from zerolite.comm.create import create_communicator, dry_communicator
+from zerolite.comm.flight import blocked
+from zerolite.comm.process_group import SECOND_GROUP, keep_track
+
+DIMENSIONS = ("pipe", "data", "tensor")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place, and what it talks to the others over. A dimension of one rank has a communicator that sends
+    nothing.
+
+    world: all ranks. data: those with the same parameters, over which ZeRO spreads states. tensor: those with the other
+    parts of the same layers. pipe: those with the other stages. model: one whole copy of the model, tensor × pipe.
+    mesh: torch's, with the dimensions "pipe", "data" and "tensor"; None where there is one process or a dry run.
+    """
+
+    world: Communicator
+    data: Communicator
+    tensor: Communicator
+    pipe: Communicator
+    model: Communicator
+    mesh: DeviceMesh | None = None
+
+    @property
+    def grid(self) -> str:
+        """The sizes, for people."""
+        return f"pipe={self.pipe.world_size}, data={self.data.world_size}, tensor={self.tensor.world_size}"
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """(pipe, data, tensor) of this rank."""
+        return self.pipe.rank, self.data.rank, self.tensor.rank
+
+    @property
+    def trivial(self) -> bool:
+        """Whether there is nothing but data parallelism."""
+        return self.model.world_size == 1
+
+
+def data_topology(comm: Communicator) -> Topology:
+    """Of ranks that all have the whole model."""
+    alone = Communicator()
+    return Topology(comm, comm, alone, alone, alone)
+
+
+def create_topology(world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1) -> Topology:
+    """The grid of ``world``, all processes, for tensors on ``device``. Raises ValueError if pipe × tensor does not
+    divide their number. Called on all ranks, with equal arguments; groups are made once for each grid."""
+    model = pipe * tensor
+    if world.world_size % model:
+        raise ValueError(
+            f"expected the number of processes to be a multiple of pipeline.stages × tensor_parallel.size, got "
+            f"{world.world_size} processes for {pipe} × {tensor} = {model}"
+        )
+    if model == 1:
+        return data_topology(world)
+    if world.group is None:
+        return dry_topology(_kind_of(world), world.rank, world.world_size, pipe, tensor)
+    mesh, groups = _groups(world.group, device, pipe, tensor)
+    made = {name: create_communicator(device, group) if group else Communicator() for name, group in groups.items()}
+    for name, comm in made.items():
+        comm.dimension = name
+    world.dimension = "world"
+    return Topology(world, made["data"], made["tensor"], made["pipe"], _model_of(made, pipe), mesh)
+
+
+def _model_of(made: Mapping[str, Communicator], pipe: int) -> Communicator:
+    """One of its own only where a copy of the model has both dimensions."""
+    return made.get("model") or made["tensor" if pipe == 1 else "pipe"]
+
+
+def place(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:
+    """Where ``rank`` stands: (pipe, data, tensor)."""
+    data = world_size // (pipe * tensor)
+    return rank // (data * tensor), rank // tensor % data, rank % tensor
+
+
+def dry_topology(kind: str, rank: int, world_size: int, pipe: int = 1, tensor: int = 1) -> Topology:
+    """The same over wires that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
+    pipe_rank, data_rank, tensor_rank = place(rank, world_size, pipe, tensor)
+    data = world_size // (pipe * tensor)
+    world = dry_communicator(kind, rank, world_size)
+    if pipe * tensor == 1:
+        return data_topology(world)
+    places = {"data": (data_rank, data), "tensor": (tensor_rank, tensor), "pipe": (pipe_rank, pipe)}
+    if pipe > 1 and tensor > 1:
+        places["model"] = (pipe_rank * tensor + tensor_rank, pipe * tensor)
+    made = {name: dry_communicator(kind, *of_dimension) for name, of_dimension in places.items()}
+    for name, comm in made.items():
+        comm.dimension = name
+    world.dimension = "world"
+    return Topology(world, made["data"], made["tensor"], made["pipe"], _model_of(made, pipe))
+
+
+def _kind_of(world: Communicator) -> str:
+    return {"NativeCommunicator": "nccl", "GlooCommunicator": "gloo"}.get(type(world).__name__, "shared_memory")
+
+
+_Grid = tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]
+
+
+class _Made:
+    """The groups that there are: they live as long as the world's, since ending one may wait for other ranks."""
+
+    def __init__(self) -> None:
+        self.world: dist.ProcessGroup | None = None
+        self.grids: dict[tuple[str, int, int], _Grid] = {}
+        self.of_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, world: dist.ProcessGroup) -> _Made:
+        if self.world is not world:
+            self.close()
+            self.world = world
+            keep_track(self)
+        return self
+
+    def close(self) -> None:
+        """Before the process group is destroyed."""
+        self.world = None
+        self.grids.clear()
+        self.of_ranks.clear()
+
+
+_made = _Made()
+
+
+def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: int) -> _Grid:
+    known = _made.of(world).grids
+    key = (device.type, pipe, tensor)
+    if key not in known:
+        size = dist.get_world_size(world)
+        data = size // (pipe * tensor)
+        ranks = torch.arange(size, device="cpu").view(pipe, data, tensor)
+        with blocked(("new_group", "topology", size, None, 0)):
+            mesh = DeviceMesh(device.type, ranks, mesh_dim_names=DIMENSIONS)
+            groups: dict[str, dist.ProcessGroup | None] = {
+                name: mesh.get_group(name) if extent > 1 else None
+                for name, extent in zip(DIMENSIONS, (pipe, data, tensor), strict=True)
+            }
+            if pipe > 1 and tensor > 1:
+                models = [ranks[:, index, :].flatten().tolist() for index in range(data)]
+                groups["model"] = dist.new_subgroups_by_enumeration(models, group_desc=SECOND_GROUP)[0]
+        known[key] = mesh, groups
+    return known[key]
+
+
+def stages_communicator(topology: Topology, stages: tuple[int, ...], device: torch.device) -> Communicator:
+    """Of this rank and those in its place of some other ``stages``, which are sorted and include its own. Called on all
+    ranks of these stages, in the same order."""
+    if len(stages) == topology.pipe.world_size:
+        return topology.pipe
+    if topology.pipe.group is None:
+        comm = dry_communicator(_kind_of(topology.pipe), stages.index(topology.pipe.rank), len(stages))
+        comm.dimension = "pipe"
+        return comm
+    everybody = dist.get_process_group_ranks(topology.pipe.group)
+    ranks = tuple(everybody[stage] for stage in stages)
+    if ranks not in _made.of_ranks:
+        with blocked(("new_group", "stages", len(stages), None, 0)):
+            _made.of_ranks[ranks] = dist.new_group(
+                list(ranks), use_local_synchronization=True, group_desc=SECOND_GROUP
+            )
+    comm = create_communicator(device, _made.of_ranks[ranks])
+    comm.dimension = "pipe"
+    return comm
+
+

@@ -1,0 +1,85 @@
+"""What crosses from one part of the model to the next."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class BoundarySpec:
+    """single: whether one tensor crosses by itself, and not a tuple."""
+
+    single: bool
+    tensors: tuple[TensorSpec, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.tensors))
+
+
+def tensors_of(outputs: Any, part: int) -> tuple[bool, tuple[torch.Tensor, ...]]:
+    """(whether it is one tensor by itself, the tensors) that part ``part`` of the model gives the next one. Raises
+    TypeError for what cannot be sent."""
+    if isinstance(outputs, torch.Tensor):
+        return True, (outputs,)
+    if not isinstance(outputs, (tuple, list)) or not all(isinstance(item, torch.Tensor) for item in outputs):
+        got = type(outputs).__name__
+        if isinstance(outputs, (tuple, list)):
+            got += " with " + next(type(item).__name__ for item in outputs if not isinstance(item, torch.Tensor))
+        raise TypeError(
+            f"expected part {part} of the pipeline to give the next one a tensor or a tuple of tensors, got {got}"
+        )
+    return False, tuple(outputs)
+
+
+def shapes_of(value: Any) -> Any:
+    """The structure of ``value`` with (shape, dtype) for each tensor, and other leaves as they are: hashable text when
+    printed."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), str(value.dtype))
+    if isinstance(value, Mapping):
+        return {str(key): shapes_of(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [shapes_of(item) for item in value]
+    return type(value).__name__
+
+
+def number_of(text: str) -> int:
+    """63 bits of a hash of ``text``, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def leaves_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value``, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in leaves_of(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves_of(item)]
+    return []
+
+
+def same_specs(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> bool:
+    return len(tensors) == len(specs) and all(
+        tuple(tensor.shape) == spec.shape and tensor.dtype == spec.dtype
+        for tensor, spec in zip(tensors, specs, strict=True)
+    )

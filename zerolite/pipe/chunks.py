@@ -1,0 +1,72 @@
+"""A part of the model, of consecutive layers: what one stage of the pipeline computes for a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zerolite.pipe.modules import run_layers
+from zerolite.runtime.micro_batch import LossFunction, MicroBatch
+from zerolite.runtime.precision import Precision
+
+
+class Chunk(Protocol):
+    """index: its place among all parts. module: contains its parameters."""
+
+    index: int
+    module: nn.Module
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that its backward may give gradients, this rank's."""
+        ...
+
+    def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
+        """What it is run with. Once, by the runner."""
+        ...
+
+    def prepare(self, batch: MicroBatch) -> None:
+        """Before forwards with micro-batches of these shapes. Raises for what cannot be run as a pipeline."""
+        ...
+
+    def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
+        """What the next part needs, or at the last part the model's outputs. received: what the part before gives,
+        ``single`` if it is one tensor by itself; nothing at the first part. batch: floating tensors in the compute
+        dtype."""
+        ...
+
+
+class LayerChunk:
+    """Layers one after the other: see :class:`~zerolite.pipe.modules.PipelineModule`."""
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[Callable[[Any], Any]],
+        owners: Sequence[nn.Module],
+        interval: int = 0,
+        checkpointable: Sequence[str] | None = None,
+    ) -> None:
+        """owners: the modules among ``layers``, and those behind functions of tied layers."""
+        self.index = index
+        self.module = nn.ModuleList(owners)
+        self._layers, self._interval, self._checkpointable = list(layers), interval, checkpointable
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None: ...
+
+    def prepare(self, batch: MicroBatch) -> None:
+        if batch.kwargs:
+            raise ValueError(
+                "expected the inputs of a sequence of layers to be a tensor or a tuple, which is the first layer's "
+                f"argument, got keywords {', '.join(batch.kwargs)}"
+            )
+
+    def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
+        value: Any = batch.args if self.index == 0 else received
+        single = len(value) == 1 if self.index == 0 else single
+        return run_layers(self._layers, value[0] if single else value, self._interval, self._checkpointable)

@@ -1,0 +1,309 @@
+"""Models that are written as a sequence of layers, each built only on the rank where it lives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerolite.comm import ranks_of_job
+
+
+class LayerSpec:
+    """A layer that is built where it lives: ``cls(*args, **kwargs)``. cls: a class of modules, or a function that
+    gives one. Raises ValueError if it cannot be called."""
+
+    def __init__(self, cls: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if not callable(cls):
+            raise ValueError(f"LayerSpec: expected a class of modules, got {type(cls).__name__}; pass the class itself")
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return getattr(self.cls, "__name__", type(self.cls).__name__)
+
+    def build(self) -> Any:
+        return self.cls(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        given = [repr(value) for value in self.args] + [f"{key}={value!r}" for key, value in self.kwargs.items()]
+        return f"{type(self).__name__}({', '.join([self.name, *given])})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that is used in several places, which all give the same ``key``: one module, whose gradients are summed
+    over the stages that have it.
+
+    forward_fn: (module, inputs) to outputs, instead of its forward: an embedding as the head. tied_weight_attr:
+    DeepSpeed's; names that the module must have. Here all parameters of the module are shared. Raises ValueError if
+    ``key`` is no string.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        cls: Callable[..., Any],
+        *args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(cls, *args, **kwargs)
+        if not isinstance(key, str):
+            raise ValueError(
+                f"TiedLayerSpec: expected the key, a string, before the class, got {type(key).__name__}; write "
+                'TiedLayerSpec("embedding", nn.Embedding, ...)'
+            )
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class _Layers(nn.Module):
+    """Children by their place in the sequence."""
+
+
+class PipelineModule(nn.Module):
+    """Layers one after the other: each is called with what the one before gives, a tensor or a tuple of tensors.
+
+    layers: modules, functions, :class:`LayerSpec` and :class:`TiedLayerSpec`. loss_fn: (outputs of the last layer,
+    targets) to a scalar, for ``engine.train_batch``; None where the last layer gives the loss. num_stages: must agree
+    with the config's ``pipeline.stages``, which says it if this is None. partition_method: "parameters", "uniform",
+    "type:REGEX" or "profile"; None: the config's. activation_checkpoint_interval: layers whose activations are
+    computed anew in backward, as one; 0: never; None: the config's. checkpointable_layers: names of classes; other
+    layers keep their activations. seed_layers: each layer is built with a seed of its own, ``base_seed`` + its place
+    (default: ``torch.initial_seed()`` of the first rank), so that its values do not depend on the number of stages.
+    seed_fn: called with that seed instead of ``torch.manual_seed``. example: inputs of one micro-batch, for
+    partition_method "profile". dynamic_shape: accepted; shapes may change from step to step anyway.
+
+    Parameters are named ``layers.<place>.…`` on every number of stages; those of a tied layer by its first place.
+    Layers of specs are built at ``zerolite.initialize``, when it is known who needs them; in a job of one process, at
+    the first use. Until then asking for parameters raises RuntimeError. With one stage it is a module like any other,
+    and calling it runs all layers. Raises ValueError for arguments that it does not take.
+    """
+
+    is_pipeline_module = True
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        num_stages: int | None = None,
+        partition_method: str | None = None,
+        activation_checkpoint_interval: int | None = None,
+        seed_layers: bool = True,
+        base_seed: int | None = None,
+        *,
+        seed_fn: Callable[[int], Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        example: Any = None,
+        topology: Any = None,
+        activation_checkpoint_func: Any = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        super().__init__()
+        self._refuse(loss_fn, num_stages, topology, activation_checkpoint_func)
+        self.specs = list(layers)
+        if not self.specs:
+            raise ValueError("PipelineModule: expected at least one layer, got none")
+        for place, layer in enumerate(self.specs):
+            if not callable(layer) and not isinstance(layer, LayerSpec):
+                raise ValueError(
+                    f"PipelineModule: expected layer {place} to be a module, a function or a LayerSpec, got "
+                    f"{type(layer).__name__}"
+                )
+        self.loss_fn, self.num_stages, self.partition_method = loss_fn, num_stages, partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.checkpointable_layers = None if checkpointable_layers is None else tuple(checkpointable_layers)
+        self.seed_layers, self.base_seed, self.seed_fn, self.example = seed_layers, base_seed, seed_fn, example
+        self.layers = _Layers()
+        self.functions: dict[int, Callable[[Any], Any]] = {}  # what runs, by place; on this rank
+        self._modules_of_key: dict[str, nn.Module] = {}
+        self.first_places = _first_places(self.specs)
+        if not any(isinstance(layer, LayerSpec) for layer in self.specs):
+            self.build(range(len(self.specs)))
+
+    @staticmethod
+    def _refuse(loss_fn: Any, num_stages: Any, topology: Any, checkpoint_func: Any) -> None:
+        if loss_fn is not None and not callable(loss_fn):
+            raise ValueError(
+                f"PipelineModule: expected loss_fn to be a function of outputs and targets, got {loss_fn!r}; write "
+                "num_stages= before a number of stages"
+            )
+        if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+            raise ValueError(f"PipelineModule: expected num_stages to be an integer of at least 1, got {num_stages!r}")
+        if topology is not None:
+            raise ValueError(
+                "PipelineModule: expected no topology; the grid comes from the configuration: pipeline.stages and "
+                "tensor_parallel.size"
+            )
+        if checkpoint_func is not None:
+            raise ValueError(
+                "PipelineModule: expected no activation_checkpoint_func; layers are checkpointed with "
+                "torch.utils.checkpoint, without reentrance"
+            )
+
+    # ---------------------------------------------------------------- building
+
+    @property
+    def built(self) -> bool:
+        """Whether this rank's layers are there."""
+        return bool(self.functions)
+
+    def build(self, places: Iterable[int], device: torch.device | None = None) -> None:
+        """Build the layers at ``places``, on ``device`` (default: where their classes put them), and keep no others.
+        Once."""
+        for place in places:
+            self.functions[place] = self._made(place, device)
+
+    def _made(self, place: int, device: torch.device | None) -> Callable[[Any], Any]:
+        layer = self.specs[place]
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self._modules_of_key:
+                first = self.first_places[place]
+                self._modules_of_key[layer.key] = self._add(first, self._seeded(first, self.specs[first]), device)
+            module = self._modules_of_key[layer.key]
+            missing = [name for name in layer.tied_weight_attr if not _has(module, name)]
+            if missing:
+                raise ValueError(
+                    f"TiedLayerSpec: expected the tied layer '{layer.key}' ({layer.name}) to have '{missing[0]}', got "
+                    "none; pass tied_weight_attr"
+                )
+            return module if layer.forward_fn is None else functools.partial(layer.forward_fn, module)
+        made = self._seeded(place, layer) if isinstance(layer, LayerSpec) else layer
+        if isinstance(made, nn.Module):
+            self._add(self.first_places[place], made, device)
+        return made  # type: ignore[no-any-return]
+
+    def _seeded(self, place: int, spec: LayerSpec) -> Any:
+        if not self.seed_layers:
+            return spec.build()
+        seed = (torch.initial_seed() if self.base_seed is None else self.base_seed) + place
+        with torch.random.fork_rng():
+            (self.seed_fn or torch.manual_seed)(seed)
+            return spec.build()
+
+    def _add(self, place: int, module: Any, device: torch.device | None) -> Any:
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"PipelineModule: expected layer {place} ({self.specs[place]!r}) to build a module, got "
+                f"{type(module).__name__}"
+            )
+        if str(place) not in self.layers._modules:
+            self.layers.add_module(str(place), module if device is None else module.to(device))
+            self.layers._modules = dict(sorted(self.layers._modules.items(), key=lambda item: int(item[0])))
+        return module
+
+    def _build_if_alone(self) -> None:
+        """In a job of one process there is one stage."""
+        if self.built:
+            return
+        ranks = ranks_of_job()
+        if ranks > 1 and self.num_stages != 1:
+            raise RuntimeError(
+                f"PipelineModule: its layers are built in zerolite.initialize, which knows which of them each of the "
+                f"{ranks} ranks needs; expected nobody to ask for parameters or outputs before. Let initialize make "
+                "the optimizer (the config's block, or a function of the parameters), or pass num_stages=1"
+            )
+        self.build(range(len(self.specs)))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        self._build_if_alone()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._build_if_alone()
+        return super().state_dict(*args, **kwargs)
+
+    # ---------------------------------------------------------------- running
+
+    def forward(self, *inputs: Any) -> Any:
+        """All layers; several inputs are the first layer's one tuple. Raises RuntimeError on a rank that has some of
+        the layers only."""
+        self._build_if_alone()
+        if len(self.functions) < len(self.specs):
+            raise RuntimeError(
+                f"PipelineModule: this rank has layers {min(self.functions)} to {max(self.functions)} of "
+                f"{len(self.specs)}; expected engine.train_batch or engine.eval_batch instead of a forward"
+            )
+        return self.run(range(len(self.specs)), inputs[0] if len(inputs) == 1 else inputs)
+
+    def run(self, places: Sequence[int], value: Any) -> Any:
+        """What the layers at ``places``, ascending neighbours, make of ``value``."""
+        return run_layers([self.functions[place] for place in places], value, self.interval, self.checkpointable_layers)
+
+    @property
+    def interval(self) -> int:
+        return self.activation_checkpoint_interval or 0
+
+    def class_names(self) -> list[str]:
+        """Of all layers, for partition_method "type:REGEX"."""
+        return [layer.name if isinstance(layer, LayerSpec) else name_of(layer) for layer in self.specs]
+
+    def numels(self) -> list[int]:
+        """Trained parameters of each layer; those of a tied one at each of its places."""
+        return [trained_numel(layer) for layer in self.specs]
+
+
+def run_layers(
+    layers: Sequence[Callable[[Any], Any]],
+    value: Any,
+    interval: int = 0,
+    checkpointable: Sequence[str] | None = None,
+) -> Any:
+    """``layers`` one after the other on ``value``; groups of ``interval`` of them keep their inputs only, and compute
+    the rest anew in backward (0: none does). checkpointable: names of the classes for which that may be done."""
+    if not interval or not torch.is_grad_enabled():
+        for layer in layers:
+            value = layer(value)
+        return value
+    for start in range(0, len(layers), interval):
+        group = layers[start : start + interval]
+        if checkpointable is None or all(name_of(layer) in checkpointable for layer in group):
+            value = checkpoint(run_layers, group, value, use_reentrant=False)
+        else:
+            value = run_layers(group, value)
+    return value
+
+
+def name_of(layer: Any) -> str:
+    """The class of a module, or a function's own name."""
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def trained_numel(layer: Any) -> int:
+    """Elements of the trained parameters of ``layer``. A spec is built without memory if its class can be."""
+    if isinstance(layer, LayerSpec):
+        try:
+            with torch.device("meta"):
+                layer = layer.build()
+        except Exception:  # a class that looks at the values it makes
+            with torch.random.fork_rng():
+                layer = layer.build()
+    if not isinstance(layer, nn.Module):
+        return 0
+    return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+
+
+def _first_places(layers: Sequence[Any]) -> list[int]:
+    """For each place, the first one with the same layer."""
+    seen: dict[Any, int] = {}
+    places = []
+    for place, layer in enumerate(layers):
+        key = ("tied", layer.key) if isinstance(layer, TiedLayerSpec) else place
+        places.append(seen.setdefault(id(layer) if isinstance(layer, nn.Module) else key, place))
+    return places
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        functools.reduce(getattr, path.split("."), module)
+    except AttributeError:
+        return False
+    return True

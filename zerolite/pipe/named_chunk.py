@@ -1,0 +1,388 @@
+"""The parts of a model that is divided at modules: see split.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zerolite.pipe.boundary import leaves_of, shapes_of
+from zerolite.pipe.homes import Home
+from zerolite.pipe.skeleton import Call, Calls, Labelling, Labels, Skeleton, filled
+from zerolite.runtime.micro_batch import LossFunction, MicroBatch
+from zerolite.runtime.precision import Precision, map_tensors
+
+
+class _Left(BaseException):
+    """The forward is left where the next part begins. No Exception: models may catch those."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a part's forward does before it reaches the part. stand_ins: by module, what it gives at each call; opened:
+    modules that run themselves, whose parameters are zeros of these shapes and dtypes."""
+
+    stand_ins: Mapping[str, Sequence[Any]]
+    opened: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For micro-batches of some shapes. crossing: by part, which of the tensors in its first module's arguments come
+    from the part before. tensors: how many these arguments have. prefixes: by part."""
+
+    crossing: list[tuple[int, ...]]
+    tensors: list[int]
+    prefixes: list[Prefix]
+
+
+class Splitting:
+    """Of one model: its parts, how they are run for micro-batches of any shapes, and which of them runs now."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], homes: Sequence[Home]) -> None:
+        """names: of the modules that begin the parts 1, 2, … Made of the whole model."""
+        self.model, self.names, self.homes = model, list(names), list(homes)
+        self.buffers: Mapping[str, Mapping[str, torch.Tensor]] = {}  # of modules that are elsewhere
+        self.running: NamedChunk | None = None
+        self.replaced: Any = WeakTensorKeyDictionary()  # arguments, by what they stood for: backward may compute anew
+        self.precision, self.device = Precision(), torch.device("cpu")
+        self.loss_fn: LossFunction | None = None
+        self._skeleton = Skeleton(model)
+        self._plans: dict[str, Plan] = {}
+        self._hooked = False
+
+    def plan(self, batch: MicroBatch) -> Plan:
+        """For micro-batches like this one. Raises ValueError for a model that cannot be divided there."""
+        key = repr((shapes_of((batch.args, batch.kwargs, batch.target)), self.model.training))
+        if key not in self._plans:
+            self._plans[key] = _Rehearsal(self, self._skeleton).run(batch)
+        if not self._hooked:
+            self._hooked = True
+            for part, name in enumerate(self.names, 1):
+                hook = _reached(self, part)
+                self.model.get_submodule(name).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        return self._plans[key]
+
+
+def _reached(splitting: Splitting, part: int) -> Callable[..., Any]:
+    """A hook on the module that begins ``part``."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        chunk = splitting.running
+        if chunk is not None and chunk.index == part:
+            return chunk.enter(args, kwargs)
+        if chunk is not None and chunk.index == part - 1:
+            raise _Left(chunk.leaving(args, kwargs))
+        if chunk is None and any(tensor in splitting.replaced for tensor in leaves_of([args, kwargs])):
+            return map_tensors(lambda tensor: splitting.replaced.get(tensor, tensor), (args, kwargs))
+        return None
+
+    return hook
+
+
+class NamedChunk:
+    """One part: a :class:`~zerolite.pipe.chunks.Chunk`."""
+
+    def __init__(
+        self, index: int, model: nn.Module, splitting: Splitting, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self.index, self.module = index, model
+        self._splitting, self._parameters = splitting, list(parameters)
+        self._plan: Plan | None = None
+        self._received: tuple[torch.Tensor, ...] = ()
+        self._leave_prefix: contextlib.ExitStack | None = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._parameters)
+
+    def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
+        splitting = self._splitting
+        splitting.precision, splitting.device, splitting.loss_fn = precision, device, loss_fn
+
+    def prepare(self, batch: MicroBatch) -> None:
+        self._plan = self._splitting.plan(batch)
+
+    def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
+        assert self._plan is not None, "prepare comes first"
+        splitting = self._splitting
+        self._received = received
+        with contextlib.ExitStack() as prefix:
+            self._leave_prefix = prefix
+            if self.index:
+                prefix.enter_context(_left_out(splitting, self._plan.prefixes[self.index]))
+            splitting.running = self
+            try:
+                outputs = self.module(*batch.args, **batch.kwargs)
+            except _Left as left:
+                return left.tensors
+            finally:
+                splitting.running, self._received, self._leave_prefix = None, (), None
+        if self.index < len(splitting.names):
+            raise RuntimeError(
+                f"pipeline.split: expected the model's forward to call '{splitting.names[self.index]}', which begins "
+                f"part {self.index + 1}, as it did for the first micro-batch of these shapes; it did not"
+            )
+        return outputs
+
+    def enter(self, args: Any, kwargs: Any) -> Any:
+        """The part begins: its first module's arguments, with what was received."""
+        assert self._plan is not None and self._leave_prefix is not None
+        received = self._received
+        if any(tensor.requires_grad for tensor in received) and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"pipeline.split: '{self._splitting.names[self.index - 1]}' begins a part inside of a reentrant "
+                "checkpoint, which keeps gradients from what the part receives; use use_reentrant=False"
+            )
+        self._leave_prefix.close()
+        tensors = self._checked(args, kwargs, self.index)
+        values = dict(zip(self._plan.crossing[self.index], received, strict=True))
+        for place, value in values.items():
+            self._splitting.replaced[tensors[place]] = value
+        places = iter(range(len(tensors)))
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return values.get(next(places), tensor)
+
+        return map_tensors(take, (args, kwargs))
+
+    def leaving(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """What the next part needs of its first module's arguments."""
+        assert self._plan is not None
+        tensors = self._checked(args, kwargs, self.index + 1)
+        return tuple(tensors[place] for place in self._plan.crossing[self.index + 1])
+
+    def _checked(self, args: Any, kwargs: Any, part: int) -> list[torch.Tensor]:
+        assert self._plan is not None
+        tensors = leaves_in_order((args, kwargs))
+        if len(tensors) != self._plan.tensors[part]:
+            raise RuntimeError(
+                f"pipeline.split: expected '{self._splitting.names[part - 1]}' to be called with "
+                f"{self._plan.tensors[part]} tensors for every micro-batch of these shapes, got {len(tensors)}"
+            )
+        return tensors
+
+
+def leaves_in_order(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value``, as :func:`map_tensors` meets them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+@contextlib.contextmanager
+def _left_out(splitting: Splitting, prefix: Prefix) -> Iterator[None]:
+    """Inside, modules before the part give zeros, and parameters that are elsewhere are zeros."""
+    changed: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for path, templates in prefix.stand_ins.items():
+            module = splitting.model.get_submodule(path)
+            changed.append((module, "_compiled_call_impl", vars(module).get("_compiled_call_impl")))
+            vars(module)["_compiled_call_impl"] = _stand_in(templates, splitting.device, path)
+        for path, shapes in prefix.opened.items():
+            module = splitting.model.get_submodule(path)
+            zeros: dict[str, torch.Tensor] = {
+                name: torch.zeros((), dtype=dtype, device=splitting.device).expand(shape)
+                for name, (shape, dtype) in shapes.items()
+                if module._parameters.get(name) is None
+            }
+            for name, value in (zeros | dict(splitting.buffers.get(path, {}))).items():
+                changed.append((module, name, None))
+                vars(module)[name] = value
+        yield
+    finally:
+        for module, name, old in changed:
+            vars(module).pop(name, None)
+            if old is not None:
+                vars(module)[name] = old
+
+
+def _stand_in(templates: Sequence[Any], device: torch.device, path: str) -> Callable[..., Any]:
+    """In place of a module's call."""
+    rest = iter(templates)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return filled(next(rest), device)
+        except StopIteration:
+            raise RuntimeError(
+                f"pipeline.split: expected the model to call '{path}' {len(templates)} times for every micro-batch of "
+                "these shapes, got one more"
+            ) from None
+
+    return call
+
+
+# -------------------------------------------------------------------- without values
+
+
+class _Rehearsal:
+    """One run of the whole model without values."""
+
+    def __init__(self, splitting: Splitting, skeleton: Skeleton) -> None:
+        self._splitting, self._skeleton = splitting, skeleton
+        self._names = splitting.names
+        self._part = 0
+        self._labelling = Labelling()
+        self._crossing: list[tuple[int, ...]] = [()]
+        self._tensors = [0]
+        self._homes: dict[str, frozenset[int]] = {}
+
+    def run(self, batch: MicroBatch) -> Plan:
+        splitting, model = self._splitting, self._skeleton.model
+        for copied, original in zip(model.modules(), splitting.model.modules(), strict=True):
+            copied.training = original.training
+        precision, device = splitting.precision, splitting.device
+        with torch.no_grad(), self._skeleton.alive(device, precision.compute) as mode:
+            self._label_parameters(model)
+            calls = Calls(model, self._labelling, lambda: self._part)
+            handles = [
+                model.get_submodule(name).register_forward_pre_hook(self._boundary(part), with_kwargs=True)
+                for part, name in enumerate(self._names, 1)
+            ]
+            given = (batch.args, batch.kwargs, batch.target)
+            args, kwargs, target = given if mode is None else map_tensors(mode.from_tensor, given)
+            try:
+                with self._labelling, precision.autocast_context(device):
+                    outputs = model(*args, **kwargs)
+                    if splitting.loss_fn is None:
+                        outputs = MicroBatch(args, kwargs, target).loss(outputs, None)
+            except _Refused as refused:
+                raise ValueError(str(refused)) from None
+            except Exception as error:
+                raise ValueError(
+                    "pipeline.split: the model's forward is run once without values, to learn what its modules give, "
+                    f"and this failed: {type(error).__name__}: {error}. A forward that depends on values (.item(), "
+                    "tensors as conditions) needs a PipelineModule instead"
+                ) from error
+            finally:
+                calls.close()
+                for handle in handles:
+                    handle.remove()
+        self._check_end(outputs)
+        prefixes = [self._prefix(calls.root, part) for part in range(len(self._names) + 1)]
+        return Plan(self._crossing, self._tensors, prefixes)
+
+    def _label_parameters(self, model: nn.Module) -> None:
+        parts = {name: home.parts for home in self._splitting.homes for name in home.names}
+        for name, parameter in model.named_parameters():
+            self._homes[name] = parts[name]
+            self._labelling.mark(parameter, frozenset([name]))
+
+    def _boundary(self, part: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            name = self._names[part - 1]
+            if self._part != part - 1:
+                when = "again" if self._part >= part else f"before '{self._names[self._part]}'"
+                raise _Refused(
+                    f"pipeline.split: expected the model to call '{name}' once, after the modules that begin the parts "
+                    f"before, got a call {when}; name modules that are called one after the other"
+                )
+            tensors = leaves_in_order((args, kwargs))
+            crossing = tuple(place for place, tensor in enumerate(tensors) if self._labelling.of(tensor))
+            if not crossing:
+                raise _Refused(
+                    f"pipeline.split: expected arguments of '{name}' that are computed from parameters, got none; the "
+                    "part before it would have nothing to send"
+                )
+            for place in crossing:
+                self._check(self._labelling.of(tensors[place]), f"an argument of '{name}'")
+            self._crossing.append(crossing)
+            self._tensors.append(len(tensors))
+            self._part = part
+            places = iter(range(len(tensors)))
+            return map_tensors(lambda t: self._received(t, part) if next(places) in crossing else t, (args, kwargs))
+
+        return hook
+
+    def _received(self, tensor: torch.Tensor, part: int) -> torch.Tensor:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._labelling.mark(made, frozenset([_RECEIVED + str(part)]))
+        return made
+
+    def _check(self, labels: Labels, what: str) -> None:
+        """``what`` leaves the part under way: it must come from that part's parameters, and what the part received."""
+        part = self._part
+        for label in sorted(labels):
+            if label == _RECEIVED + str(part) or part in self._homes.get(label, ()):
+                continue
+            before = "the model" if part == 0 else f"'{self._names[part - 1]}'"
+            if label.startswith(_RECEIVED):
+                source = f"what '{self._names[int(label[len(_RECEIVED) :]) - 1]}' was called with"
+                raise _Refused(
+                    f"pipeline.split: {what} needs {source}, which does not pass through the arguments of {before}: a "
+                    "skip connection over a boundary; only the arguments of the module that begins a part are sent to "
+                    "it. Name other modules"
+                )
+            parts = ", ".join(map(str, sorted(self._homes[label])))
+            raise _Refused(
+                f"pipeline.split: {what}, in part {part}, needs parameter '{label}', which is in part {parts} (by the "
+                f"order of registration), other than through the arguments of {before}. Only these are sent: let skip "
+                "connections not cross a boundary, and register shared weights in each module that uses them"
+            )
+
+    def _check_end(self, outputs: Any) -> None:
+        if self._part != len(self._names):
+            raise ValueError(
+                f"pipeline.split: expected the model's forward to call '{self._names[self._part]}', which begins part "
+                f"{self._part + 1}, got no call; name a module that is called by itself"
+            )
+        what = "the loss" if self._splitting.loss_fn is None else "an output of the model"
+        for tensor in leaves_in_order(outputs):
+            try:
+                self._check(self._labelling.of(tensor), what)
+            except _Refused as refused:
+                raise ValueError(str(refused)) from None
+
+    def _prefix(self, root: Call, part: int) -> Prefix:
+        """The outermost calls before ``part`` whose outputs can be told are left out; the others run themselves."""
+        forced: set[str] = set()
+        while True:
+            stand_ins: dict[str, list[Any]] = {}
+            opened: set[str] = set()
+            _visit(root, part, forced, stand_ins, opened)
+            clash = opened & set(stand_ins)
+            if not clash:
+                break
+            forced |= clash
+        model = self._skeleton.model
+        compute = self._splitting.precision.compute
+        shapes = {
+            path: {
+                name: (tuple(p.shape), compute if compute is not None and p.is_floating_point() else p.dtype)
+                for name, p in model.get_submodule(path)._parameters.items()
+                if p is not None
+            }
+            for path in opened
+        }
+        return Prefix(stand_ins, shapes)
+
+
+def _visit(call: Call, part: int, forced: set[str], stand_ins: dict[str, list[Any]], opened: set[str]) -> None:
+    if call.path and call.told and 0 <= call.ended < part and call.path not in forced:
+        stand_ins.setdefault(call.path, []).append(call.template)
+        return
+    opened.add(call.path)
+    for inner in call.inner:
+        if inner.began < part:
+            _visit(inner, part, forced, stand_ins, opened)
+
+
+_RECEIVED = "received by part "
+
+
+class _Refused(BaseException):
+    """The model cannot be divided so. No Exception: models may catch those."""

@@ -1,0 +1,63 @@
+"""In which order the ranks of a pipeline compute, by torch's schedules, without processes."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zerolite.pipe.stage import schedule_class
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "backward of inputs", "backward of weights"
+
+
+class Action(NamedTuple):
+    """One computation. kind: one of the four names above; ``BACKWARD`` is that of inputs and weights. part: of the
+    model, counted over all ranks."""
+
+    kind: str
+    part: int
+    micro_batch: int
+
+
+def orders(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
+    """For each of ``ranks``, with ``chunks`` parts of the model, what it computes in a step, in this order. schedule:
+    its name in the config. Raises ValueError if the torch at hand does not have it, or it cannot be made of so many
+    micro-batches."""
+    if schedule == "gpipe":
+        return [_all_forward(rank, micro_batches) for rank in range(ranks)]
+    if schedule == "1f1b":
+        return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
+    shared = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": nn.Module()}
+    stages: Any = [SimpleNamespace(stage_index=index, **shared) for index in range(chunks)]
+    made = schedule_class(schedule)(stages, micro_batches, loss_fn=lambda outputs, target: None)
+    return [[action for entry in made.pipeline_order[rank] for action in _of(entry)] for rank in range(ranks)]
+
+
+def _all_forward(rank: int, micro_batches: int) -> list[Action]:
+    return [Action(kind, rank, index) for kind in (FORWARD, BACKWARD) for index in range(micro_batches)]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    ahead = min(micro_batches, ranks - rank)
+    forwards = [Action(FORWARD, rank, index) for index in range(micro_batches)]
+    backwards = [Action(BACKWARD, rank, index) for index in range(micro_batches)]
+    pairs = itertools.zip_longest(backwards, forwards[ahead:])
+    return forwards[:ahead] + [action for pair in pairs for action in pair if action is not None]
+
+
+_KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUTS, "W": WEIGHTS}
+"""By the values of torch's computation types, which are those of its own text format."""
+
+
+def _of(entry: Any) -> list[Action]:
+    """torch's entry of a schedule; it is None where a rank waits, and may have several computations at once."""
+    if entry is None:
+        return []
+    inner = getattr(entry, "sub_actions", None)
+    if inner:
+        return [action for one in inner for action in _of(one)]
+    kind = _KINDS.get(str(entry.computation_type.value))
+    return [] if kind is None else [Action(kind, entry.stage_index, entry.microbatch_index)]

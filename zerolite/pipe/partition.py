@@ -1,0 +1,96 @@
+"""Which layers belong to which part of the model. Pure: standard library only.
+
+A partition of n layers into p parts is p + 1 ascending numbers, from 0 to n: part i has the layers from the i-th number
+up to the next one, at least one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """The partition of which the heaviest part is the lightest; among those, the one with the most even parts.
+
+    weights: of each layer, 0 or more. Raises ValueError if there are fewer layers than parts.
+    """
+    count = len(weights)
+    check_enough(count, parts)
+    before = [0.0]
+    for weight in weights:
+        before.append(before[-1] + weight)
+    heaviest = _best(before, parts, math.inf, lambda worst, part: max(worst, part))[0]
+    return _best(before, parts, heaviest, lambda total, part: total + part * part)[1]
+
+
+def _best(before: list[float], parts: int, limit: float, combine: object) -> tuple[float, list[int]]:
+    """The least ``combine`` over parts, each of at most ``limit``, and its partition. before: sums of weights."""
+    count = len(before) - 1
+    cost = [0.0] + [math.inf] * count
+    starts: list[list[int]] = []
+    for part in range(1, parts + 1):
+        new, start = [math.inf] * (count + 1), [0] * (count + 1)
+        for end in range(part, count - (parts - part) + 1):
+            for low in range(end - 1, part - 2, -1):
+                weight = before[end] - before[low]
+                if weight > limit:
+                    break
+                total = combine(cost[low], weight)  # type: ignore[operator]
+                if total < new[end]:
+                    new[end], start[end] = total, low
+        cost = new
+        starts.append(start)
+    bounds = [count]
+    for start in reversed(starts):
+        bounds.append(start[bounds[-1]])
+    return cost[count], bounds[::-1]
+
+
+def uniform(count: int, parts: int) -> list[int]:
+    """Equally many layers each; the first parts have one more where it does not come out even."""
+    check_enough(count, parts)
+    each, more = divmod(count, parts)
+    return [part * each + min(part, more) for part in range(parts + 1)]
+
+
+def by_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
+    """Equally many layers whose class name matches the regular expression ``pattern`` somewhere, whatever its case.
+
+    names: of the layers' classes. Raises ValueError if none matches or the pattern is none.
+    """
+    try:
+        expression = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(
+            f'pipeline.partition_method: expected "type:" and a regular expression, got {pattern!r}: {error}'
+        ) from None
+    weights = [1.0 if expression.search(name) else 0.0 for name in names]
+    if not any(weights):
+        known = ", ".join(dict.fromkeys(names))
+        raise ValueError(
+            f"pipeline.partition_method: expected type:{pattern} to match the class of a layer, got none among "
+            f"{known}; name one of these"
+        )
+    return balanced(weights, parts)
+
+
+def check_enough(count: int, parts: int) -> None:
+    if count < parts:
+        raise ValueError(
+            f"expected at least as many layers as parts of the pipeline (pipeline.stages × pipeline.chunks = {parts}), "
+            f"got {count}; use fewer stages or chunks"
+        )
+
+
+def ranks_of_parts(stages: int, chunks: int, folded: bool) -> list[int]:
+    """The pipeline rank of each of ``stages × chunks`` parts: round and round, or there and back (``folded``).
+
+    2 stages, 2 chunks: 0 1 0 1; folded: 0 1 1 0.
+    """
+    ranks = []
+    for turn in range(chunks):
+        there = list(range(stages))
+        ranks += there[::-1] if folded and turn % 2 else there
+    return ranks

@@ -1,0 +1,228 @@
+"""A whole model to the stage of one rank: which layers live here, whose parameters they share, and the rest dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerolite.accelerator import is_dry_run
+from zerolite.comm import Communicator, HostGroup, Topology, stages_communicator
+from zerolite.config.parallelism import PipelineConfig
+from zerolite.cuts import set_names
+from zerolite.pipe import partition
+from zerolite.pipe.chunks import Chunk, LayerChunk
+from zerolite.pipe.homes import Home, homes_of, keep_only
+from zerolite.pipe.modules import PipelineModule, name_of, trained_numel
+from zerolite.pipe.profile import seconds_of_layers
+from zerolite.pipe.runner import PipelineRunner, RunnerParts
+from zerolite.pipe.split import split_by_names
+from zerolite.pipe.stage import FOLDED, schedule_class
+from zerolite.runtime.initial_sync import synchronize_tensors
+from zerolite.runtime.micro_batch import LossFunction
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter of this rank that several stages have. key: its name in the whole model. ranks: of the pipeline,
+    ascending, on which it is."""
+
+    parameter: nn.Parameter
+    key: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What :func:`prepare` has made of a model. module: the model, with this rank's layers. ties: sorted by key.
+    passes: backwards for each micro-batch on this rank."""
+
+    module: nn.Module
+    loss_fn: LossFunction | None
+    ties: list[Tie]
+    chunks: list[Chunk]
+    parts: int
+    schedule: str
+
+    @property
+    def passes(self) -> int:
+        return len(self.chunks)
+
+    def runner(self, given: RunnerParts) -> PipelineRunner:
+        """Called on all ranks, in the same order."""
+        return PipelineRunner(self.chunks, self.parts, self.schedule, given)
+
+
+def prepare(
+    model: nn.Module,
+    settings: PipelineConfig,
+    topology: Topology,
+    device: torch.device,
+    loss_fn: LossFunction | None = None,
+) -> Staged:
+    """Leave in ``model`` the layers of this rank's stage, with the values that the first stage's ranks have given them.
+
+    model: a :class:`~zerolite.pipe.modules.PipelineModule`, an ``nn.Sequential``, or any other that is divided by the
+    names in ``settings.split``. loss_fn: that of ``initialize``; a PipelineModule may bring its own. Parameters keep
+    their names; those that are elsewhere lose their memory. Raises ValueError for what cannot be divided so. Called
+    on all ranks, before anything else is made of the model.
+    """
+    stages = topology.pipe.world_size
+    chunks_each = settings.chunks_per_rank if stages > 1 else 1
+    if stages > 1:
+        schedule_class(settings.schedule)
+    ranks = partition.ranks_of_parts(stages, chunks_each, settings.schedule in FOLDED)
+    own = [part for part, rank in enumerate(ranks) if rank == topology.pipe.rank]
+    if isinstance(model, PipelineModule):
+        _adopt(model, settings, stages, loss_fn)
+        loss_fn = model.loss_fn if loss_fn is None else loss_fn
+        _take_first_values([layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device)
+        chunks, homes = _of_layers(model, topology, device, len(ranks), own)
+    else:
+        _take_first_values([model], topology.pipe, device)
+        divide = _of_sequential if type(model) is nn.Sequential else split_by_names
+        chunks, homes = divide(model, settings, len(ranks), own)
+    _check_trains(chunks)
+    ties = _ties(homes, ranks, topology.pipe.rank)
+    for tie in ties if not is_dry_run() else ():
+        shared = stages_communicator(topology, tie.ranks, device)
+        synchronize_tensors([tie.parameter], shared, device, "initial_sync")
+    return Staged(model, loss_fn, ties, chunks, len(ranks), settings.schedule)
+
+
+def _ties(homes: Iterable[Home], ranks: Sequence[int], here: int) -> list[Tie]:
+    """Of the parameters that stay here and are elsewhere too."""
+    ties = []
+    for home in homes:
+        on = tuple(sorted({ranks[part] for part in home.parts}))
+        if here in on and len(on) > 1:
+            set_names(home.parameter, home.names)
+            ties.append(Tie(home.parameter, home.names[0], on))
+    return sorted(ties, key=lambda tie: tie.key)
+
+
+def _check_trains(chunks: Iterable[Chunk]) -> None:
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            "pipeline: expected every stage to have a trained parameter, got a stage with none; use fewer stages, or "
+            "another partition_method or split"
+        )
+
+
+@torch.no_grad()
+def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
+    """Where every rank has the whole model: that of the first stage's ranks, which may have been made of another
+    seed."""
+    if pipe.world_size > 1 and not is_dry_run():
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        synchronize_tensors(tensors, pipe, device, "initial_sync")
+
+
+# -------------------------------------------------------------------- sequences of layers
+
+
+def _adopt(model: PipelineModule, settings: PipelineConfig, stages: int, loss_fn: LossFunction | None) -> None:
+    """What the config says of a PipelineModule and the module does not, and the other way round."""
+    if model.num_stages not in (None, stages):
+        raise ValueError(
+            f"PipelineModule: expected num_stages = {stages}, the config's pipeline.stages, got {model.num_stages}; "
+            "change one of the two, or leave num_stages out"
+        )
+    _refuse_names(settings, "a PipelineModule")
+    if loss_fn is not None and model.loss_fn is not None and loss_fn is not model.loss_fn:
+        raise ValueError("zerolite.initialize: got a loss_fn, and the PipelineModule has another; give one of them")
+    if model.activation_checkpoint_interval is None:
+        model.activation_checkpoint_interval = settings.activation_checkpoint_interval
+    if model.partition_method is None:
+        model.partition_method = settings.partition_method
+
+
+def _refuse_names(settings: PipelineConfig, what: str) -> None:
+    if settings.split != "auto":
+        raise ValueError(
+            f"pipeline.split: expected no names for {what}, whose layers pipeline.partition_method divides; leave it out"
+        )
+
+
+def _of_layers(
+    model: PipelineModule, topology: Topology, device: torch.device, parts: int, own: Sequence[int]
+) -> tuple[list[Chunk], list[Home]]:
+    host = HostGroup(topology.world, "pipeline")
+    method = str(model.partition_method)
+    if method == "profile" and is_dry_run():
+        method = "parameters"
+    seconds = seconds_of_layers(model, device) if method == "profile" and parts > 1 else None
+    model.base_seed, seconds = host.broadcast(
+        (torch.initial_seed() if model.base_seed is None else model.base_seed, seconds), 0
+    )
+    bounds = bounds_of(method, model.specs, model.class_names(), parts, seconds)
+    places = [place for part in own for place in range(bounds[part], bounds[part + 1])]
+    if not model.built:
+        model.build(places)
+    layers = [
+        layer if isinstance(layer, nn.Module) else model.layers._modules.get(str(first))
+        for layer, first in zip(model.specs, model.first_places, strict=True)
+    ]
+    names = [f"layers.{first}" for first in model.first_places]
+    homes = homes_of(layers, names, bounds)
+    _strip(layers, homes, own)
+    model.functions = {place: model.functions[place] for place in places}
+    chunks: list[Chunk] = []
+    for part in own:
+        here = range(bounds[part], bounds[part + 1])
+        owners = [layer for layer in (layers[place] for place in here) if layer is not None]
+        functions = [model.functions[place] for place in here]
+        chunks.append(LayerChunk(part, functions, owners, model.interval, model.checkpointable_layers))
+    return chunks, homes
+
+
+def _of_sequential(
+    model: nn.Sequential, settings: PipelineConfig, parts: int, own: Sequence[int]
+) -> tuple[list[Chunk], list[Home]]:
+    _refuse_names(settings, "an nn.Sequential")
+    layers = list(model)
+    bounds = bounds_of(settings.partition_method, layers, [name_of(layer) for layer in layers], parts, None)
+    homes = homes_of(layers, list(model._modules), bounds)
+    _strip(layers, homes, own)
+    interval = settings.activation_checkpoint_interval
+    chunks: list[Chunk] = []
+    for part in own:
+        here = layers[bounds[part] : bounds[part + 1]]
+        chunks.append(LayerChunk(part, here, here, interval))
+    return chunks, homes
+
+
+def _strip(layers: Iterable[nn.Module | None], homes: Iterable[Home], own: Sequence[int]) -> None:
+    staying = {id(home.parameter) for home in homes if home.parts & set(own)}
+    for layer in layers:
+        if layer is not None:
+            elsewhere = not any(id(parameter) in staying for parameter in layer.parameters())
+            keep_only(layer, lambda parameter: id(parameter) in staying, lambda path, gone=elsewhere: gone)
+
+
+def bounds_of(
+    method: str, layers: Sequence[object], names: Sequence[str], parts: int, seconds: Sequence[float] | None
+) -> list[int]:
+    """The partition of ``layers`` (modules, functions, specs) into ``parts`` by a partition_method. names: of their
+    classes. seconds: of each layer, for "profile". Raises ValueError if there is none."""
+    if parts == 1:
+        return [0, len(layers)]
+    if method == "uniform":
+        return partition.uniform(len(layers), parts)
+    if method.lower().startswith("type:"):
+        return partition.by_type(names, method[len("type:") :], parts)
+    if method == "profile":
+        if seconds is None:
+            raise ValueError(
+                'pipeline.partition_method: "profile" measures layers on an example, which a PipelineModule takes '
+                '(example=inputs); use one, or "parameters"'
+            )
+        return partition.balanced(seconds, parts)
+    if method != "parameters":
+        raise ValueError(
+            f'partition_method: expected "parameters", "uniform", "profile" or "type:REGEX", got {method!r}'
+        )
+    return partition.balanced([float(trained_numel(layer)) for layer in layers], parts)

@@ -1,0 +1,276 @@
+"""One step of a pipeline: micro-batches from an iterator through the stages, and the loss on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.comm import ControlChannel, HostGroup, HostLinks, Topology
+from zerolite.comm.ranks import name_ranks
+from zerolite.pipe.boundary import leaves_of, number_of, shapes_of
+from zerolite.pipe.chunks import Chunk
+from zerolite.pipe.stage import ChunkStage, Step, make_schedule
+from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.runtime.initial_sync import content_hash
+from zerolite.runtime.micro_batch import LossFunction, MicroBatch
+from zerolite.runtime.precision import HALF, GraphBoundary, Precision, map_tensors
+from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.zero.grad_reducer import GradReducer
+
+FINE, ENDED, FAILED = 0, 1, 2
+LOSS_TAG = "loss"
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """Of an engine, what a pipeline runs with. micro_batches: in a step."""
+
+    pipeline: StepPipeline
+    window: AccumulationWindow
+    reducer: GradReducer
+    precision: Precision
+    boundary: GraphBoundary
+    topology: Topology
+    device: torch.device
+    micro_batches: int
+    loss_fn: LossFunction | None
+
+
+class PipelineRunner:
+    """``train_batch`` and ``eval_batch`` of an engine whose model is spread over the ranks of ``topology.pipe``. Made
+    on all ranks, in the same order; both methods are called on all ranks, in the same order."""
+
+    def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, given: RunnerParts) -> None:
+        """chunks: this rank's, ascending, of ``parts``. schedule: its name in the config. Raises ValueError if it
+        cannot be made of so many micro-batches."""
+        self._parts, self._chunks = given, list(chunks)
+        topology = given.topology
+        pipe, group = topology.pipe, topology.pipe.group
+        self._links = None if group is None else HostLinks(pipe, "pipeline")
+        self._stages: list[ChunkStage]
+        if group is None or self._links is None:
+            from zerolite.pipe.dry import DryStage  # of a plan only
+
+            self._stages = [DryStage(chunk, parts, given.device, pipe) for chunk in self._chunks]
+        else:
+            self._stages = [ChunkStage(chunk, parts, given.device, group, self._links) for chunk in self._chunks]
+        for chunk in self._chunks:
+            chunk.connect(given.precision, given.device, given.loss_fn)
+        self._run = make_schedule(schedule, self._stages, given.micro_batches)
+        self._meeting = _Meeting(topology)
+        self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
+
+    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+        """One step, as ``Engine.train_batch`` says. Raises RuntimeError on all ranks if one has failed, with its
+        sentence, and the error itself where it happened."""
+        parts = self._parts
+        if not parts.window.empty:
+            raise RuntimeError(
+                "engine.train_batch: expected no gradients since the last step, got some; call engine.zero_grad() first"
+            )
+        with torch.enable_grad():
+            work = self._begin("train_batch", batches, training=True)
+            self._run_stages("train_batch", work)
+        loss = self._mean_over_world(work)
+        parts.pipeline.step()
+        return loss
+
+    def eval_batch(self, batches: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
+        """As ``Engine.eval_batch`` says. Called in eval mode and without gradients."""
+        work = self._begin("eval_batch", batches, training=False)
+        work.keeps_outputs = return_logits or not compute_loss
+        work.computes_loss = compute_loss
+        self._run_stages("eval_batch", work)
+        outputs = work.outputs if self._has_last else None
+        if not compute_loss:
+            return outputs
+        loss = self._mean_over_world(work)
+        return (loss, outputs) if return_logits else loss
+
+    # ---------------------------------------------------------------- a step
+
+    def _begin(self, call: str, batches: Iterator[Any], training: bool) -> _Work:
+        """Read the micro-batches, and learn how all ranks have fared."""
+        status, error, read = FINE, None, []
+        try:
+            read = self._read(call, batches)
+        except StopIteration as stop:
+            status, error = ENDED, stop
+        except Exception as failure:
+            status, error = FAILED, failure
+        shapes = number_of(repr(shapes_of([(micro.args, micro.kwargs, micro.target) for micro in read[:1]])))
+        content = self._meeting.content(read) if status == FINE else 0
+        self._meeting.begin(call, status, error, shapes, content)
+        if training:
+            self._parts.pipeline.note_inputs(leaves_of([(micro.args, micro.kwargs, micro.target) for micro in read]))
+        return _Work(self._parts, read, (shapes, training))
+
+    def _read(self, call: str, batches: Iterator[Any]) -> list[MicroBatch]:
+        parts, read = self._parts, []
+        for _ in range(parts.micro_batches):
+            micro = MicroBatch.of(next(batches), parts.loss_fn, parts.device)
+            args, kwargs = parts.precision.cast((micro.args, micro.kwargs))
+            read.append(MicroBatch(args, kwargs, micro.target))
+            _check_shapes(call, read[0], read[-1], len(read))
+        for chunk in self._chunks:
+            chunk.prepare(read[0])
+        return read
+
+    def _run_stages(self, call: str, work: _Work) -> None:
+        step = Step(work)
+        for stage in self._stages:
+            stage.begin(step)
+        try:
+            self._run()
+            if self._links is not None:
+                self._links.finish()
+        finally:
+            for stage in self._stages:
+                stage.end()
+        try:
+            self._meeting.end(call, step.failure)
+        except Exception:
+            if work.training:
+                self._parts.pipeline.zero_grad()
+            raise
+
+    def _mean_over_world(self, work: _Work) -> torch.Tensor:
+        """The mean loss over micro-batches and data ranks: the ranks with the last part have it."""
+        topology, device = self._parts.topology, self._parts.device
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        if self._has_last:
+            total += torch.stack(work.losses).mean().double()
+        copies = topology.world.world_size // topology.pipe.world_size
+        topology.world.all_reduce(total, LOSS_TAG, float(copies)).wait()
+        return total.float().reshape(())
+
+
+class _Work:
+    """The computations of one step: see :class:`~zerolite.pipe.stage.Work`."""
+
+    def __init__(self, parts: RunnerParts, batches: list[MicroBatch], key: Any) -> None:
+        self.training = bool(key[1])
+        self.key = key
+        self.losses: list[torch.Tensor] = []
+        self.outputs: list[Any] = []
+        self.keeps_outputs, self.computes_loss = False, True
+        self._parts, self._batches = parts, batches
+        self._factor = parts.pipeline.window_scale() / parts.micro_batches if self.training else 1.0
+
+    def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
+        with self._parts.precision.autocast_context(self._parts.device):
+            return chunk.forward(received, single, self._batches[index])
+
+    def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
+        outputs = map_tensors(lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
+        if self.keeps_outputs:
+            self.outputs.append(outputs)
+        if not self.computes_loss:
+            return None
+        loss = self._batches[index].loss(outputs, self._parts.loss_fn)
+        loss = loss.float() if loss.dtype in HALF else loss
+        self.losses.append(loss.detach().float().reshape(()))
+        if not self.training:
+            return None
+        self._parts.reducer.probes.append(self.losses[-1])
+        if not loss.requires_grad:
+            raise ValueError(
+                "engine.train_batch: the loss needs no gradient: it does not depend on any trained parameter of the "
+                "last part of the pipeline, nor on what that part receives"
+            )
+        return loss * self._factor
+
+    def begin_backward(self) -> None:
+        self._parts.pipeline.begin_backward(engine_scaled=True)
+        self._parts.boundary.scaled = True
+
+    def end_backward(self, complete: bool) -> None:
+        self._parts.pipeline.end_backward(complete=complete)
+        self._parts.window.on_engine_step()
+
+
+class _Meeting:
+    """Where all ranks tell each other on the host how they fare, twice a step, so that a failure of one is known to
+    all, and nobody waits for what does not come."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._channel = None if topology.world.group is None else ControlChannel(topology.world, width=3)
+        self._host = HostGroup(topology.world, "pipeline")
+        self._compared = False  # whether the stages read the same data
+
+    def content(self, batches: Sequence[MicroBatch]) -> int:
+        """Of the first step's data, a hash; 0 afterwards."""
+        if self._compared or self._channel is None:
+            return 0
+        tensors = leaves_of([(micro.args, micro.kwargs, micro.target) for micro in batches])
+        return number_of(repr([int(content_hash(tensor)) for tensor in tensors]))
+
+    def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
+        """Raises on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""
+        if self._channel is None:
+            if error is not None:
+                raise error
+            return
+        rows = self._channel.exchange([status, shapes, content])
+        ended = [rank for rank, row in enumerate(rows) if row[0] == ENDED]
+        if len(ended) == len(rows):
+            raise StopIteration(f"engine.{call}: the iterator of micro-batches has ended")
+        if any(row[0] == FAILED for row in rows):
+            self._raise(call, error if status == FAILED else None, "could not read its micro-batches")
+        if ended:
+            raise RuntimeError(
+                f"engine.{call}: expected every rank to have a whole step's micro-batches, got none any more on "
+                f"{name_ranks(ended)}; give all ranks as many, and the stages of one pipeline the same ones"
+            ) from error
+        for place, what in ((1, "shapes"), (2, "values")):
+            self._check_equal(call, what, [row[place] for row in rows])
+        self._compared = True
+
+    def _check_equal(self, call: str, what: str, values: list[int]) -> None:
+        """On all ranks, also those whose own pipeline is fine."""
+        step = len(values) // self._topology.pipe.world_size
+        different = [rank for rank, value in enumerate(values) if value != values[rank % step]]
+        if different:
+            first = different[0] % step
+            raise RuntimeError(
+                f"engine.{call}: expected the stages of one pipeline to read the same micro-batches, got other {what} "
+                f"on {name_ranks(different)} than on rank {first}; give a DistributedSampler "
+                "num_replicas=engine.data_parallel_world_size and rank=engine.data_parallel_rank, and the same seed"
+            )
+
+    def end(self, call: str, failure: Exception | None) -> None:
+        """Raises on all ranks if the computations of one have failed."""
+        if self._channel is None:
+            if failure is not None:
+                raise failure
+            return
+        rows = self._channel.exchange([FINE if failure is None else FAILED])
+        if any(row[0] for row in rows):
+            self._raise(call, failure, "failed")
+
+    def _raise(self, call: str, error: BaseException | None, what: str) -> None:
+        said = self._host.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        rank, sentence = next((rank, text) for rank, text in enumerate(said) if text is not None)
+        raise RuntimeError(f"engine.{call}: rank {rank} {what}: {sentence}")
+
+
+def _check_shapes(call: str, first: MicroBatch, latest: MicroBatch, number: int) -> None:
+    """All micro-batches of a step have the same shapes: stages make room for what they receive."""
+    names = ("inputs", "keywords", "targets")
+    for name, one, other in zip(names, _parts_of(first), _parts_of(latest), strict=True):
+        if shapes_of(one) != shapes_of(other):
+            raise ValueError(
+                f"engine.{call}: expected all micro-batches of one step to have the same shapes, got {name} "
+                f"{shapes_of(other)} in micro-batch {number} and {shapes_of(one)} in the first; pad them to one length "
+                "a step (other steps may have another one)"
+            )
+
+
+def _parts_of(micro: MicroBatch) -> tuple[Any, Any, Any]:
+    return micro.args, micro.kwargs, micro.target

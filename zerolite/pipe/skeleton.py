@@ -1,0 +1,206 @@
+"""A model run without values: which tensors depend on which parameters, and what its modules give.
+
+The whole model's own forward runs on fake tensors, which have shapes and no memory. A label travels from every
+parameter into all that is computed from it, through views, detached and integer tensors alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerolite.accelerator import is_dry_run
+from zerolite.pipe.boundary import leaves_of
+
+Labels = frozenset[str]
+NOTHING: Labels = frozenset()
+
+
+class Skeleton:
+    """A copy of ``model``: modules of the same classes and names, whose parameters and buffers have no memory, and no
+    hooks. Other attributes are shared with the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self.model = self._copy(model)
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        known = self._modules.get(id(module))
+        if known is not None:
+            return known
+        copied: nn.Module = object.__new__(type(module))
+        self._modules[id(module)] = copied
+        vars(copied).update(vars(module) | vars(nn.Module()))
+        copied.training = module.training
+        for name, child in module._modules.items():
+            copied._modules[name] = None if child is None else self._copy(child)
+        for name, parameter in module._parameters.items():
+            copied._parameters[name] = None if parameter is None else self._without_memory(parameter)  # type: ignore
+        for name, buffer in module._buffers.items():
+            copied._buffers[name] = None if buffer is None else self._without_memory(buffer)
+        return copied
+
+    def _without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._tensors.get(id(tensor))
+        if made is None:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            self._tensors[id(tensor)] = made
+        return made
+
+    @contextlib.contextmanager
+    def alive(self, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeTensorMode | None]:
+        """Inside, parameters and buffers are fake tensors on ``device``, floating parameters in ``dtype`` (None: their
+        own). Gives the mode, None inside a dry run, which has one."""
+        mode = None if is_dry_run() else FakeTensorMode(allow_non_fake_inputs=True)
+        places = [tensors for m in self.model.modules() for tensors in (m._parameters, m._buffers)]
+        before = [dict(tensors) for tensors in places]
+        made: dict[int, torch.Tensor] = {}
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in made:
+                cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+                value = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device=device)
+                made[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+            return made[id(tensor)]
+
+        with mode or contextlib.nullcontext():
+            try:
+                for tensors in places:
+                    tensors.update({name: fake(t) for name, t in tensors.items() if t is not None})  # type: ignore
+                yield mode
+            finally:
+                for tensors, old in zip(places, before, strict=True):
+                    tensors.update(old)  # type: ignore[arg-type]
+
+
+_SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
+_SHAPE_ONLY |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"}
+
+
+class Labelling(TorchDispatchMode):
+    """Knows for each tensor the labels of what it was computed from. By storage, so that views and writes into views
+    are one with what they show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._labels: dict[int, Labels] = {}
+        self._alive: dict[int, Any] = {}  # storages, whose addresses are the keys
+
+    def of(self, tensor: torch.Tensor) -> Labels:
+        return self._labels.get(tensor.untyped_storage()._cdata, NOTHING)
+
+    def mark(self, tensor: torch.Tensor, labels: Labels) -> None:
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = storage
+        self._labels[storage._cdata] = self._labels.get(storage._cdata, NOTHING) | labels
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        given = leaves_of([args, kwargs])
+        labels = NOTHING.union(*(self.of(tensor) for tensor in given))
+        if func.overloadpacket.__name__ not in _SHAPE_ONLY:
+            for tensor in leaves_of(outputs):
+                self.mark(tensor, labels)
+            if labels and func._schema.is_mutable:
+                for tensor in _written(func, args, kwargs):
+                    self.mark(tensor, labels)
+        return outputs
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operator writes into."""
+    written = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += leaves_of(value)
+    return written
+
+
+@dataclass
+class Call:
+    """One call of a module that has parameters in it. began, ended: the part of the model under way then (ended: -1 if
+    it did not end). template: its outputs, with :class:`Zeros` for tensors; None if they cannot be told from
+    parameters' shapes alone."""
+
+    path: str
+    began: int
+    ended: int = -1
+    template: Any = None
+    told: bool = False
+    inner: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """In place of a tensor whose values do not matter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Calls:
+    """Records the calls of all modules with parameters while it is entered."""
+
+    def __init__(self, model: nn.Module, labelling: Labelling, part: Callable[[], int]) -> None:
+        self.root = Call("", 0)
+        self._open = [self.root]
+        self._labelling, self._part = labelling, part
+        self._handles: list[Any] = []
+        for path, module in model.named_modules():
+            if path and next(module.parameters(), None) is not None:
+                self._watch(path, module)
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            call = Call(path, self._part())
+            self._open[-1].inner.append(call)
+            self._open.append(call)
+
+        def after(module: nn.Module, args: Any, outputs: Any) -> None:
+            call = self._open.pop()
+            call.ended = self._part()
+            call.told, call.template = self._template(outputs)
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _template(self, value: Any) -> tuple[bool, Any]:
+        """(Whether it can be told, ``value`` with :class:`Zeros` for its tensors)."""
+        if isinstance(value, torch.Tensor):
+            if not self._labelling.of(value):
+                return False, None
+            return True, Zeros(tuple(value.shape), value.dtype)
+        if type(value) in (list, tuple):
+            inner = [self._template(item) for item in value]
+            return all(told for told, _ in inner), type(value)(item for _, item in inner)
+        if type(value) is dict:
+            named = {key: self._template(item) for key, item in value.items()}
+            return all(told for told, _ in named.values()), {key: item for key, (_, item) in named.items()}
+        return isinstance(value, (type(None), bool, int, float, str, torch.dtype)), value
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def filled(template: Any, device: torch.device) -> Any:
+    """``template`` with real zeros."""
+    if isinstance(template, Zeros):
+        return torch.zeros(template.shape, dtype=template.dtype, device=device)
+    if type(template) in (list, tuple):
+        return type(template)(filled(item, device) for item in template)
+    if type(template) is dict:
+        return {key: filled(item, device) for key, item in template.items()}
+    return template

@@ -1,0 +1,143 @@
+"""A model that is no sequence of layers, divided at modules of its own: no tracing, every part runs the model's forward.
+
+A part begins with a module, and ends where the next one's is called. Each rank calls the model with the micro-batch's
+own inputs. Until the forward reaches the module that begins its part, modules with parameters are left out and give
+zeros; there the arguments that come from parameters are replaced by what the part before has sent; and when it reaches
+the module with which the next part begins, that one's arguments are sent on and the forward is left.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from zerolite.config.parallelism import PipelineConfig
+from zerolite.pipe import partition
+from zerolite.pipe.chunks import Chunk
+from zerolite.pipe.homes import Home, keep_only
+from zerolite.pipe.named_chunk import NamedChunk, Splitting
+
+
+def split_by_names(
+    model: nn.Module, settings: PipelineConfig, parts: int, own: Sequence[int]
+) -> tuple[list[Chunk], list[Home]]:
+    """Divide ``model`` into ``parts`` at the modules that ``settings.split`` names, or "auto" finds, and keep ``own``
+    of them. Raises ValueError for names that do not divide it."""
+    if settings.activation_checkpoint_interval:
+        raise ValueError(
+            "pipeline.activation_checkpoint_interval: expected 0 for a model that is no sequence of layers, got "
+            f"{settings.activation_checkpoint_interval}; use the activation_checkpointing block, or the model's own"
+        )
+    names = _automatic(model, settings, parts) if settings.split == "auto" else list(settings.split)
+    if len(names) != parts - 1:
+        raise ValueError(f"pipeline.split: expected {parts - 1} names for {parts} parts, got {len(names)}")
+    _check_names(model, names)
+    homes = _homes(model, names)
+    splitting = Splitting(model, names, homes)
+    mine = set(own)
+    staying = {id(home.parameter) for home in homes if home.parts & mine}
+    elsewhere = _paths_elsewhere(model, staying)
+    splitting.buffers = keep_only(model, lambda p: id(p) in staying, lambda path: path in elsewhere)
+    chunks: list[Chunk] = []
+    for part in own:
+        parameters = [home.parameter for home in homes if part in home.parts]
+        chunks.append(NamedChunk(part, model, splitting, parameters))
+    return chunks, homes
+
+
+def _check_names(model: nn.Module, names: Sequence[str]) -> None:
+    order = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    for name in names:
+        if name not in order or not name:
+            near = difflib.get_close_matches(name, order, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ValueError(f"pipeline.split: expected names of modules, got '{name}', which the model has not{hint}")
+    for name, after in zip(names, names[1:], strict=False):
+        if order[after] <= order[name]:
+            raise ValueError(
+                f"pipeline.split: expected names in the order in which the model registers its modules, got '{after}' "
+                f"after '{name}'; change their order"
+            )
+
+
+def parts_of_modules(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module, int]]:
+    """All modules with their paths and parts, in the order of registration."""
+    part = 0
+    for path, module in model.named_modules(remove_duplicate=False):
+        if part < len(names) and path == names[part]:
+            part += 1
+        yield path, module, part
+
+
+def _homes(model: nn.Module, names: Sequence[str]) -> list[Home]:
+    known: dict[int, tuple[nn.Parameter, list[str], set[int]]] = {}
+    for path, module, part in parts_of_modules(model, names):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                _, found, parts = known.setdefault(id(parameter), (parameter, [], set()))
+                found.append(f"{path}.{name}" if path else name)
+                parts.add(part)
+    return [Home(parameter, tuple(found), frozenset(parts)) for parameter, found, parts in known.values()]
+
+
+def _paths_elsewhere(model: nn.Module, staying: set[int]) -> set[str]:
+    """Modules of which no parameter stays, and what is in them: their buffers go too."""
+    gone: set[str] = set()
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in gone) if gone else False
+        own = list(module.parameters())
+        if inside or (own and not any(id(parameter) in staying for parameter in own)):
+            gone.add(path)
+    return gone
+
+
+# -------------------------------------------------------------------- "auto"
+
+
+def _automatic(model: nn.Module, settings: PipelineConfig, parts: int) -> list[str]:
+    """The first blocks of the parts 2, 3, …"""
+    path, blocks = _longest_list(model)
+    if len(blocks) < parts:
+        found = f"{len(blocks)} in '{path}'" if blocks else "none"
+        raise ValueError(
+            f'pipeline.split: "auto" expected a ModuleList of at least {parts} equal blocks, one for each part '
+            f"(pipeline.stages × pipeline.chunks), got {found}; name the modules that begin the parts"
+        )
+    method = settings.partition_method
+    if method == "profile":
+        raise ValueError(
+            'pipeline.partition_method: "profile" needs a PipelineModule with an example; use "parameters" or "uniform"'
+        )
+    if method.startswith("type:"):
+        bounds = partition.by_type([type(block).__name__ for block in blocks], method[len("type:") :], parts)
+    elif method == "uniform":
+        bounds = partition.uniform(len(blocks), parts)
+    else:
+        bounds = partition.balanced(_weights(model, path, len(blocks)), parts)
+    return [f"{path}.{start}" for start in bounds[1:-1]]
+
+
+def _longest_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    best: tuple[str, list[nn.Module]] = ("", [])
+    for path, module in model.named_modules():
+        blocks = list(module) if isinstance(module, nn.ModuleList) else []
+        if len({type(block) for block in blocks}) == 1 and len(blocks) > len(best[1]):
+            best = (path, blocks)
+    return best
+
+
+def _weights(model: nn.Module, path: str, count: int) -> list[float]:
+    """Trained parameters of each block, with what is registered before the first one and behind the last one; those
+    that are tied at each of their places."""
+    weights = [0.0] * count
+    place = 0
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name.startswith(f"{path}."):
+            place = int(name[len(path) + 1 :].split(".", 1)[0])
+        elif place:
+            place = count - 1
+        own = (parameter for parameter in module._parameters.values() if parameter is not None)
+        weights[place] += sum(parameter.numel() for parameter in own if parameter.requires_grad)
+    return weights

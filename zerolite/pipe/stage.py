@@ -1,0 +1,422 @@
+"""The stages that torch's pipeline schedules drive. Everything here that is private in torch stays here.
+
+A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is ours: it
+holds an activation no longer than its backward needs it, takes micro-batches from a list, learns shapes from the
+forwards themselves, tells the engine of each backward, and goes on with zeros where a computation has failed, so that
+no other rank waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from zerolite.comm import HostLinks, recorder
+from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
+from zerolite.pipe.chunks import Chunk
+
+TAG = "pipe"
+
+
+class Work(Protocol):
+    """What a step does around the computations of its stages: the runner's part."""
+
+    training: bool
+    key: Any  # of the shapes of this step's micro-batches
+
+    def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
+        """The outputs of ``chunk`` for micro-batch ``index``."""
+        ...
+
+    def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
+        """At the last part: what backward begins with; None if there is no loss."""
+        ...
+
+    def begin_backward(self) -> None: ...
+
+    def end_backward(self, complete: bool) -> None: ...
+
+
+@dataclass
+class Step:
+    """What the stages of one rank share in one step."""
+
+    work: Work
+    failure: Exception | None = None  # the first on this rank; computations are left out from then on
+
+
+@dataclass
+class _Flight:
+    """A micro-batch inside a stage, from its forward to its backward."""
+
+    received: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()  # or the loss
+    gradients: tuple[torch.Tensor | None, ...] = ()  # of the outputs, received
+    sent_back: tuple[torch.Tensor | None, ...] = ()  # gradients of what was received
+    groups: Any = None  # what the weights' backward goes on with
+
+
+@dataclass
+class _Boundary:
+    """With one neighbour: what crosses, by the key of a step's shapes. None if the part before it has failed before
+    anybody knew: then nothing crosses."""
+
+    known: dict[Any, BoundarySpec] = field(default_factory=dict)
+    dead: bool = False  # in this step
+
+    def spec(self, key: Any) -> BoundarySpec | None:
+        return None if self.dead else self.known[key]
+
+
+class ChunkStage(PipelineStage):
+    """One part of the model as torch's schedules see it. links: to the other ranks of ``group``."""
+
+    def __init__(
+        self, chunk: Chunk, parts: int, device: torch.device, group: dist.ProcessGroup, links: HostLinks
+    ) -> None:
+        super().__init__(chunk.module, chunk.index, parts, device, group=group)
+        self._set_up(chunk, links, dist.get_process_group_ranks(group))
+
+    def _set_up(self, chunk: Chunk, links: HostLinks | None, ranks: Sequence[int]) -> None:
+        """What is not torch's. ranks: in the world, of the pipeline's."""
+        self.chunk = chunk
+        self.step: Step
+        self.next_here: ChunkStage | None = None  # the stages of neighbouring parts, where they are on this rank
+        self.previous_here: ChunkStage | None = None
+        self._links = links
+        self._before, self._after = _Boundary(), _Boundary()
+        self._flights: dict[int, _Flight] = {}
+        self._ranks = list(ranks)
+        self._fresh: BoundarySpec | None = None  # what the first forward with new shapes has given
+        self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks whether neighbours are neighbours
+
+    def begin(self, step: Step) -> None:
+        """Before a schedule runs."""
+        self.step = step
+        self._flights.clear()
+        self._before.dead = self._after.dead = False
+        self.has_backward = step.work.training
+
+    def end(self) -> None:
+        """When it has run, or was left by an exception."""
+        self._flights.clear()
+
+    # ---------------------------------------------------------------- what torch prepares, and needs not here
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def clear_runtime_states(self) -> None: ...
+
+    def scale_grads(self, grad_scale_factor: int) -> None: ...
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None: ...
+
+    # ---------------------------------------------------------------- messages
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        spec = None if self.is_first else self._incoming()
+        if spec is None:
+            return []
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        flight.received = self._room(spec.tensors)
+        return [self._receive(tensor, self.stage_index - 1) for tensor in flight.received]
+
+    def _incoming(self) -> BoundarySpec | None:
+        """What comes from the part before; in the first forward with new shapes it says so itself."""
+        key = self.step.work.key
+        if not self._before.dead and key not in self._before.known:
+            assert self._links is not None
+            self._learn(self._before, self._links.receive(self._rank_of(self.stage_index - 1)))
+        return self._before.spec(key)
+
+    def _learn(self, boundary: _Boundary, spec: BoundarySpec | None) -> None:
+        if spec is None:
+            boundary.dead = True
+        else:
+            boundary.known[self.step.work.key] = spec
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        spec = self._outgoing()
+        if spec is None:
+            return []
+        outputs = self._flights[fwd_chunk_id].outputs or self._zeros(spec.tensors)
+        if not self.has_backward:
+            del self._flights[fwd_chunk_id]
+        return [self._send(output.detach(), self.stage_index + 1) for output in outputs]
+
+    def _outgoing(self) -> BoundarySpec | None:
+        return self._after.spec(self.step.work.key)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        spec = None if self.is_last or not self.has_backward else self._outgoing()
+        if spec is None:
+            return []
+        wanted = [tensor for tensor in spec.tensors if tensor.requires_grad]
+        room = self._room(wanted)
+        rest = iter(room)
+        self._flights[bwd_chunk_id].gradients = tuple(
+            next(rest) if tensor.requires_grad else None for tensor in spec.tensors
+        )
+        return [self._receive(tensor, self.stage_index + 1) for tensor in room]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first or not self.has_backward:
+            return []
+        gradients = self.get_local_bwd_output(bwd_chunk_id)
+        return [self._send(gradient, self.stage_index - 1) for gradient in gradients if gradient is not None]
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """The part before is on this rank too: its outputs, as they are."""
+        assert self.previous_here is not None
+        spec = self.previous_here._outgoing()
+        self._learn(self._before, spec)
+        if spec is not None:
+            outputs = prev_stage_outputs or self._zeros(spec.tensors)
+            self._flights[mb_index] = _Flight(received=tuple(output.detach() for output in outputs))
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        if not self.has_backward:
+            return ()
+        flight = self._flights[mb_index]
+        gradients, flight.sent_back = flight.sent_back, ()
+        if flight.groups is None:
+            del self._flights[mb_index]
+        return gradients
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            self._flights[mb_index].gradients = next_stage_bwd_outputs
+
+    def _room(self, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
+
+    def _zeros(self, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
+
+    def _rank_of(self, stage_index: int) -> int:
+        return self.stage_index_to_group_rank[stage_index]
+
+    def _send(self, tensor: torch.Tensor, stage_index: int) -> dist.P2POp:
+        tensor = tensor.contiguous()
+        recorder.note("send", tensor, TAG, "pipe", self.group_size)
+        return dist.P2POp(dist.isend, tensor, self._ranks[self._rank_of(stage_index)], self.group)
+
+    def _receive(self, tensor: torch.Tensor, stage_index: int) -> dist.P2POp:
+        recorder.note("receive", tensor, TAG, "pipe", self.group_size)
+        return dist.P2POp(dist.irecv, tensor, self._ranks[self._rank_of(stage_index)], self.group)
+
+    # ---------------------------------------------------------------- computations
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """What the schedule hands on: the outputs, for a next stage on this rank."""
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        if self.step.failure is None and not self._before.dead:
+            try:
+                self._forward(flight, fwd_chunk_id)
+            except Exception as error:
+                self._fail(error)
+        if not self.is_last:
+            self._announce()
+        outputs = flight.outputs
+        if not self.has_backward:
+            flight.received = ()
+            if self.is_last or self.next_here is not None:
+                del self._flights[fwd_chunk_id]
+        return outputs
+
+    def _forward(self, flight: _Flight, index: int) -> None:
+        work = self.step.work
+        single = True
+        if not self.is_first:
+            spec = self._before.known[work.key]
+            single = spec.single
+            if self.has_backward:
+                for tensor, described in zip(flight.received, spec.tensors, strict=True):
+                    tensor.requires_grad_(described.requires_grad)
+        outputs = work.forward(self.chunk, flight.received, single, index)
+        if self.is_last:
+            loss = work.loss(outputs, index)
+            flight.outputs = () if loss is None else (loss,)
+            return
+        single, tensors = tensors_of(outputs, self.stage_index)
+        known = self._after.known.get(work.key)
+        made = BoundarySpec(single, tuple(map(TensorSpec.of, tensors)))
+        if known is None:
+            self._fresh = made
+        elif not same_specs(tensors, known.tensors):
+            raise RuntimeError(
+                f"expected part {self.stage_index} of the pipeline to give {known} for every micro-batch of these "
+                f"shapes, as it did at first, got {made}"
+            )
+        flight.outputs = tensors
+
+    def _announce(self) -> None:
+        """Tell the next part what comes, if it is new to it."""
+        key = self.step.work.key
+        if self._after.dead or key in self._after.known:
+            return
+        fresh, self._fresh = self._fresh, None
+        self._learn(self._after, fresh)
+        if self.next_here is None:
+            assert self._links is not None
+            self._links.send(fresh, self._rank_of(self.stage_index + 1))
+
+    def _fail(self, error: Exception) -> None:
+        if self.step.failure is None:
+            self.step.failure = error
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        flight = self._flights[bwd_chunk_id]
+        split = not full_backward and any(tensor.requires_grad for tensor in flight.received)
+        if full_backward:
+            self._guarded(functools.partial(self._backward, flight))
+        elif split and self.step.failure is None:
+            try:
+                self._backward_of_inputs(flight)
+            except Exception as error:
+                self._fail(error)
+        if not full_backward:
+            flight.groups = flight.groups if split and self.step.failure is None else _WHOLE
+        self._keep_gradients(flight)
+        if full_backward and self.is_first:
+            del self._flights[bwd_chunk_id]
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward:
+            return
+        flight = self._flights.pop(bwd_chunk_id)
+        whole = flight.groups is _WHOLE
+        self._guarded(functools.partial(self._backward if whole else self._backward_of_weights, flight))
+
+    def _guarded(self, compute: Callable[[], None]) -> None:
+        """A backward that gives parameters their gradients; the engine hears of it also if it has failed, because the
+        other data ranks reduce gradients with this one."""
+        work = self.step.work
+        try:
+            work.begin_backward()
+            if self.step.failure is None:
+                compute()
+        except Exception as error:
+            self._fail(error)
+        work.end_backward(self.step.failure is None)
+
+    def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Outputs with a graph, and their gradients."""
+        gradients = flight.gradients or (None,) * len(flight.outputs)
+        pairs = [(o, g) for o, g in zip(flight.outputs, gradients, strict=True) if o.requires_grad]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _backward(self, flight: _Flight) -> None:
+        outputs, gradients = self._roots(flight)
+        flight.outputs, flight.gradients = (), ()
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+
+    def _backward_of_inputs(self, flight: _Flight) -> None:
+        outputs, gradients = self._roots(flight)
+        # torch detaches them in place, which views and leaves do not bear.
+        roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
+        given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
+        flight.outputs, flight.gradients = (), ()
+        parameters = iter(self.chunk.parameters())
+        _, flight.groups = stage_backward_input(roots, given, list(flight.received), parameters)
+
+    def _backward_of_weights(self, flight: _Flight) -> None:
+        parameters = self.chunk.parameters()
+        stage_backward_weight(iter(parameters), flight.groups)
+        for parameter in parameters:  # torch has put them there without the hooks of an accumulation
+            if parameter.grad is not None:
+                hooks: Any = parameter._post_accumulate_grad_hooks or {}
+                for hook in list(hooks.values()):
+                    hook(parameter)
+
+    def _keep_gradients(self, flight: _Flight) -> None:
+        """Of what was received, for the part before; zeros for what was not used."""
+        spec = None if self.is_first else self._before.spec(self.step.work.key)
+        if spec is None:
+            return
+        received = flight.received or self._room(spec.tensors)
+        gradients = []
+        for tensor, described in zip(received, spec.tensors, strict=True):
+            gradient, tensor.grad = tensor.grad, None
+            if described.requires_grad and gradient is None:
+                gradient = torch.zeros(described.shape, dtype=described.dtype, device=self.device)
+            gradients.append(gradient if described.requires_grad else None)
+        flight.received = ()
+        flight.sent_back = tuple(gradients)
+
+
+_WHOLE = object()  # instead of the groups of parameters: the whole backward is still to come
+
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+ONE_PART = ("gpipe", "1f1b")
+FOLDED = ("zbv", "dualpipev")
+
+
+def schedule_class(name: str) -> Any:
+    """torch's schedule of the config's ``name``. Raises ValueError if the torch at hand has none."""
+    found = getattr(schedules, SCHEDULES[name], None)
+    if found is None:
+        raise ValueError(
+            f'pipeline.schedule: "{name}" needs torch.distributed.pipelining.{SCHEDULES[name]}, which torch '
+            f'{torch.__version__} does not have; update torch, or use "1f1b"'
+        )
+    return found
+
+
+def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
+    """What runs one step of ``stages``, this rank's. Raises ValueError if the schedule cannot be made of so many
+    micro-batches."""
+    made = schedule_class(name)
+    own: Any = stages[0] if name in ONE_PART else list(stages)
+    try:
+        schedule = made(own, micro_batches, loss_fn=_no_loss, scale_grads=False)
+    except ValueError as error:
+        raise ValueError(
+            f'gradient_accumulation_steps: {micro_batches} micro-batches cannot be scheduled as "{name}" on '
+            f"{stages[0].group_size} stages with {len(stages)} parts each: {error}"
+        ) from None
+    by_index = {stage.stage_index: stage for stage in stages}
+    for index, stage in by_index.items():
+        stage.previous_here, stage.next_here = by_index.get(index - 1), by_index.get(index + 1)
+    nothing = [None] * micro_batches
+    return lambda: schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, nothing)
+
+
+def _no_loss(outputs: Any, target: Any) -> Any:
+    """Losses are the stage's own affair; torch's schedules only need to know that there is one."""
+    return None

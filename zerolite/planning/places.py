@@ -1,0 +1,74 @@
+"""[pure] Which ranks of a grid stand beside each other, and which of them are on other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Grid(NamedTuple):
+    """pipe × data × tensor ranks, tensor innermost: see :class:`zerolite.comm.Topology`."""
+
+    pipe: int = 1
+    data: int = 1
+    tensor: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pipe * self.data * self.tensor
+
+    def rank(self, pipe: int, data: int, tensor: int) -> int:
+        """Among all."""
+        return (pipe * self.data + data) * self.tensor + tensor
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(pipe, data, tensor) of ``rank``."""
+        return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
+
+    def size(self, dimension: str) -> int:
+        """Ranks of a group: "pipe", "data", "tensor", "model" (pipe × tensor) or "world"."""
+        sizes = {**self._asdict(), "model": self.pipe * self.tensor, "world": self.world_size}
+        size: int = sizes[dimension]
+        return size
+
+    def groups(self, dimension: str) -> Iterator[list[int]]:
+        """All groups of a dimension, each in the order of its ranks."""
+        pipe, data, tensor = (range(size) for size in self)
+        if dimension == "tensor":
+            yield from ([self.rank(p, d, t) for t in tensor] for p in pipe for d in data)
+        elif dimension == "data":
+            yield from ([self.rank(p, d, t) for d in data] for p in pipe for t in tensor)
+        elif dimension == "pipe":
+            yield from ([self.rank(p, d, t) for p in pipe] for d in data for t in tensor)
+        elif dimension == "model":
+            yield from ([self.rank(p, d, t) for p in pipe for t in tensor] for d in data)
+        else:
+            yield list(range(self.world_size))
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self._asdict().items())
+
+
+def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:
+    """Of what the ranks send in rings in the order of their numbers, which fill one node after the other: the part that
+    goes to another node."""
+    here = grid.world_size // nodes
+    links = [(one, other) for group in grid.groups(dimension) for one, other in _ring(group)]
+    return Fraction(sum(one // here != other // here for one, other in links), max(len(links), 1))
+
+
+def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = False) -> Fraction:
+    """Of what the ranks of a pipeline stage send to those of the stages before and behind, in equal parts: the part
+    that goes to another node. looped: whether the last stage sends to the first one, too."""
+    here = grid.world_size // nodes
+    beside = [stage - 1, stage + 1]
+    stages = [s % grid.pipe for s in beside] if looped else [s for s in beside if 0 <= s < grid.pipe]
+    ranks = [(d, t) for d in range(grid.data) for t in range(grid.tensor)]
+    across = sum(grid.rank(stage, *at) // here != grid.rank(s, *at) // here for s in stages for at in ranks)
+    return Fraction(across, max(len(stages) * len(ranks), 1))
+
+
+def _ring(group: list[int]) -> Iterator[tuple[int, int]]:
+    if len(group) > 1:
+        yield from zip(group, [*group[1:], group[0]], strict=True)

@@ -1,0 +1,83 @@
+"""Gradients that ranks share which are no data ranks: weights that two pipeline stages have, and those of which each
+tensor rank has seen a part of the sequence.
+
+They are summed once a step, when the data ranks have reduced them: what a rank then owns of such a parameter, all ranks
+of its group own, so the sum is one all-reduce over that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.memory_items import BUCKETS, own
+from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.layout import Fragment
+
+
+@dataclass(frozen=True)
+class SharedGradients:
+    """Trained parameters (indices in the layout) whose gradient is the sum over ``comm``, where all ranks have them in
+    this order and own the same parts of each."""
+
+    comm: Communicator
+    indices: tuple[int, ...]
+
+
+class GradientSums:
+    """All methods are called on all ranks, in the same order, by the step pipeline."""
+
+    def __init__(self, groups: Sequence[SharedGradients], reducer: GradReducer, rank: int) -> None:
+        """rank: among the data ranks."""
+        self._groups = [group for group in groups if group.indices and group.comm.world_size > 1]
+        self._reducer = reducer
+        self._rank = rank
+        self._summed = False
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Sum what :meth:`GradReducer.finish` has left. Once for the gradients that have come by now."""
+        if self._summed:
+            return
+        self._summed = True
+        for group in self._groups:
+            parts = self._parts(group)
+            if not parts:
+                continue
+            flat = own(torch.cat(parts), BUCKETS)
+            group.comm.all_reduce(flat, "shared_gradients").wait()
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total)
+            self._reducer.used.update(group.indices)
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """More gradients are coming for the same step. The sum stays with the first rank of each group, so that the
+        next one counts it once."""
+        if self._summed:
+            for group in self._groups:
+                for part in self._parts(group) if group.comm.rank else ():
+                    part.zero_()
+        self._summed = False
+
+    def clear(self) -> None:
+        """The gradients have been consumed or dropped."""
+        self._summed = False
+
+    def _parts(self, group: SharedGradients) -> list[torch.Tensor]:
+        """Where this rank's gradients of the group are, flat, in the order of its indices."""
+        reducer = self._reducer
+        sharded = reducer.keeps_shards
+        layout = reducer.layout
+        wanted = {index: place for place, index in enumerate(group.indices)}
+        fragments = layout.fragments(self._rank) if sharded else layout.full_fragments()
+        found: list[tuple[int, Fragment]] = sorted(
+            ((wanted[f.slot.index], f) for f in fragments if f.slot.index in wanted), key=lambda entry: entry[0]
+        )
+        return [
+            reducer.reduced(f.slot.bucket).narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)
+            for _, f in found
+        ]

@@ -1,0 +1,44 @@
+"""What the step must know of ranks that hold other parts of the model than this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerolite.comm import Topology, stages_communicator
+from zerolite.cuts import cut_of, is_partial
+from zerolite.runtime.grad_stats import Across
+from zerolite.runtime.gradient_sums import GradientSums, SharedGradients
+from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.grad_reducer import GradReducer
+
+
+def spread_over(
+    topology: Topology,
+    buffer: ParameterBuffer,
+    ties: Mapping[int, Any],
+    reducer: GradReducer,
+    device: torch.device,
+) -> tuple[Across, GradientSums]:
+    """For the trained parameters of this rank. ties: by the id of a parameter that several
+    stages have, which (``Tie``). Called on all ranks."""
+
+    def counts(index: int) -> bool:
+        parameter = buffer.parameters[index]
+        tie = ties.get(id(parameter))
+        if tie is not None and tie.ranks[0] != topology.pipe.rank:
+            return False
+        return cut_of(parameter) is not None or topology.tensor.rank == 0
+
+    across = Across(
+        topology.model, topology.pipe.rank, topology.pipe.world_size, topology.tensor.world_size > 1, counts
+    )
+    trained = buffer.parameters
+    partial = tuple(i for i, p in enumerate(trained) if is_partial(p) and cut_of(p) is None)
+    groups = [SharedGradients(topology.tensor, partial)]
+    tied = [(index, ties[id(parameter)]) for index, parameter in enumerate(trained) if id(parameter) in ties]
+    for index, tie in sorted(tied, key=lambda entry: str(entry[1].key)):
+        groups.append(SharedGradients(stages_communicator(topology, tuple(tie.ranks), device), (index,)))
+    return across, GradientSums(groups, reducer, topology.data.rank)

@@ -1,0 +1,151 @@
+"""The plan of a model that nobody has written one for: its own, or what its structure says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from zerolite.tensor_parallel.owners import FUSED_ATTENTION, FUSED_GATE, SEPARATE_ATTENTION
+from zerolite.tensor_parallel.plan import PlanError, Style, linear_like, parse_style
+
+_COLUMNS = {
+    *FUSED_ATTENTION,
+    *FUSED_GATE,
+    *SEPARATE_ATTENTION,
+    *"up up_proj gate gate_proj fc fc1 c_fc fc_in w1 w3 wi wi_0 wi_1 expand expansion".split(),
+    *"dense_h_to_4h linear1 lin1".split(),
+}
+_ROWS = set(
+    "o o_proj out out_proj proj c_proj project projection dense dense_4h_to_h down down_proj fc2 fc_out w2 wo contract "
+    "linear2 lin2 to_out out_lin".split()
+)
+_ELEMENTWISE = (
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Softplus, nn.Hardswish),
+    *(nn.Dropout, nn.Identity),
+)
+_HEADS_OF_MODELS = ("colwise_gather_output", "colwise_rep")
+
+
+def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Style], bool]:
+    """Patterns and styles, and whether patterns may match nothing. Raises PlanError if no plan is known, with the
+    reason."""
+    own = _plan_of_the_models(modules)
+    if own:
+        return own, True
+    return _plan_of_the_structure(model, modules), False
+
+
+def _plan_of_the_models(modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """Of Hugging Face's models in it: ``config.base_model_tp_plan`` and ``_tp_plan``."""
+    plan: dict[str, Style] = {}
+    inside: list[str] = []
+    for name, module in modules.items():
+        if any(not outer or name.startswith(f"{outer}.") for outer in inside):
+            continue
+        words = _words_of(module)
+        if words:
+            inside.append(name)
+        for pattern, word in words.items():
+            place = f"{name}.{pattern}" if name else pattern
+            target = modules.get(place)
+            if word in _HEADS_OF_MODELS and target is not None and _is_head(target, modules):
+                plan[place] = Style("vocab")
+            else:
+                plan[place] = parse_style(place, word)
+    return plan
+
+
+def _words_of(module: nn.Module) -> dict[str, str]:
+    config = module.__dict__.get("config")
+    base = getattr(config, "base_model_tp_plan", None) or {}
+    prefix = getattr(module, "base_model_prefix", "")
+    inner = module._modules.get(prefix) if isinstance(prefix, str) else None
+    words = {f"{prefix}.{pattern}" if inner is not None else pattern: word for pattern, word in base.items()}
+    own = getattr(module, "_tp_plan", None)
+    if base or own:
+        words.update(own or {})
+    return {str(pattern): str(word) for pattern, word in words.items()}
+
+
+def _is_head(module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether it gives logits over the vocabulary of an embedding."""
+    return linear_like(module) and any(
+        isinstance(other, nn.Embedding) and _shape(module) == (other.embedding_dim, other.num_embeddings)
+        for other in modules.values()
+    )
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return int(module.nx), int(module.nf)  # type: ignore[arg-type]
+
+
+def _is_feed_forward(module: nn.Module) -> bool:
+    """Whether it is a sequence of two linear layers, and between them what works on each number alone."""
+    if type(module) is not nn.Sequential:
+        return False
+    children = list(module)
+    linear = [child for child in children if linear_like(child)]
+    others = [child for child in children if not linear_like(child)]
+    if len(linear) != 2 or not all(isinstance(child, _ELEMENTWISE) for child in others):
+        return False
+    return _shape(linear[0]) == _shape(linear[1])[::-1]
+
+
+def _plan_of_the_structure(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    plan: dict[str, Style] = {}
+    for block in _blocks(modules):
+        inside = {name: module for name, module in modules.items() if name == block or name.startswith(f"{block}.")}
+        parents: dict[str, list[str]] = {}
+        for name, module in inside.items():
+            if linear_like(module) and name != block:
+                parents.setdefault(name.rpartition(".")[0], []).append(name)
+        for parent, names in parents.items():
+            plan.update(_styles_in(parent, names, modules))
+    if not plan:
+        raise PlanError(
+            f'expected a model whose layers the plan "auto" knows, got {type(model).__name__}: it brings no plan '
+            "(base_model_tp_plan), and has no list of blocks with attention or feed-forward layers of known names; "
+            'write tensor_parallel.plan, as {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
+        )
+    for name, module in modules.items():
+        outside = not any(name == planned for planned in plan)
+        if outside and name.count(".") <= 1 and linear_like(module) and _is_head(module, modules):
+            plan[name] = Style("vocab")
+    return plan
+
+
+def _blocks(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """The members of outermost lists of modules of one class each."""
+    lists: list[str] = []
+    for name, module in modules.items():
+        if any(name.startswith(f"{outer}.") for outer in lists) or not isinstance(
+            module, (nn.ModuleList, nn.Sequential)
+        ):
+            continue
+        members = list(module.named_children())
+        if name and members and all(type(member) is type(members[0][1]) for _, member in members):
+            if not linear_like(members[0][1]) and not isinstance(members[0][1], nn.Embedding):
+                lists.append(name)
+                yield from (f"{name}.{child}" for child, _ in members)
+
+
+def _styles_in(parent: str, names: list[str], modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """Of the linear layers in one module. Raises PlanError if their parts cannot be told."""
+    last = {name: name.rpartition(".")[2].lower() for name in names}
+    columns = [name for name in names if last[name] in _COLUMNS]
+    rows = [name for name in names if last[name] in _ROWS]
+    if columns and rows and len(columns) + len(rows) == len(names):
+        return {**dict.fromkeys(columns, Style("column")), **dict.fromkeys(rows, Style("row"))}
+    if _is_feed_forward(modules[parent]):
+        return {names[0]: Style("column"), names[1]: Style("row")}
+    if not columns and not rows:
+        return {}  # a router, an adapter: nothing that is known to be cut
+    unknown = [name for name in names if name not in columns and name not in rows] or names
+    raise PlanError(
+        f"expected layers of known names in '{parent}' for the plan \"auto\", got {', '.join(unknown)}; write "
+        "tensor_parallel.plan with the style of each"
+    )

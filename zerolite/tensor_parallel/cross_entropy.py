@@ -1,0 +1,121 @@
+"""Cross entropy over logits of which each rank has those of a part of the vocabulary (Shoeybi et al., 2019, section 3).
+
+Only numbers for each token travel: the largest logit, then the sum of exponentials and the target's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerolite.accelerator import host_value, is_fake
+from zerolite.comm import Communicator
+from zerolite.tensor_parallel.functions import TAG, sends
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    comm: Communicator,
+    vocabulary: int,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of the whole logits, the same on all ranks, though no rank has them.
+
+    logits: floating [tokens, ceil(vocabulary / ranks)], this rank's run of the vocabulary; what lies behind its end is
+    padding, and ignored. 16-bit ones are taken to fp32 inside. target: integers [tokens], the same on all ranks.
+    Returns a scalar, or [tokens] with reduction "none", in the dtype of ``logits`` (fp32 under autocast).
+
+    Raises IndexError for targets outside of the vocabulary that are not ``ignore_index`` (on CUDA: a device assertion),
+    and ValueError for another reduction. Called on all ranks of ``comm``, as is its backward, which sends nothing.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f'expected reduction "none", "mean" or "sum", got {reduction!r}')
+    if target.shape != logits.shape[:1]:
+        raise ValueError(f"expected one target for each of {logits.shape[0]} tokens, got shape {list(target.shape)}")
+    start = min(comm.rank * logits.shape[1], vocabulary)
+    rows = min(logits.shape[1], vocabulary - start)
+    kept = target != ignore_index
+    index, here = _local_targets(target, kept, start, rows, vocabulary)
+    losses = _CrossEntropy.apply(logits, index, here, kept, comm, rows, vocabulary, label_smoothing)
+    wanted = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    if reduction == "none":
+        return losses.to(wanted)
+    total = losses.sum()
+    return (total / kept.sum() if reduction == "mean" else total).to(wanted)
+
+
+def _local_targets(target: Tensor, kept: Tensor, start: int, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Where each target is among this rank's logits, and whether it is. int64 and bool, [tokens]."""
+    wrong = kept & ((target < 0) | (target >= vocabulary))
+    if target.device.type == "cpu" and not is_fake(target) and host_value(wrong.any()):
+        value = int(host_value(target[wrong][0]))
+        raise IndexError(f"Target {value} is out of bounds: expected 0 to {vocabulary - 1}, or ignore_index")
+    local = target - start
+    here = kept & (local >= 0) & (local < rows)
+    index = torch.where(here, local, torch.where(wrong, max(rows, 1), 0))  # what gather refuses on a device
+    return index.to(torch.int64), here
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each token, fp32 (fp64 for fp64 logits) [tokens]; 0 where it is ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        index: Tensor,
+        here: Tensor,
+        kept: Tensor,
+        comm: Communicator,
+        rows: int,
+        vocabulary: int,
+        smoothing: float,
+    ) -> Tensor:
+        tokens = logits.shape[0]
+        exact = torch.float32 if logits.dtype in _HALF else logits.dtype
+        own = logits.detach()[:, :rows]
+        largest = own.amax(1).to(exact) if rows else own.new_full((tokens,), -float("inf"), dtype=exact)
+        if sends(largest, comm):
+            comm.all_reduce_max(largest, TAG)
+        shifted = own.to(exact) - largest.unsqueeze(1)
+        sums = shifted.new_zeros((3 if smoothing else 2, tokens))
+        if rows:
+            sums[1] = torch.where(here, shifted.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
+        if smoothing:
+            sums[2] = shifted.sum(1)
+        chances = shifted.exp_()
+        sums[0] = chances.sum(1)
+        if sends(sums, comm):
+            comm.all_reduce(sums.view(-1), TAG).wait()
+        losses = sums[0].log() - sums[1]
+        if smoothing:
+            losses = (1 - smoothing) * losses + smoothing * (sums[0].log() - sums[2] / vocabulary)
+        chances /= sums[0].unsqueeze(1)
+        ctx.save_for_backward(chances, index, here, kept)
+        ctx.smoothing, ctx.vocabulary, ctx.like = smoothing, vocabulary, (logits.shape, logits.dtype)
+        return torch.where(kept, losses, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        chances, index, here, kept = ctx.saved_tensors
+        shape, dtype = ctx.like
+        rows = chances.shape[1]
+        gradient = torch.where(kept, gradient, 0.0)
+        result = chances.new_zeros(shape) if rows < shape[1] else torch.empty_like(chances)
+        own = result[:, :rows]
+        if rows:
+            torch.mul(chances, gradient.unsqueeze(1), out=own)
+            if ctx.smoothing:
+                own -= (gradient * (ctx.smoothing / ctx.vocabulary)).unsqueeze(1)
+            target = torch.where(here, gradient * (ctx.smoothing - 1.0), 0.0)
+            own.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
+        return result.to(dtype), None, None, None, None, None, None, None

@@ -1,0 +1,213 @@
+"""The edges between what all tensor ranks have whole and what each has a part of, as autograd functions.
+
+Shoeybi et al., "Megatron-LM" (2019), section 3, names the first pair f and g; Korthikanti et al., "Reducing activation
+recomputation" (2022), the pairs along the sequence. What is the forward of one is the backward of its partner:
+
+    copy             as it is            sum over ranks      into a layer of which each rank has some outputs
+    reduce           sum over ranks      as it is            out of a layer of which each rank has some inputs
+    gather           all parts           this rank's part    what follows is the same on all ranks
+    scatter          this rank's part    all parts           what went before is the same on all ranks
+    all_gather       all parts           sum, this part      what follows differs between ranks
+    reduce_scatter   sum, this part      all parts           what went before differs between ranks
+
+All take and give floating tensors of any shape and dtype, and are called on all ranks of the communicator with equal
+shapes, in the same order, as are their backwards. On one rank they give the tensor itself. For tensors without memory
+(torch.FakeTensorMode) only a communicator that sends nothing is asked: see :func:`zerolite.comm.dry_communicator`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerolite.accelerator import is_fake
+from zerolite.comm import Communicator
+
+TAG = "tensor"
+"""Of every collective of tensor parallelism in :func:`zerolite.comm.record`."""
+
+
+def copy(x: Tensor, comm: Communicator) -> Tensor:
+    """``x``, which is the same on all ranks; its gradient is the sum of theirs."""
+    return x if comm.world_size == 1 else _applied(_Copy, x, comm, False)
+
+
+def reduce(x: Tensor, comm: Communicator, in_place: bool = False) -> Tensor:
+    """The sum over ranks. in_place: nobody else uses ``x``, whose memory may hold the result."""
+    return x if comm.world_size == 1 else _applied(_Reduce, x, comm, in_place)
+
+
+def gather(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
+    """The ranks' ``x``, one behind the other along ``dim``."""
+    return x if comm.world_size == 1 else _applied(_Gather, x, comm, dim % x.dim())
+
+
+def scatter(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
+    """This rank's part of ``x`` along ``dim``, contiguous. Raises ValueError if it cannot be cut in equal parts."""
+    return x if comm.world_size == 1 else _applied(_Scatter, x, comm, _cut_dim(x, comm, dim))
+
+
+def all_gather(x: Tensor, comm: Communicator, dim: int = 1) -> Tensor:
+    """The ranks' ``x``, one behind the other along ``dim``; the gradient is summed over ranks."""
+    return x if comm.world_size == 1 else _applied(_AllGather, x, comm, dim % x.dim())
+
+
+def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 1, in_place: bool = False) -> Tensor:
+    """This rank's part along ``dim`` of the sum over ranks. in_place: nobody else uses ``x``, whose memory may be
+    clobbered. Raises ValueError if ``x`` cannot be cut in equal parts."""
+    return x if comm.world_size == 1 else _applied(_ReduceScatter, x, comm, _cut_dim(x, comm, dim), in_place)
+
+
+def shared_copy(x: Tensor, comm: Communicator) -> Tensor:
+    """:func:`copy`, of which all layers that read the same tensor get one: their gradients are summed here before they
+    are summed over ranks. It lives as long as ``x``, whose memory it shares."""
+    if comm.world_size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return _remembered(x, comm, "copy", lambda: _applied(_Copy, x, comm, True))
+
+
+def shared_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    """:func:`all_gather`, once for all layers that read the same tensor, while it lives."""
+    return x if comm.world_size == 1 else _remembered(x, comm, dim, lambda: all_gather(x, comm, dim))
+
+
+_ATTRIBUTE = "_zerolite_entered"
+
+
+def _remembered(x: Tensor, comm: Communicator, what: object, make: Any) -> Tensor:
+    version = None if x.is_inference() else x._version
+    state = (id(comm), what, version, torch.is_grad_enabled(), x.requires_grad)
+    known = getattr(x, _ATTRIBUTE, None)
+    if known is not None and known[0] == state:
+        made: Tensor = known[1]
+        return made
+    made = make()
+    setattr(x, _ATTRIBUTE, (state, made))
+    return made
+
+
+def _applied(function: Any, x: Tensor, *args: object) -> Tensor:
+    result: Tensor = function.apply(x, *args)
+    return result
+
+
+def _cut_dim(x: Tensor, comm: Communicator, dim: int) -> int:
+    dim %= x.dim()
+    if x.shape[dim] % comm.world_size:
+        raise ValueError(
+            f"expected a length along dimension {dim} that {comm.world_size} tensor-parallel ranks can share equally, "
+            f"got {x.shape[dim]} in a tensor of shape {list(x.shape)}; pad the input to a multiple of "
+            f"{comm.world_size}"
+        )
+    return dim
+
+
+# Outputs share memory with inputs by detach(), which is no view for autograd: an output that is a view would hold the
+# input, and shared_copy() would make a cycle of the two.
+
+
+def sends(x: Tensor, comm: Communicator) -> bool:
+    """Whether there is anything to send of ``x``, or anybody to record that it would have been sent."""
+    return x.numel() > 0 and (comm.peers_agree or not is_fake(x))
+
+
+def _sum(x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
+    summed = x.detach() if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    if sends(summed, comm):
+        comm.all_reduce(summed.view(-1), TAG).wait()
+    return summed
+
+
+def _all_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    size = comm.world_size
+    part = x.detach().contiguous()
+    full = part.new_empty((size, *part.shape))
+    if sends(part, comm):
+        comm.gather_shards([full.view(-1)], [part.view(-1)], TAG).wait()
+    return full.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
+
+
+def _own_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    length = x.shape[dim] // comm.world_size
+    return x.detach().narrow(dim, comm.rank * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Tensor:
+    size = comm.world_size
+    length = x.shape[dim] // size
+    rows = x.detach().unflatten(dim, (size, length)).movedim(dim, 0)
+    ours = in_place or not rows.is_contiguous()
+    rows = rows.contiguous() if ours else rows.clone(memory_format=torch.contiguous_format)
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    if not sends(rows, comm):
+        return rows.new_empty(shape)
+    return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, own_gradient: bool) -> Tensor:
+        ctx.comm, ctx.own_gradient = comm, own_gradient
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # A gradient may be shared with other branches of the graph; then it is summed in memory of its own.
+        return _Reduce.apply(gradient, ctx.comm, ctx.own_gradient), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
+        ctx.comm = comm
+        return _sum(x, comm, in_place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient if not torch.is_grad_enabled() else _Copy.apply(gradient, ctx.comm, False), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _all_parts(x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Scatter.apply(gradient, ctx.comm, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _own_part(x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Gather.apply(gradient, ctx.comm, ctx.dim), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _all_parts(x, comm, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _ReduceScatter.apply(gradient, ctx.comm, ctx.dim, False), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Tensor:
+        ctx.comm, ctx.dim = comm, dim
+        return _summed_part(x, comm, dim, in_place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _AllGather.apply(gradient, ctx.comm, ctx.dim), None, None, None

@@ -1,0 +1,324 @@
+"""Layers of which each tensor rank holds a part.
+
+Every class is made in one of two ways: by its constructor, or by :func:`cut_column` and its siblings from a layer that
+exists, which changes its class and stays the same object with the same Parameter objects, hooks and place in its model.
+A Parameter's values become this rank's part; :func:`zerolite.cuts.cut_of` says which.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerolite.comm import Communicator
+from zerolite.cuts import Cut, cut_of, mark_partial, set_cut
+from zerolite.runtime.initial_sync import synchronize_tensors
+from zerolite.tensor_parallel import functions
+from zerolite.tensor_parallel.logits import VocabParallelLogits
+from zerolite.tensor_parallel.regions import Region, seen_input
+
+
+def cut_of_parts(shape: Sequence[int], dim: int, parts: Sequence[int], comm: Communicator) -> Cut:
+    """This rank's share of each of ``parts``, which are the lengths of what is fused along ``dim``. Raises ValueError
+    if one of them cannot be shared equally."""
+    here = there = 0
+    ranges = []
+    for length in parts:
+        if length % comm.world_size:
+            raise ValueError(
+                f"expected sizes that are multiples of {comm.world_size} tensor-parallel ranks, got {length} along "
+                f"dimension {dim} of shape {list(shape)}"
+            )
+        share = length // comm.world_size
+        ranges.append((here, there + comm.rank * share, share))
+        here, there = here + share, there + length
+    if there != shape[dim]:
+        raise ValueError(
+            f"expected parts that add up to {shape[dim]}, the length along dimension {dim} of shape {list(shape)}, got "
+            f"{list(parts)}, which add up to {there}"
+        )
+    if len(ranges) > 1 and comm.world_size == 1:
+        ranges = [(0, 0, here)]
+    return Cut(tuple(shape), dim, tuple(ranges), here, comm.rank, comm.world_size)
+
+
+def cut_of_rows(shape: Sequence[int], dim: int, comm: Communicator) -> Cut:
+    """This rank's run along ``dim``, of equal length on all ranks; the last ones are padded."""
+    length = math.ceil(shape[dim] / comm.world_size)
+    start = min(comm.rank * length, shape[dim])
+    own = min(length, shape[dim] - start)
+    return Cut(tuple(shape), dim, ((0, start, own),) if own else (), length, comm.rank, comm.world_size)
+
+
+@torch.no_grad()
+def cut_parameter(parameter: nn.Parameter | None, cut: Cut) -> None:
+    """Leave this rank's part in ``parameter``, the same object. Once for a Parameter that has several places."""
+    known = None if parameter is None else cut_of(parameter)
+    if parameter is None or known == cut:
+        return
+    if known is not None:
+        raise ValueError(f"expected one way in which a parameter is cut, got {known} and {cut}")
+    parameter.data = cut.of(parameter.data)
+    set_cut(parameter, cut)
+
+
+class _Cut(nn.Module):
+    """What the layers have in common. A copy of the layer talks to the same ranks, and holds the same parts."""
+
+    comm: Communicator
+    region: Region | None = None  # that it begins or ends
+    sequence: int | None = None  # the dimension along which its inputs or outputs outside of the region are cut
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)], memo[id(self.comm)] = made, self.comm
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for name, parameter in self._parameters.items():
+            cut = None if parameter is None else cut_of(parameter)
+            if cut is not None:
+                set_cut(made._parameters[name], cut)  # type: ignore[arg-type]
+        return made
+
+
+class ColumnParallelLinear(_Cut, nn.Linear):
+    """``nn.Linear`` of which this rank computes some outputs: rows of the weight, [out_features / ranks, in_features].
+
+    The input, [..., in_features], is the same on all ranks (with ``sequence``: a part of it along that dimension). The
+    output is this rank's [..., out_features / ranks], or with gather_output all of it, [..., out_features].
+    """
+
+    transposed = False  # the weight is [in_features, out_features]: Hugging Face's Conv1D
+    gather_output = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        comm: Communicator,
+        gather_output: bool = False,
+        parts: int | Sequence[int] = 1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Made whole, with nn.Linear's initial values of the first rank, then cut. parts: how many layers of equal
+        size are fused in this one, or their sizes; each is cut. Called on all ranks of ``comm``. Raises ValueError
+        for sizes that cannot be shared equally."""
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        _take_first_ranks_values(self, comm)
+        cut_column(self, comm, parts, gather_output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = seen_input(x)
+        if self.sequence is not None:
+            x = functions.shared_all_gather(x, self.comm, self.sequence)
+        else:
+            x = functions.shared_copy(x, self.comm)
+        out = F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        if self.gather_output:
+            return self._gathered(out)
+        if self.region is not None:
+            self.region.enter(out, self.training)
+        return out
+
+    def _gathered(self, out: Tensor) -> Tensor:
+        out = functions.gather(out, self.comm)
+        if len(self.shares) == 1:
+            return out
+        ranks = [rank.split(self.shares, -1) for rank in out.split(sum(self.shares), -1)]
+        return torch.cat([rank[part] for part in range(len(self.shares)) for rank in ranks], -1)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
+
+    shares: list[int]  # lengths of what this rank has of each part
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """A head that gives :class:`~zerolite.tensor_parallel.VocabParallelLogits`: each rank computes those of a run of
+    the vocabulary. The last ranks are padded."""
+
+    vocabulary: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = super().forward(x)
+        return VocabParallelLogits.of(local, self.comm, self.vocabulary)
+
+
+class RowParallelLinear(_Cut, nn.Linear):
+    """``nn.Linear`` of which this rank reads some inputs: columns of the weight, [out_features, in_features / ranks].
+
+    The input is this rank's [..., in_features / ranks], or with input_is_parallel=False all of it. The output, [...,
+    out_features], is the sum over ranks, to which the bias is added once; it is the same on all ranks (with
+    ``sequence``: a part of it along that dimension).
+    """
+
+    transposed = False
+    input_is_parallel = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        comm: Communicator,
+        input_is_parallel: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Made whole, with nn.Linear's initial values of the first rank, then cut. Called on all ranks of ``comm``.
+        Raises ValueError if in_features cannot be shared equally."""
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        _take_first_ranks_values(self, comm)
+        cut_row(self, comm, input_is_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.region is not None:
+            self.region.leave()
+        if not self.input_is_parallel:
+            x = functions.scatter(seen_input(x), self.comm)
+        out = F.linear(x, self.weight.t() if self.transposed else self.weight)
+        if self.sequence is not None:
+            out = functions.reduce_scatter(out, self.comm, self.sequence, in_place=True)
+        else:
+            out = functions.reduce(out, self.comm, in_place=True)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
+
+
+class VocabParallelEmbedding(_Cut, nn.Embedding):
+    """``nn.Embedding`` of which this rank holds a run of rows, [ceil(num_embeddings / ranks), embedding_dim]; the last
+    ranks are padded. Takes indices of any shape, and gives their vectors, [..., embedding_dim], on all ranks."""
+
+    start: int  # the first of its rows in the whole
+    rows: int  # of the whole, without padding
+    vocabulary: int
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        comm: Communicator,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Made whole, with nn.Embedding's initial values of the first rank, then cut. Called on all ranks of
+        ``comm``."""
+        nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        _take_first_ranks_values(self, comm)
+        cut_embedding(self, comm)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Raises IndexError (on CUDA: a device assertion) for indices outside of the whole vocabulary."""
+        local = indices - self.start
+        here = (local >= 0) & (local < self.rows)
+        elsewhere = (indices >= 0) & (indices < self.vocabulary)
+        beyond = self.weight.shape[0]  # an index that F.embedding refuses
+        local = torch.where(here, local, torch.where(elsewhere, 0, beyond))
+        out = F.embedding(local, self.weight, self.padding_idx)
+        out.masked_fill_(~here.unsqueeze(-1), 0.0)
+        return functions.reduce(out, self.comm, in_place=True)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Embedding.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
+
+
+def _take_first_ranks_values(module: nn.Module, comm: Communicator) -> None:
+    parameters = list(module.parameters())
+    synchronize_tensors(parameters, comm, parameters[0].device, "initial_sync")
+
+
+def part_sizes(length: int, parts: int | Sequence[int]) -> list[int]:
+    """The sizes of ``parts``, which a layer of ``length`` outputs fuses. Raises ValueError if that is not possible."""
+    if not isinstance(parts, int):
+        return list(parts)
+    if parts < 1 or length % parts:
+        raise ValueError(f"expected outputs of {parts} parts of equal size, got {length} outputs")
+    return [length // parts] * parts
+
+
+def cut_column(
+    module: nn.Module, comm: Communicator, parts: int | Sequence[int] = 1, gather_output: bool = False
+) -> None:
+    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`ColumnParallelLinear` in place."""
+    transposed, inputs, outputs = _linear_shape(module)
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    sizes = part_sizes(outputs, parts)
+    cut = cut_of_parts((inputs, outputs) if transposed else (outputs, inputs), int(transposed), sizes, comm)
+    cut_parameter(weight, cut)
+    cut_parameter(bias, cut_of_parts((outputs,), 0, sizes, comm))
+    _become(module, ColumnParallelLinear, comm, inputs, cut.length, transposed)
+    module.gather_output = gather_output  # type: ignore[assignment]
+    module.shares = [size // comm.world_size for size in sizes]  # type: ignore[assignment]
+
+
+def cut_head(module: nn.Module, comm: Communicator) -> None:
+    """Make an nn.Linear a :class:`VocabParallelHead` in place."""
+    transposed, inputs, outputs = _linear_shape(module)
+    cut = cut_of_rows((inputs, outputs) if transposed else (outputs, inputs), int(transposed), comm)
+    cut_parameter(module._parameters["weight"], cut)
+    cut_parameter(module._parameters["bias"], cut_of_rows((outputs,), 0, comm))
+    _become(module, VocabParallelHead, comm, inputs, cut.length, transposed)
+    module.vocabulary = outputs  # type: ignore[assignment]
+
+
+def cut_row(module: nn.Module, comm: Communicator, input_is_parallel: bool = True) -> None:
+    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`RowParallelLinear` in place."""
+    transposed, inputs, outputs = _linear_shape(module)
+    cut = cut_of_parts((inputs, outputs) if transposed else (outputs, inputs), int(not transposed), [inputs], comm)
+    cut_parameter(module._parameters["weight"], cut)
+    _become(module, RowParallelLinear, comm, cut.length, outputs, transposed)
+    module.input_is_parallel = input_is_parallel  # type: ignore[assignment]
+
+
+def cut_embedding(module: nn.Module, comm: Communicator) -> None:
+    """Make an nn.Embedding a :class:`VocabParallelEmbedding` in place."""
+    assert isinstance(module, nn.Embedding)
+    whole = (module.num_embeddings, module.embedding_dim)
+    cut = cut_of_rows(whole, 0, comm)
+    cut_parameter(module._parameters["weight"], cut)
+    module.__class__ = VocabParallelEmbedding
+    assert isinstance(module, VocabParallelEmbedding)
+    module.comm, module.vocabulary, module.num_embeddings = comm, whole[0], cut.length
+    module.start = min(comm.rank * cut.length, whole[0])
+    module.rows = sum(length for _, _, length in cut.ranges)
+    if module.padding_idx is not None:
+        local = module.padding_idx % whole[0] - module.start
+        module.padding_idx = local if 0 <= local < module.rows else None
+
+
+def _linear_shape(module: nn.Module) -> tuple[bool, int, int]:
+    """Whether the weight is [inputs, outputs], and the two."""
+    if isinstance(module, nn.Linear):
+        return False, module.in_features, module.out_features
+    return True, int(module.nx), int(module.nf)  # type: ignore[arg-type]
+
+
+def _become(
+    module: nn.Module, kind: type[nn.Module], comm: Communicator, inputs: int, outputs: int, transposed: bool
+) -> None:
+    module.__class__ = kind
+    module.comm, module.transposed = comm, transposed  # type: ignore[assignment]
+    module.in_features, module.out_features = inputs, outputs  # type: ignore[assignment]
+    if transposed:
+        module.nx, module.nf = inputs, outputs  # type: ignore[assignment]
+
+
+def along_sequence(module: _Cut, dim: int) -> None:
+    """From now on what is outside of the layer's region is cut along ``dim`` of the inputs or outputs, the sequence."""
+    module.sequence = dim
+    bias = module._parameters.get("bias")
+    if isinstance(module, RowParallelLinear) and bias is not None:
+        mark_partial(bias)

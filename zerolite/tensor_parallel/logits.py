@@ -1,0 +1,270 @@
+"""Logits of which each rank has those of a part of the vocabulary, as a tensor that has them all.
+
+What needs every logit of a token gathers them first; what does not works on the part: see :class:`VocabParallelLogits`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zerolite.comm import Communicator
+from zerolite.tensor_parallel import functions
+from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+
+class VocabParallelLogits(Tensor):
+    """Logits [..., vocabulary], though this rank has [..., ceil(vocabulary / ranks)].
+
+    ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed in parallel, also after changes
+    of dtype, of the leading dimensions, and multiplications with a number. Every other operation gathers the logits,
+    once, and goes on with an ordinary tensor: the numbers are always those of the whole. So each operation is called on
+    all ranks of the tensor group, in the same order.
+    """
+
+    _state: _State
+
+    @staticmethod
+    def of(local: Tensor, comm: Communicator, vocabulary: int) -> VocabParallelLogits:
+        """local: this rank's logits, [..., ceil(vocabulary / ranks)], padded behind the end of the vocabulary."""
+        return _wrap(_State(local, comm, vocabulary))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _TOLD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
+        if first is not None and first._state.full is None:
+            kept = _KEPT.get(func)
+            result = NotImplemented if kept is None else kept(first._state, func, args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
+        _refuse_lost_writes(func, first)
+        return func(*_gathered(args), **_gathered(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*_gathered(args, _values), **_gathered(kwargs or {}, _values))
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self._state.gathered().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._state.gathered().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"VocabParallelLogits(shape={list(self.shape)}, dtype={self._state.local.dtype})"
+
+    def gathered(self) -> Tensor:
+        """The ordinary tensor of all logits. Called on all ranks of the tensor group."""
+        return self._state.gathered()
+
+
+class _State:
+    """full: the gathered logits, which take the place of ``local`` once there. aliased: whether another object's
+    ``local`` shares this one's memory."""
+
+    def __init__(self, local: Tensor, comm: Communicator, vocabulary: int, aliased: bool = False) -> None:
+        self.local, self.comm, self.vocabulary, self.aliased = local, comm, vocabulary, aliased
+        self.full: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.local.shape[:-1], self.vocabulary)
+
+    def gathered(self) -> Tensor:
+        if self.full is None:
+            self.full = functions.gather(self.local, self.comm).narrow(-1, 0, self.vocabulary)
+        return self.full
+
+    def like(self, local: Tensor) -> VocabParallelLogits:
+        shares = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        self.aliased = self.aliased or shares
+        return _wrap(_State(local, self.comm, self.vocabulary, shares))
+
+
+def _wrap(state: _State) -> VocabParallelLogits:
+    made: VocabParallelLogits = _Whole.apply(state.local, state)
+    return made
+
+
+class _Whole(torch.autograd.Function):
+    """The whole logits as a tensor without memory. Whatever uses it past ``__torch_function__``, an autograd function
+    for example, is differentiated as for ordinary logits."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, state: _State) -> Tensor:
+        ctx.place = state.comm.rank * local.shape[-1], local.shape[-1], state.vocabulary
+        made: Any = Tensor._make_wrapper_subclass(
+            VocabParallelLogits, state.shape, dtype=local.dtype, device=local.device, layout=local.layout
+        )
+        made._state = state
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        start, length, vocabulary = ctx.place
+        start = min(start, vocabulary)
+        own = gradient.narrow(-1, start, min(length, vocabulary - start))
+        return F.pad(own, (0, length - own.shape[-1])), None
+
+
+def _gathered(value: Any, how: Callable[[_State], Tensor] = _State.gathered) -> Any:
+    if isinstance(value, VocabParallelLogits):
+        return how(value._state)
+    if type(value) in (tuple, list):
+        return type(value)(_gathered(item, how) for item in value)
+    if type(value) is dict:
+        return {key: _gathered(item, how) for key, item in value.items()}
+    return value
+
+
+def _values(state: _State) -> Tensor:
+    """Of the whole logits, below autograd."""
+    full = functions.gather(state.local.detach(), state.comm) if state.full is None else state.full.detach()
+    return full.narrow(-1, 0, state.vocabulary)
+
+
+def _refuse_lost_writes(func: Any, first: VocabParallelLogits | None) -> None:
+    """Raise RuntimeError for a write in place to memory that another object shows as well."""
+    name = getattr(func, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if writes and first is not None and first._state.aliased and first._state.full is None:
+        raise RuntimeError(
+            f"expected no {name} on a view of logits that each tensor-parallel rank has a part of; write to a copy, "
+            "logits.gathered().clone()"
+        )
+
+
+_Kept = Callable[["_State", Any, Any, Any], Any]
+_KEPT: dict[Any, _Kept] = {}
+_TOLD: set[Any] = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+}
+
+
+def _keeps(*functions: Any) -> Callable[[_Kept], _Kept]:
+    def register(handler: _Kept) -> _Kept:
+        _KEPT.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+@_keeps(
+    *(
+        getattr(Tensor, name).__get__
+        for name in "requires_grad grad_fn is_leaf dtype device is_cuda is_cpu is_meta layout is_sparse".split()
+    ),
+    Tensor.is_floating_point,
+    torch.is_floating_point,
+    Tensor.is_complex,
+    torch.is_complex,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.is_inference,
+    Tensor.register_hook,
+    Tensor.is_contiguous,
+)
+def _asked_of_the_part(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(state.local, *args, **kwargs)
+
+
+@_keeps(Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.contiguous, Tensor.clone, Tensor.detach)
+@_keeps(Tensor.to, Tensor.type_as, torch.clone, torch.detach, Tensor.cpu, Tensor.cuda, Tensor.tanh, torch.tanh)
+def _same_shape(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    return state.like(func(state.local, *_gathered(args), **_gathered(kwargs)))
+
+
+@_keeps(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div)
+@_keeps(Tensor.true_divide, torch.true_divide)
+def _with_a_number(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 1 or not isinstance(args[0], (int, float)):
+        return NotImplemented
+    return state.like(func(state.local, args[0]))
+
+
+@_keeps(Tensor.view, Tensor.reshape, torch.reshape)
+def _view(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs or not args or isinstance(args[0], torch.dtype):
+        return NotImplemented
+    sizes = list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
+    if not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    known = functools.reduce(operator.mul, (size for size in sizes if size != -1), 1)
+    total = functools.reduce(operator.mul, state.shape, 1)
+    if sizes.count(-1) > 1 or not known or (total % known if -1 in sizes else total != known):
+        return NotImplemented
+    whole = [total // known if size == -1 else size for size in sizes]
+    if whole[-1] != state.vocabulary:
+        return NotImplemented
+    return state.like(func(state.local, (*whole[:-1], state.local.shape[-1])))
+
+
+@_keeps(Tensor.view_as)
+def _view_as(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    return _view(state, Tensor.view, (tuple(args[0].shape),), kwargs)
+
+
+@_keeps(Tensor.flatten, torch.flatten)
+def _flatten(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("start_dim", "end_dim"), args, strict=False)) | kwargs
+    first, last = given.get("start_dim", 0), given.get("end_dim", -1)
+    dims = len(state.shape)
+    if not (-dims <= last < dims) or last % dims == dims - 1:
+        return NotImplemented
+    return state.like(func(state.local, first, last))
+
+
+@_keeps(Tensor.__getitem__)
+def _slice(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of leading dimensions, with the last one whole."""
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if not all(item is Ellipsis or type(item) in (int, slice) for item in index) or index.count(Ellipsis) > 1:
+        return NotImplemented
+    named = len(index) - index.count(Ellipsis)
+    reaches_last = named >= len(state.shape) or (Ellipsis in index and index[-1] is not Ellipsis)
+    if reaches_last and index[-1] != slice(None):
+        return NotImplemented
+    return state.like(func(state.local, args[0]))
+
+
+@_keeps(F.cross_entropy)
+def _cross_entropy(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+    bound = _SIGNATURE.bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    target = given["target"]
+    unusual = given["weight"] is not None or given["size_average"] is not None or given["reduce"] is not None
+    if unusual or isinstance(target, VocabParallelLogits) or target.is_floating_point():
+        return NotImplemented
+    if len(state.shape) > 2 or target.shape != state.shape[:-1]:
+        return NotImplemented
+    losses = vocab_parallel_cross_entropy(
+        state.local.reshape(-1, state.local.shape[-1]),
+        target.reshape(-1),
+        state.comm,
+        state.vocabulary,
+        ignore_index=given["ignore_index"],
+        reduction=given["reduction"],
+        label_smoothing=given["label_smoothing"],
+    )
+    return losses.reshape(target.shape) if given["reduction"] == "none" else losses
+
+
+_SIGNATURE = inspect.signature(F.cross_entropy)

@@ -1,0 +1,248 @@
+"""Columns with their rows: the modules whose forward goes from one to the other, and what these know of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zerolite.tensor_parallel.plan import PlanError, Style
+
+HEADS = (
+    "heads n_head n_heads nhead num_heads num_head n_local_heads num_attention_heads num_q_heads num_query_heads "
+    "n_kv_head n_kv_heads kv_heads num_kv_heads n_local_kv_heads num_key_value_heads num_kv"
+).split()
+WIDTHS = (
+    "embed_dim split_size hidden_size all_head_size inner_dim n_embd d_model dim width kv_dim q_size kv_size "
+    "inner_size attention_size num_embd q_dim q_width kv_width"
+).split()
+HEAD_WIDTHS = (
+    "head_dim head_size d_head dim_head attention_head_size d_kv key_value_proj_dim hidden_size_per_head".split()
+)
+FUSED_ATTENTION = (
+    "qkv qkv_proj query_key_value c_attn in_proj wqkv w_pack to_qkv attn_qkv qkv_layer qkv_linear proj_qkv c_qkv"
+).split()
+FUSED_GATE = "gate_up_proj gate_up w12 w13 wi_fused up_gate fc1_gate".split()
+SEPARATE_ATTENTION = "q k v q_proj k_proj v_proj query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin".split()
+_INTERLEAVED = ("GPTNeoX", "Bloom", "Falcon")  # [heads, 3, head width]: heads are contiguous
+
+
+@dataclass
+class Layer:
+    """One that is cut."""
+
+    name: str
+    module: nn.Module
+    style: Style
+    sizes: list[int] = field(default_factory=list)  # of the parts of a column
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def last_name(self) -> str:
+        return self.name.rpartition(".")[2].lower()
+
+    @property
+    def inputs(self) -> int:
+        return int(self.module.in_features if isinstance(self.module, nn.Linear) else self.module.nx)  # type: ignore[arg-type]
+
+    @property
+    def outputs(self) -> int:
+        return int(self.module.out_features if isinstance(self.module, nn.Linear) else self.module.nf)  # type: ignore[arg-type]
+
+
+@dataclass
+class Owner:
+    """The innermost module that has columns and their rows. holders: it and those between it and its layers, by
+    name."""
+
+    name: str
+    module: nn.Module
+    columns: list[Layer]
+    rows: list[Layer]
+    holders: dict[str, nn.Module]
+
+    @property
+    def is_attention(self) -> bool:
+        names = {layer.last_name for layer in self.columns}
+        return bool(names & {*FUSED_ATTENTION, *SEPARATE_ATTENTION} or self.numbers(HEADS))
+
+    def numbers(self, names: Sequence[str]) -> list[Number]:
+        """The positive integers of these names."""
+        return [
+            (where, name, value)
+            for where, holder in self.holders.items()
+            for name in names
+            if type(value := holder.__dict__.get(name)) is int and value > 0
+        ]
+
+
+Number = tuple[str, str, int]
+"""An attribute of a module: the module's name, the attribute's, and its value."""
+
+
+def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owner]:
+    """The owners of ``layers``. Raises PlanError for a column without a row, and the other way round."""
+    groups: dict[str, list[Layer]] = {}
+    for layer in layers:
+        if layer.style.kind in ("column", "row") and not layer.style.gather_output and layer.style.input_is_parallel:
+            groups.setdefault(layer.parent, []).append(layer)
+    owners = []
+    while groups:
+        name = max(groups, key=lambda name: (name.count(".") + bool(name), name))
+        group = groups.pop(name)
+        columns, rows = _by_kind(group)
+        if columns and rows and not _is_list(modules[name]):
+            owners.append(Owner(name, modules[name], columns, rows, dict(_holders(name, group, modules))))
+            continue
+        above = name.rpartition(".")[0]
+        alone = not (columns and rows)
+        if not name or (alone and _is_list(modules[above])):
+            raise PlanError(_unpaired(columns, rows, name))
+        groups.setdefault(above, []).extend(group)
+    return owners
+
+
+def _by_kind(group: Sequence[Layer]) -> tuple[list[Layer], list[Layer]]:
+    return [one for one in group if one.style.kind == "column"], [one for one in group if one.style.kind == "row"]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _holders(name: str, group: Sequence[Layer], modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for layer in group:
+        above = layer.parent
+        while len(above) > len(name):
+            yield above, modules[above]
+            above = above.rpartition(".")[0]
+    yield name, modules[name]
+
+
+def _unpaired(columns: Sequence[Layer], rows: Sequence[Layer], name: str) -> str:
+    where = f"in '{name}'" if name else "in the model"
+    if columns:
+        return (
+            f"expected a row {where} for the column {_names(columns)}, of whose output each rank has a part, got none; "
+            'add the layer that reads it as "row", or say {"style": "column", "gather_output": true}'
+        )
+    return (
+        f"expected a column {where} for the row {_names(rows)}, of whose input each rank reads a part, got none; add "
+        'the layer in front of it as "column", or say "rowwise_split_input"'
+    )
+
+
+def _names(layers: Sequence[Layer]) -> str:
+    return ", ".join(f"'{layer.name}'" for layer in layers)
+
+
+def column_sizes(layer: Layer, owner: Owner | None, size: int) -> tuple[list[int], str]:
+    """The sizes of the parts of a column, each of which is cut, and where they come from ("" if there is one part and
+    nothing to say). Raises PlanError where that cannot be told."""
+    outputs, given = layer.outputs, layer.style.parts
+    if given is not None:
+        return _given_parts(layer, given), "as the plan says"
+    if owner is None:
+        return [outputs], ""
+    kind = type(holder_of(layer, owner)).__name__
+    named, reads = layer.last_name in FUSED_ATTENTION, {row.inputs for row in owner.rows}
+    if named and kind.startswith(_INTERLEAVED):
+        return [outputs], f"by heads, which are contiguous in {kind}"
+    if named or (outputs == 3 * layer.inputs and outputs not in reads and layer.inputs in reads):
+        return _fused_attention(layer, owner), "query, key and value"
+    halves = outputs % 2 == 0 and outputs // 2 in reads and outputs not in reads
+    if layer.last_name in FUSED_GATE or (halves and len(owner.columns) == 1):
+        return [outputs // 2] * 2, "gate and up"
+    return [outputs], ""
+
+
+def holder_of(layer: Layer, owner: Owner) -> nn.Module:
+    """The module in which the layer is."""
+    return owner.holders.get(layer.parent, owner.module)
+
+
+def _given_parts(layer: Layer, given: int | tuple[int, ...]) -> list[int]:
+    if isinstance(given, int):
+        if layer.outputs % given:
+            raise PlanError(f"expected {given} parts of equal size in '{layer.name}', got {layer.outputs} outputs")
+        return [layer.outputs // given] * given
+    if sum(given) != layer.outputs:
+        raise PlanError(
+            f"expected parts of '{layer.name}' that add up to its {layer.outputs} outputs, got {list(given)}, which "
+            f"add up to {sum(given)}"
+        )
+    return list(given)
+
+
+def _fused_attention(layer: Layer, owner: Owner) -> list[int]:
+    near = [row.inputs for row in owner.rows if row.parent == layer.parent]
+    reads = near or [row.inputs for row in owner.rows]
+    for query in sorted(reads, key=lambda width: width != layer.inputs):
+        rest = layer.outputs - query
+        if rest > 0 and rest % 2 == 0 and rest // 2 <= query:
+            return [query, rest // 2, rest // 2]
+    if layer.outputs in reads:
+        return [layer.outputs]
+    raise PlanError(
+        f"expected query, key and value in '{layer.name}', as its name says, with a query of the {reads} inputs that "
+        f'the row reads, got {layer.outputs} outputs; write {{"style": "column", "parts": [query, key, value]}} with '
+        "their sizes"
+    )
+
+
+def head_width(owner: Owner) -> int | None:
+    """The outputs that belong together, which no cut may separate; None where nothing is known of heads."""
+    reads = {row.inputs for row in owner.rows}
+    parts = {size for layer in owner.columns for size in layer.sizes}
+    for _, _, value in owner.numbers(HEAD_WIDTHS):
+        if any(read % value == 0 for read in reads):
+            return value
+    for _, _, heads in owner.numbers(HEADS):
+        for read in reads & parts or reads:
+            if read % heads == 0:
+                return read // heads
+    return None
+
+
+def check_heads(owner: Owner, size: int) -> None:
+    """Raise PlanError if a cut would go through a head."""
+    width = head_width(owner) if owner.is_attention else None
+    named = [layer for layer in owner.columns if layer.last_name in (*FUSED_ATTENTION, *SEPARATE_ATTENTION)]
+    for layer in named or owner.columns:
+        for part in layer.sizes:
+            if width is not None and part % width == 0 and part // width % size:
+                heads = part // width
+                more = " (fewer heads than ranks)" if heads < size else ""
+                raise PlanError(
+                    f"expected a number of heads in '{layer.name}' that is a multiple of tensor_parallel.size {size}, "
+                    f"got {heads} heads of width {width}{more}; choose a size that divides {heads}"
+                )
+
+
+def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
+    """The numbers of heads and the widths in ``owner`` of which a rank has a part only. Raises PlanError where
+    attention tells nothing of its heads."""
+    if not owner.is_attention:
+        return []
+    heads, width = owner.numbers(HEADS), head_width(owner)
+    if width is None:
+        raise PlanError(
+            f"expected the number of heads in an attribute of '{owner.name}', got none of the known names "
+            f"({', '.join(HEADS[:6])}, ...) that fits; name the attributes that its forward uses in "
+            f'tensor_parallel.divide, as ["{owner.name}.heads"]'
+        )
+    parts = {size for layer in owner.columns for size in layer.sizes} | {row.inputs for row in owner.rows}
+    found = [(where, name, value) for where, name, value in heads if value * width in parts]
+    if found:
+        found += [(where, name, value) for where, name, value in owner.numbers(WIDTHS) if value in parts]
+    elif heads:
+        shown = ", ".join(f"{name} {value}" for _, name, value in heads)
+        raise PlanError(
+            f"expected numbers of heads in '{owner.name}' that fit layers of {sorted(parts)} features, got {shown}; "
+            "name the attributes that its forward uses in tensor_parallel.divide"
+        )
+    return found

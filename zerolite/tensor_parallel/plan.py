@@ -1,0 +1,172 @@
+"""Patterns of module names, and the styles in which what they match is cut.
+
+A pattern is a module's name in which ``*`` as a whole part stands for one or more parts, and within a part for any
+characters: ``blocks.*.mlp.up``, ``model.layers.*.self_attn.*_proj``. Where several match, the one with most literal
+parts counts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+
+class PlanError(ValueError):
+    """The plan and the model do not go together."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """kind: "column", "row", "vocab", "whole" or "partial" (whole, but each rank sees the gradient of its part only).
+    parts: of a fused column layer, how many or their sizes; None if nobody has said."""
+
+    kind: str
+    parts: int | tuple[int, ...] | None = None
+    gather_output: bool = False
+    input_is_parallel: bool = True
+
+    def __str__(self) -> str:
+        extra = [f"parts {self.parts}"] if self.parts is not None else []
+        extra += ["gather_output"] if self.gather_output else []
+        extra += [] if self.input_is_parallel else ["of an input that is whole"]
+        return f"{self.kind} ({', '.join(extra)})" if extra else self.kind
+
+
+_GATHERED = Style("column", gather_output=True)
+_SPLIT = Style("row", input_is_parallel=False)
+STYLES = {
+    "column": Style("column"),
+    "row": Style("row"),
+    "vocab": Style("vocab"),
+    "whole": Style("whole"),
+    "colwise": Style("column"),
+    "rowwise": Style("row"),
+    "packed_colwise": Style("column", parts=2),
+    "colwise_gather_output": _GATHERED,
+    "colwise_rep": _GATHERED,
+    "rowwise_split_input": _SPLIT,
+    "rowwise_rep": _SPLIT,
+    "embedding_rowwise": Style("vocab"),
+    "replicate": Style("whole"),
+    "replicated": Style("whole"),
+    "replicated_with_grad_allreduce": Style("partial"),
+}
+"""Ours, then those of transformers.distributed.tensor_parallel (version 5.23) and their older names."""
+
+_REFUSED = {
+    "sequence_parallel": 'set "sequence_parallel": true beside the plan instead',
+    "embedding_colwise": "cut the embedding by its vocabulary (vocab) instead",
+    "packed_rowwise": "expected the input of a row to be one part; write the model with a layer for each part",
+}
+
+
+def parse_style(pattern: str, given: object) -> Style:
+    """``given``: a word, or a mapping with "style" and perhaps "parts" and "gather_output"."""
+    options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"style": given}
+    word = options.get("style")
+    style = STYLES.get(word) if isinstance(word, str) else None
+    if style is None:
+        advice = _REFUSED.get(str(word), f"known are {', '.join(STYLES)}")
+        if str(word).startswith(("moe", "ep_", "grouped_gemm", "mla_", "local", "all_reduce")):
+            advice = "layers of experts and of latent attention are not cut; leave the pattern out"
+        raise PlanError(f"expected a style that is supported for '{pattern}', got {word!r}; {advice}")
+    parts, gather = options.get("parts"), options.get("gather_output")
+    if (parts is not None or gather is not None) and style.kind != "column":
+        raise PlanError(
+            f"expected parts and gather_output with the style column only, got {dict(options)} for '{pattern}'"
+        )
+    if parts is not None:
+        style = replace(style, parts=_parts(pattern, parts))
+    if gather is not None:
+        if not isinstance(gather, bool):
+            raise PlanError(f"expected true or false as gather_output of '{pattern}', got {gather!r}")
+        style = replace(style, gather_output=gather)
+    return style
+
+
+def _parts(pattern: str, parts: object) -> int | tuple[int, ...]:
+    if isinstance(parts, int) and not isinstance(parts, bool) and parts > 0:
+        return parts
+    if isinstance(parts, Sequence) and not isinstance(parts, str) and parts:
+        if all(isinstance(part, int) and not isinstance(part, bool) and part > 0 for part in parts):
+            return tuple(parts)
+    raise PlanError(f"expected a number of parts or a list of their sizes as parts of '{pattern}', got {parts!r}")
+
+
+def matches(pattern: str, name: str) -> bool:
+    return _matches(pattern.split("."), name.split("."))
+
+
+def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
+    if not pattern or not name:
+        return not pattern and not name
+    if pattern[0] == "*":
+        return any(_matches(pattern[1:], name[taken:]) for taken in range(1, len(name) + 1))
+    return fnmatch.fnmatchcase(name[0], pattern[0]) and _matches(pattern[1:], name[1:])
+
+
+def specificity(pattern: str) -> tuple[int, int]:
+    """Larger for the pattern that says more: its literal parts, then its literal characters."""
+    parts = pattern.split(".")
+    return sum("*" not in part for part in parts), sum(len(part) for part in parts) - pattern.count("*")
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is to be done with a module or, with "whole" and "partial", a parameter; and which pattern says so."""
+
+    style: Style
+    pattern: str
+
+
+def resolve(
+    plan: Mapping[str, Style], names: Iterable[str], optional: bool = False
+) -> tuple[dict[str, Match], list[str]]:
+    """Which of ``names`` each pattern of ``plan`` is for, and the patterns that match none. Raises PlanError for a
+    name that two equally specific patterns cut in different ways, and unless ``optional`` for patterns that match
+    none."""
+    found: dict[str, Match] = {}
+    known = list(names)
+    unused = []
+    for pattern, style in plan.items():
+        hits = [name for name in known if matches(pattern, name)]
+        if not hits:
+            unused.append(pattern)
+        for name in hits:
+            before = found.get(name)
+            new, old = specificity(pattern), specificity(before.pattern) if before else (-1, -1)
+            if before is not None and new == old and style != before.style:
+                raise PlanError(
+                    f"expected one style for '{name}', got {before.style} from '{before.pattern}' and {style} from "
+                    f"'{pattern}'; remove one of the two, or make one more specific"
+                )
+            if new > old:
+                found[name] = Match(style, pattern)
+    if unused and not optional:
+        raise PlanError("; ".join(unmatched(pattern, known) for pattern in unused))
+    return found, unused
+
+
+def unmatched(pattern: str, names: Iterable[str]) -> str:
+    """The sentence about a pattern for which there is no module."""
+    general = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    near = difflib.get_close_matches(pattern, [name for name in general if name], n=3, cutoff=0.5)
+    hint = f"the nearest names are {', '.join(repr(name) for name in near)}" if near else _examples(general)
+    return f"expected the name or pattern of modules of the model, got '{pattern}', which matches nothing; {hint}"
+
+
+def _examples(names: Iterable[str]) -> str:
+    some = [name for name in names if name][:8]
+    return f"the model has {', '.join(repr(name) for name in some)}" if some else "the model has no submodules"
+
+
+def linear_like(module: nn.Module) -> bool:
+    """nn.Linear, or Hugging Face's Conv1D, which is one with the weight transposed."""
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")

@@ -1,0 +1,174 @@
+"""What is different between a column-parallel layer and its row-parallel layer, where each rank works on its part.
+
+Random numbers: outside all ranks of a tensor group have the same generator state, as what they compute is the same.
+Inside, each has numbers of its own, seeded by one that all draw from the common state and by the rank. So a region that
+is computed anew from the state that it began with (activation checkpointing) draws the same numbers.
+
+Sizes: a module whose forward asks its input for the width, as in ``batch, length, width = x.shape``, to split it into
+heads, is given an input that tells the width of this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerolite.accelerator import is_fake
+
+_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: neighbouring ranks get distant seeds
+_MASK = (1 << 63) - 1
+
+
+class Region:
+    """The regions of one module: they begin in its column-parallel layers and end in its row-parallel ones, at the
+    latest when its forward ends."""
+
+    def __init__(self, rank: int, random: bool) -> None:
+        """rank: in the tensor group. random: whether the module draws random numbers inside."""
+        self.rank, self.random = rank, random
+        self.open = False
+        self._restore: Callable[[], None] | None = None
+
+    def enter(self, out: Tensor, training: bool) -> None:
+        """A column-parallel layer has computed ``out``."""
+        if self.open:
+            return
+        self.open = True
+        if self.random and training and not is_fake(out):
+            self._restore = fork_random_state(out.device, self.rank)
+
+    def leave(self) -> None:
+        """A row-parallel layer begins, or the module has ended. Does nothing outside of a region."""
+        self.open = False
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
+
+    def on_end(self, module: nn.Module, args: object, output: object) -> None:
+        """A forward hook of the module, also called if its forward raises."""
+        self.leave()
+
+    def watch(self, module: nn.Module) -> None:
+        """End regions with ``module``'s forward."""
+        module.register_forward_hook(self.on_end, always_call=True)
+
+
+class Outside:
+    """Refuses that a module is called inside a region: see :meth:`check`."""
+
+    def __init__(self, region: Region, name: str, parameter: str) -> None:
+        self.region, self.name, self.parameter = region, name, parameter
+
+    def check(self, module: nn.Module, args: object) -> None:
+        """A forward pre-hook. Raises RuntimeError inside a region: the gradients of the module's parameters would be
+        parts that nobody adds."""
+        if self.region.open and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"tensor_parallel: expected layers without whole parameters between a column and its row, got "
+                f"'{self.name}' with '{self.parameter}', of which each rank would see the gradient of its part only; "
+                f'add "{self.name}": "replicated_with_grad_allreduce" to tensor_parallel.plan if it acts on each head '
+                "alone, else leave these layers uncut"
+            )
+
+
+def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:
+    """Give ``device``'s default generator a state of ``rank``'s own, made of the present one; what is returned brings
+    it back to the state behind the draw. All ranks with equal states have equal ones again then."""
+    if device.type == "cuda":
+        return _fork_on_cuda(torch.cuda.default_generators[device.index or 0], rank)
+    generator = torch.default_generator
+    number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+    state = generator.get_state()
+    generator.manual_seed(_seed(number, rank))
+    return lambda: _set_state(generator, state)
+
+
+def _fork_on_cuda(generator: torch.Generator, rank: int) -> Callable[[], None]:
+    # The state is a seed and how many numbers have been drawn, both on the host: nothing waits for the device.
+    state, drawn = generator.get_state(), generator.get_offset()
+    generator.manual_seed(_seed(generator.initial_seed() + drawn * _STRIDE, rank))
+
+    def restore() -> None:
+        generator.set_state(state)
+        generator.set_offset(drawn + 4)  # as if one number had been drawn; a multiple of 4 is asked for
+
+    return restore
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _seed(number: int, rank: int) -> int:
+    return (number + (rank + 1) * _STRIDE) & _MASK
+
+
+class SeenInput(Tensor):
+    """A tensor that tells the shape of what this rank makes of it as its own. Every operation works on the tensor that
+    it stands for, and gives an ordinary one."""
+
+    whole: Tensor
+
+    @staticmethod
+    def of(whole: Tensor, shape: Sequence[int]) -> Tensor:
+        seen: Any = Tensor._make_wrapper_subclass(SeenInput, shape, dtype=whole.dtype, device=whole.device)
+        seen.whole = whole
+        return seen
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TOLD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*_whole(args), **_whole(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*_whole(args), **_whole(kwargs or {}))
+
+
+_TOLD = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, SeenInput):
+        return value.whole
+    if type(value) in (tuple, list):
+        return type(value)(_whole(item) for item in value)
+    if type(value) is dict:
+        return {key: _whole(item) for key, item in value.items()}
+    return value
+
+
+def seen_input(x: Tensor) -> Tensor:
+    """The tensor that a layer is to work on."""
+    return x.whole if type(x) is SeenInput else x
+
+
+class SeenInputs:
+    """Gives a module that splits its input into heads the shape of this rank's part: of the width, and with sequence
+    parallelism of the whole sequence, which its layers gather."""
+
+    def __init__(self, width: int, narrower: int, longer: int, dim: int) -> None:
+        """width: of the input. narrower: by what the width is divided. longer: by what ``dim`` is multiplied."""
+        self.width, self.narrower, self.longer, self.dim = width, narrower, longer, dim
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A forward pre-hook: the first floating input [..., width], wherever it is given."""
+        inputs = [*args, *kwargs.values()]
+        found = next((value for value in inputs if self._fits(value)), None)
+        if found is None:
+            return None
+        shape = [*found.shape[:-1], self.width // self.narrower]
+        shape[self.dim] *= self.longer
+        seen = SeenInput.of(found, shape)
+        given = [seen if value is found else value for value in inputs]
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+    def _fits(self, value: object) -> bool:
+        if not isinstance(value, Tensor) or type(value) is SeenInput:
+            return False
+        return value.dim() > self.dim + 1 and value.shape[-1] == self.width and value.is_floating_point()

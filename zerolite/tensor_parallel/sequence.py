@@ -1,0 +1,164 @@
+"""Sequence parallelism: between cut layers each rank has a part of the sequence (Korthikanti et al., 2022).
+
+    block        norm      column          attention     row                 dropout, residual      next block
+    each rank    a part    all_gather >    its heads     > reduce_scatter    a part                 a part
+
+The hidden states are cut where the first of consecutive blocks begins, and whole again where the last one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerolite.comm import Communicator
+from zerolite.cuts import cut_of, mark_partial
+from zerolite.runtime.precision import map_tensors
+from zerolite.tensor_parallel import functions
+from zerolite.tensor_parallel.layers import _Cut, along_sequence
+from zerolite.tensor_parallel.owners import Owner
+from zerolite.tensor_parallel.plan import PlanError
+from zerolite.tensor_parallel.regions import Region
+
+DIM = 1
+"""Of hidden states, [batch, sequence, width]: the one that is cut."""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_runs(owners: Sequence[Owner], modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """The names of blocks that have cut layers, in runs: those that follow each other in the outermost list of modules
+    that they are in. A module that is in no list is a run of its own. Raises PlanError for cross-attention, whose keys
+    come from elsewhere, and for parameters that are used in blocks and outside."""
+    blocks: dict[str, list[str]] = {}
+    for owner in owners:
+        if any(word in owner.name.lower().replace("_", "") for word in ("cross", "encoderattn", "encdecattention")):
+            raise PlanError(f"expected self-attention only with tensor_parallel.sequence_parallel, got '{owner.name}'")
+        block = _block_of(owner.name, modules)
+        blocks.setdefault(block.rpartition(".")[0], []).append(block)
+    runs = [run for container, members in blocks.items() for run in _runs(container, set(members), modules)]
+    _check_parameters([name for run in runs for name in run], modules)
+    return runs
+
+
+def _block_of(name: str, modules: Mapping[str, nn.Module]) -> str:
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        above = ".".join(parts[:depth])
+        if isinstance(modules[above], _LISTS):
+            return ".".join(parts[: depth + 1])
+    return parts[0] if isinstance(modules[""], _LISTS) else name
+
+
+def _runs(container: str, members: set[str], modules: Mapping[str, nn.Module]) -> Iterator[list[str]]:
+    if not isinstance(modules[container], _LISTS):
+        yield from ([name] for name in sorted(members))
+        return
+    run: list[str] = []
+    for child in modules[container]._modules:
+        name = f"{container}.{child}" if container else child
+        if name in members:
+            run.append(name)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _check_parameters(blocks: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
+    inside: dict[int, str] = {}
+    for block in blocks:
+        inside.update((id(parameter), block) for parameter in modules[block].parameters())
+    for name, module in modules.items():
+        if any(name == block or name.startswith(f"{block}.") for block in blocks):
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in inside:
+                raise PlanError(
+                    "tensor_parallel.sequence_parallel: expected parameters of blocks that are used nowhere else, "
+                    f"got '{name}.{key}', which is also in '{inside[id(parameter)]}'"
+                )
+
+
+def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], comm: Communicator, random: bool) -> None:
+    """Cut the sequence within ``runs``, after their layers have been cut. random: blocks may draw random numbers."""
+    for run in runs:
+        edge = _Edge(comm)
+        for name in run:
+            block = modules[name]
+            if name == run[0]:
+                block.register_forward_pre_hook(edge.begin, with_kwargs=True)
+            if random:
+                _RandomParts(comm.rank).watch(block)
+            for module in block.modules():
+                if isinstance(module, _Cut) and not isinstance(module, nn.Embedding):
+                    along_sequence(module, DIM)
+            for parameter in block.parameters():
+                if cut_of(parameter) is None:
+                    mark_partial(parameter)
+        modules[run[-1]].register_forward_hook(edge.end)
+
+
+class _Edge:
+    """Where a run of blocks begins and ends."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __deepcopy__(self, memo: Any) -> _Edge:
+        return self
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Leave this rank's part of the first floating input that has a sequence. Raises ValueError if ranks cannot
+        share it equally."""
+        hidden = _hidden([*args, *kwargs.values()])
+        if hidden is None:
+            raise TypeError(
+                "tensor_parallel.sequence_parallel: expected a floating tensor [batch, sequence, width] as an input of "
+                f"the first block, {type(module).__name__}, got none"
+            )
+        if hidden.shape[DIM] % self.comm.world_size:
+            raise ValueError(
+                "tensor_parallel.sequence_parallel: expected a sequence length that is a multiple of "
+                f"tensor_parallel.size {self.comm.world_size}, got {hidden.shape[DIM]} (hidden states of shape "
+                f"{list(hidden.shape)}); pad the sequences"
+            )
+        part = functions.scatter(hidden, self.comm, DIM)
+        return (
+            tuple(part if value is hidden else value for value in args),
+            {key: part if value is hidden else value for key, value in kwargs.items()},
+        )
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Make the first floating output that has a sequence whole."""
+        hidden = _hidden([output] if isinstance(output, Tensor) else list(_members(output)))
+        return map_tensors(lambda x: functions.gather(x, self.comm, DIM) if x is hidden else x, output)
+
+
+def _members(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, (tuple, list)) else ()
+
+
+def _hidden(values: Sequence[object]) -> Tensor | None:
+    return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > DIM + 1), None)
+
+
+class _RandomParts:
+    """Random numbers of each rank's own within a block, of which each has another part of the sequence."""
+
+    def __init__(self, rank: int) -> None:
+        self.region = Region(rank, True)
+
+    def watch(self, block: nn.Module) -> None:
+        block.register_forward_pre_hook(self.begin, with_kwargs=True)
+        self.region.watch(block)
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = _hidden([*args, *kwargs.values()])
+        if hidden is not None:
+            self.region.enter(hidden, module.training)
