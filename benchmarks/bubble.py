@@ -5,7 +5,8 @@
 
 "idle" is the share of a step in which a rank does nothing, the mean over ranks and the median over steps; "theory" what
 the literature says of the schedule; "order" what the recorded order of operations has without any cost of sending.
-"kept" counts the activations of micro-batches that the first rank holds at the most.
+"kept" counts the micro-batches whose activations the first rank holds at the most: half of one is that of half of its
+layers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ COLUMNS = (
     ("max", "most", "{:.3f}"),
     ("theory", "theory", "{:.3f}"),
     ("order", "order", "{:.3f}"),
-    ("kept", "kept", "{}"),
+    ("kept", "kept", "{:g}"),
     ("kept MB", "kept_bytes", "{:.0f}"),
 )
 
@@ -67,8 +68,8 @@ class Schedule:
         return bubble / (3 * micro_batches + bubble)
 
 
-# Narayanan et al. 2021, section 2.2: (p - 1)(t_f + t_b), over v where each rank has v parts. Qi et al. 2023, table 2, for
-# zero bubble ("ZB-H1"): (p - 1)(t_f + t_b - t_w).
+# Narayanan et al. 2021, section 2.2: (p - 1)(t_f + t_b), over v where each rank has v parts. Qi et al. 2023, "Zero
+# Bubble Pipeline Parallelism", of ZB-H1: (p - 1)(t_f + t_b - t_w), here over v too.
 SCHEDULES = {
     "gpipe": Schedule("ScheduleGPipe", 1, False, lambda p, v: 3 * (p - 1)),
     "1f1b": Schedule("Schedule1F1B", 1, False, lambda p, v: 3 * (p - 1)),
@@ -91,7 +92,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Reply:
-    """Events of the step, of all ranks. kept, kept_bytes: at the most at one time on the first rank."""
+    """Events of the step, of all ranks. kept, kept_bytes: parts of the model and bytes at the most at one time on the
+    first rank, whose activations wait for their backward."""
 
     events: list[Event]
     kept: int
@@ -109,7 +111,7 @@ class Row:
     most: float | None = None
     theory: float | None = None
     order: float | None = None
-    kept: int | None = None
+    kept: float | None = None
     kept_bytes: int | None = None
 
 
@@ -204,7 +206,7 @@ def measure(job: Job, steps: int, store: Path) -> Row:
         most=max(idle),
         theory=known.theory(job.stages, job.micro_batches),
         order=statistics.median(orders),
-        kept=started.kept,
+        kept=started.kept / known.chunks,
         kept_bytes=started.kept_bytes,
     )
 

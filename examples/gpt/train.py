@@ -131,9 +131,7 @@ def train(
         report.say(f"stopped after {step} of {steps} steps, because --max-minutes {args.max_minutes:g} are over")
 
 
-def micro_batches(
-    engine: Any, corpus: Corpus, args: argparse.Namespace, crops: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def micro_batches(engine: Any, corpus: Corpus, args: argparse.Namespace, crops: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For ever this process's share of what the data-parallel ranks train on, from the crop with that number on.
     Processes with other parts of the same model take the same."""
     size = micro_batch_size(engine)

@@ -64,6 +64,7 @@ LAYERS = {
     "zerolite.runtime.lr_schedules": 4,
     "zerolite.runtime.checkpoint_methods": 5,
     "zerolite.runtime.batch_methods": 5,
+    "zerolite.runtime.place": 5,
     "zerolite.runtime.data_position": 4,
     "zerolite.runtime.dataloader": 4,
     "zerolite.runtime.tracked_loader": 4,

@@ -81,9 +81,7 @@ def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks
             recorder.calls.append(call)
 
 
-def note_several(
-    op: str, tensors: Sequence[torch.Tensor], tag: str, dimension: str = "data", ranks: int = 1
-) -> None:
+def note_several(op: str, tensors: Sequence[torch.Tensor], tag: str, dimension: str = "data", ranks: int = 1) -> None:
     """Called by the communicator for a collective over several tensors; one without any element is none."""
     if active and (numel := sum(tensor.numel() for tensor in tensors)):
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,11 +1,11 @@
 """The grid of ranks: which of them hold the same parameters, the next layers, or the other parts of a layer.
 
-    pipe × data × tensor, tensor innermost: the ranks of one tensor group are neighbours, on one host where they fit.
+pipe × data × tensor, tensor innermost: the ranks of one tensor group are neighbours, on one host where they fit.
 
-        world size 8, pipe 2, data 2, tensor 2         tensor groups   0 1 | 2 3 | 4 5 | 6 7
-                                                       data groups     0 2 | 1 3 | 4 6 | 5 7
-        stage 0:  0 1   stage 1:  4 5                  pipe groups     0 4 | 1 5 | 2 6 | 3 7
-                  2 3             6 7                  model groups    0 1 4 5 | 2 3 6 7
+    world size 8, pipe 2, data 2, tensor 2         tensor groups   0 1 | 2 3 | 4 5 | 6 7
+                                                   data groups     0 2 | 1 3 | 4 6 | 5 7
+    stage 0:  0 1   stage 1:  4 5                  pipe groups     0 4 | 1 5 | 2 6 | 3 7
+              2 3             6 7                  model groups    0 1 4 5 | 2 3 6 7
 """
 
 from __future__ import annotations
@@ -178,11 +178,7 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
     ranks = tuple(everybody[stage] for stage in stages)
     if ranks not in _made.of_ranks:
         with blocked(("new_group", "stages", len(stages), None, 0)):
-            _made.of_ranks[ranks] = dist.new_group(
-                list(ranks), use_local_synchronization=True, group_desc=SECOND_GROUP
-            )
+            _made.of_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=SECOND_GROUP)
     comm = create_communicator(device, _made.of_ranks[ranks])
     comm.dimension = "pipe"
     return comm
-
-

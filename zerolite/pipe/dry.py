@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.pipelining import schedules
 
 from zerolite.comm import Communicator, recorder
 from zerolite.pipe.boundary import BoundarySpec
@@ -33,7 +34,8 @@ class Rehearsal:
         """Inside, a :class:`DryStage` that is made looks here for what it would receive."""
         _rehearsals.append(self)
         try:
-            yield
+            with _launching():
+                yield
         finally:
             _rehearsals.remove(self)
 
@@ -58,15 +60,32 @@ def learn_boundaries(runners: Sequence[Any], batches: Iterator[Any]) -> None:
         stage.end()
 
 
-class _Messages(list[Any]):
-    """No operations for torch to launch. tensors: what they would carry, held for as long as torch holds them."""
+class _Message(NamedTuple):
+    """In place of one of torch's point-to-point operations, and of the work that it becomes: held as long as that."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.tensors = list(tensors)
+    tensor: torch.Tensor
 
-    def __add__(self, other: Any) -> _Messages:
-        return _Messages([*self.tensors, *getattr(other, "tensors", ())])
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+
+@contextlib.contextmanager
+def _launching() -> Iterator[None]:
+    """Inside, torch's schedules launch messages of a :class:`DryStage` by doing nothing; all others as ever."""
+    torchs: Any = schedules
+    batch, by_peer = torchs._batch_p2p, torchs._sorted_batch_p2p
+
+    def launch(ops: list[Any], desc: str | None = None) -> Any:
+        return ops if ops and isinstance(ops[0], _Message) else batch(ops, desc)
+
+    def launch_by_peer(ops: list[Any], desc: str | None = None) -> Any:
+        return {0: ops} if ops and isinstance(ops[0], _Message) else by_peer(ops, desc)
+
+    torchs._batch_p2p, torchs._sorted_batch_p2p = launch, launch_by_peer
+    try:
+        yield
+    finally:
+        torchs._batch_p2p, torchs._sorted_batch_p2p = batch, by_peer
 
 
 class _One:
@@ -114,25 +133,19 @@ class DryStage(ChunkStage):
     def _send(self, tensor: torch.Tensor, stage_index: int) -> Any:
         tensor = tensor.contiguous()
         recorder.note("send", tensor, TAG, "pipe", self.group_size)
-        return tensor
+        return _Message(tensor)
 
     def _receive(self, tensor: torch.Tensor, stage_index: int) -> Any:
         recorder.note("receive", tensor, TAG, "pipe", self.group_size)
-        return tensor
+        return _Message(tensor)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         with self._rehearsal.phase(FORWARD):
-            return _Messages(super().get_fwd_recv_ops(fwd_chunk_id))  # type: ignore[arg-type]
+            return super().get_fwd_recv_ops(fwd_chunk_id)
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        return _Messages(super().get_fwd_send_ops(fwd_chunk_id))  # type: ignore[arg-type]
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         with self._rehearsal.phase(BACKWARD):
-            return _Messages(super().get_bwd_recv_ops(bwd_chunk_id))  # type: ignore[arg-type]
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        return _Messages(super().get_bwd_send_ops(bwd_chunk_id))  # type: ignore[arg-type]
+            return super().get_bwd_recv_ops(bwd_chunk_id)
 
     # ---------------------------------------------------------------- computations
 

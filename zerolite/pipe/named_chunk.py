@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,11 +38,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Plan:
-    """For micro-batches of some shapes. crossing: by part, which of the tensors in its first module's arguments come
-    from the part before. tensors: how many these arguments have. prefixes: by part."""
+    """For micro-batches of some shapes. crossing: by part, where in its first module's arguments the tensors are that
+    come from the part before. prefixes: by part."""
 
-    crossing: list[tuple[int, ...]]
-    tensors: list[int]
+    crossing: list[tuple[str, ...]]
     prefixes: list[Prefix]
 
 
@@ -143,44 +143,48 @@ class NamedChunk:
                 "checkpoint, which keeps gradients from what the part receives; use use_reentrant=False"
             )
         self._leave_prefix.close()
-        tensors = self._checked(args, kwargs, self.index)
+        tensors = self._crossing(args, kwargs, self.index)
         values = dict(zip(self._plan.crossing[self.index], received, strict=True))
         for place, value in values.items():
             self._splitting.replaced[tensors[place]] = value
-        places = iter(range(len(tensors)))
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            return values.get(next(places), tensor)
-
-        return map_tensors(take, (args, kwargs))
+        return with_tensors((args, kwargs), values)
 
     def leaving(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
         """What the next part needs of its first module's arguments."""
-        assert self._plan is not None
-        tensors = self._checked(args, kwargs, self.index + 1)
-        return tuple(tensors[place] for place in self._plan.crossing[self.index + 1])
+        return tuple(self._crossing(args, kwargs, self.index + 1).values())
 
-    def _checked(self, args: Any, kwargs: Any, part: int) -> list[torch.Tensor]:
+    def _crossing(self, args: Any, kwargs: Any, part: int) -> dict[str, torch.Tensor]:
         assert self._plan is not None
-        tensors = leaves_in_order((args, kwargs))
-        if len(tensors) != self._plan.tensors[part]:
+        given = dict(tensors_with_places((args, kwargs)))
+        crossing = self._plan.crossing[part]
+        missing = [place for place in crossing if place not in given]
+        if missing:
             raise RuntimeError(
-                f"pipeline.split: expected '{self._splitting.names[part - 1]}' to be called with "
-                f"{self._plan.tensors[part]} tensors for every micro-batch of these shapes, got {len(tensors)}"
+                f"pipeline.split: expected '{self._splitting.names[part - 1]}' to be called with tensors in "
+                f"{', '.join(crossing)} for every micro-batch of these shapes, got none in {', '.join(missing)}"
             )
-        return tensors
+        return {place: given[place] for place in crossing}
 
 
-def leaves_in_order(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value``, as :func:`map_tensors` meets them."""
-    found: list[torch.Tensor] = []
+def tensors_with_places(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:
+    """The tensors in ``value``, as :func:`map_tensors` meets them, with where they are: "0.1" for the second positional
+    argument, "1.name" for a keyword, if ``value`` is (args, kwargs)."""
+    if isinstance(value, torch.Tensor):
+        return [(place, value)]
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(entry.name, getattr(value, entry.name, None)) for entry in dataclasses.fields(value)]
+    return [found for key, item in items for found in tensors_with_places(item, f"{place}.{key}" if place else str(key))]
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
 
-    map_tensors(note, value)
-    return found
+def with_tensors(value: Any, replaced: Mapping[str, torch.Tensor]) -> Any:
+    """``value`` with the tensors at the places in ``replaced`` replaced."""
+    places = iter([place for place, _ in tensors_with_places(value)])
+    return map_tensors(lambda tensor: replaced.get(next(places), tensor), value)
 
 
 @contextlib.contextmanager
@@ -237,8 +241,7 @@ class _Rehearsal:
         self._names = splitting.names
         self._part = 0
         self._labelling = Labelling()
-        self._crossing: list[tuple[int, ...]] = [()]
-        self._tensors = [0]
+        self._crossing: list[tuple[str, ...]] = [()]
         self._homes: dict[str, frozenset[int]] = {}
 
     def run(self, batch: MicroBatch) -> Plan:
@@ -274,7 +277,7 @@ class _Rehearsal:
                     handle.remove()
         self._check_end(outputs)
         prefixes = [self._prefix(calls.root, part) for part in range(len(self._names) + 1)]
-        return Plan(self._crossing, self._tensors, prefixes)
+        return Plan(self._crossing, prefixes)
 
     def _label_parameters(self, model: nn.Module) -> None:
         parts = {name: home.parts for home in self._splitting.homes for name in home.names}
@@ -291,8 +294,8 @@ class _Rehearsal:
                     f"pipeline.split: expected the model to call '{name}' once, after the modules that begin the parts "
                     f"before, got a call {when}; name modules that are called one after the other"
                 )
-            tensors = leaves_in_order((args, kwargs))
-            crossing = tuple(place for place, tensor in enumerate(tensors) if self._labelling.of(tensor))
+            tensors = dict(tensors_with_places((args, kwargs)))
+            crossing = tuple(place for place, tensor in tensors.items() if self._labelling.of(tensor))
             if not crossing:
                 raise _Refused(
                     f"pipeline.split: expected arguments of '{name}' that are computed from parameters, got none; the "
@@ -301,10 +304,9 @@ class _Rehearsal:
             for place in crossing:
                 self._check(self._labelling.of(tensors[place]), f"an argument of '{name}'")
             self._crossing.append(crossing)
-            self._tensors.append(len(tensors))
             self._part = part
-            places = iter(range(len(tensors)))
-            return map_tensors(lambda t: self._received(t, part) if next(places) in crossing else t, (args, kwargs))
+            received = {place: self._received(tensors[place], part) for place in crossing}
+            return with_tensors((args, kwargs), received)
 
         return hook
 
@@ -341,7 +343,7 @@ class _Rehearsal:
                 f"{self._part + 1}, got no call; name a module that is called by itself"
             )
         what = "the loss" if self._splitting.loss_fn is None else "an output of the model"
-        for tensor in leaves_in_order(outputs):
+        for _, tensor in tensors_with_places(outputs):
             try:
                 self._check(self._labelling.of(tensor), what)
             except _Refused as refused:

@@ -1,4 +1,4 @@
-"""A model that is no sequence of layers, divided at modules of its own: no tracing, every part runs the model's forward.
+"""A model that is no sequence of layers, divided at modules of its own. Nothing is traced: every part runs its forward.
 
 A part begins with a module, and ends where the next one's is called. Each rank calls the model with the micro-batch's
 own inputs. Until the forward reaches the module that begins its part, modules with parameters are left out and give
@@ -98,7 +98,7 @@ def _paths_elsewhere(model: nn.Module, staying: set[int]) -> set[str]:
 
 def _automatic(model: nn.Module, settings: PipelineConfig, parts: int) -> list[str]:
     """The first blocks of the parts 2, 3, …"""
-    path, blocks = _longest_list(model)
+    path, blocks = _blocks(model, parts)
     if len(blocks) < parts:
         found = f"{len(blocks)} in '{path}'" if blocks else "none"
         raise ValueError(
@@ -119,13 +119,16 @@ def _automatic(model: nn.Module, settings: PipelineConfig, parts: int) -> list[s
     return [f"{path}.{start}" for start in bounds[1:-1]]
 
 
-def _longest_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    best: tuple[str, list[nn.Module]] = ("", [])
+def _blocks(model: nn.Module, parts: int) -> tuple[str, list[nn.Module]]:
+    """The ModuleList of equal modules with most parameters, among those that are long enough, or else the longest."""
+    best: tuple[tuple[bool, int], str, list[nn.Module]] = ((False, 0), "", [])
     for path, module in model.named_modules():
         blocks = list(module) if isinstance(module, nn.ModuleList) else []
-        if len({type(block) for block in blocks}) == 1 and len(blocks) > len(best[1]):
-            best = (path, blocks)
-    return best
+        if len({type(block) for block in blocks}) == 1:
+            numel = sum(parameter.numel() for parameter in module.parameters())
+            rank = (True, numel) if len(blocks) >= parts else (False, len(blocks))
+            best = max(best, (rank, path, blocks), key=lambda found: found[0])
+    return best[1], best[2]
 
 
 def _weights(model: nn.Module, path: str, count: int) -> list[float]:

@@ -34,7 +34,7 @@ class BatchMethods:
         """
         batches = self._batches_of(data_iter, "train_batch")
         if self.runner is not None:
-            return self.runner.train_batch(batches)  # type: ignore[no-any-return]
+            return self.runner.train_batch(batches)
         engine = cast("Engine", self)
         if not engine._window.empty:
             raise RuntimeError(
@@ -51,9 +51,7 @@ class BatchMethods:
         return engine.mean_over_data(torch.stack(losses).mean())
 
     @torch.no_grad()
-    def eval_batch(
-        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True
-    ) -> Any:
+    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """The mean loss of as many micro-batches as a step has, without gradients, in eval mode: as
         :meth:`train_batch` gives it. return_logits: also the model's outputs, a list over micro-batches (None on ranks
         that do not have the last layers). compute_loss: False gives the outputs alone. Called on all ranks."""

@@ -272,9 +272,7 @@ class _Assembly:
         )
         if self.staged is not None:
             engine.runner = self._runner(self.staged, boundary)
-        engine.parameter_access = ParameterAccess(
-            self.pipeline, self.reducer, self.buffer, self.sharded, self.topology
-        )
+        engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.topology)
         return engine
 
     def _runner(self, staged: Staged, boundary: GraphBoundary) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerolite.accelerator import host_value
-from zerolite.comm import ControlChannel, DeviceMesh, Topology, local_rank
+from zerolite.comm import ControlChannel, Topology, local_rank
 from zerolite.config import ZeroliteConfig
 from zerolite.monitor import Monitor, StepLog
 from zerolite.profiling.comms_logger import CommsLogger
@@ -28,6 +28,7 @@ from zerolite.runtime.join import ROW, Join
 from zerolite.runtime.memory_report import MemoryParts, MemoryReport, memory_report
 from zerolite.runtime.micro_batch import LossFunction
 from zerolite.runtime.parameter_access import ParameterAccess
+from zerolite.runtime.place import Place
 from zerolite.runtime.position import Parts
 from zerolite.runtime.precision import GraphBoundary, Precision, map_tensors
 from zerolite.runtime.state_offload import StateOffload
@@ -40,7 +41,7 @@ from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 logger = logging.getLogger("zerolite")
 
 
-class Engine(CheckpointMethods, BatchMethods):
+class Engine(CheckpointMethods, BatchMethods, Place):
     """A model in training; made by :func:`zerolite.initialize`.
 
     Two loops give the same numbers and counters at every stage and precision::
@@ -471,48 +472,6 @@ class Engine(CheckpointMethods, BatchMethods):
         return self._pipeline.scale
 
     @property
-    def rank(self) -> int:
-        """Among all processes of the job."""
-        return self.topology.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.topology.world.world_size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which of the batches of a step are this rank's: what a sampler needs. The rank, where no other kind of
-        parallelism is."""
-        return self.topology.data.rank
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        return self.topology.data.world_size
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Which part of each layer is here."""
-        return self.topology.tensor.rank
-
-    @property
-    def tensor_parallel_world_size(self) -> int:
-        return self.topology.tensor.world_size
-
-    @property
-    def pipeline_stage(self) -> int:
-        """Which of the stages is here."""
-        return self.topology.pipe.rank
-
-    @property
-    def pipeline_stages(self) -> int:
-        return self.topology.pipe.world_size
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks as a grid with the dimensions "pipe", "data" and "tensor"; None with data parallelism alone."""
-        return self.topology.mesh
-
-    @property
     def local_rank(self) -> int:
         return local_rank()
 
@@ -561,8 +520,9 @@ class Engine(CheckpointMethods, BatchMethods):
     def __repr__(self) -> str:
         precision = self._precision.compute or self._precision.autocast or "parameters' own"
         grid = f"{self.topology.grid}, " if not self.topology.trivial else ""
+        stage = self.config.zero_optimization.stage
         return (
-            f"Engine({grid}stage={self.config.zero_optimization.stage}, world_size={self.world_size}, rank={self.rank}, "
+            f"Engine({grid}stage={stage}, world_size={self.world_size}, rank={self.rank}, "
             f"precision={precision}, device={self.device}, global_steps={self._pipeline.global_steps})"
         )
 

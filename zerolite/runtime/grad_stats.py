@@ -264,7 +264,9 @@ class StatsCollector:
         values[:1] = total
         if places and self._inputs is not None:
             number = (self._inputs % 1_048_573).double()
-            values[1 + 3 * across.place : 4 + 3 * across.place] = torch.stack([torch.ones_like(number), number, number**2])
+            values[1 + 3 * across.place : 4 + 3 * across.place] = torch.stack(
+                [torch.ones_like(number), number, number**2]
+            )
         self._inputs = None
         across.model.all_reduce(values, tag="stats").wait()
         if not places:

@@ -173,8 +173,8 @@ class ParameterAccess:
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
         if self._staged:
             raise RuntimeError(
-                "set_full_grad: with a pipeline engine.train_batch() uses the gradients of a step before it returns, so "
-                "that none are pending between its calls; clip by gradient_clipping in the config"
+                "set_full_grad: with a pipeline engine.train_batch() uses a step's gradients before it returns, and "
+                "none are pending between its calls; clip by gradient_clipping in the config"
             )
         values = self._flat(index, value) if value is not None else None
         self._pipeline.reduce()

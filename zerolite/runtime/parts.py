@@ -22,8 +22,8 @@ def part_of_model(
     device: torch.device,
     loss_fn: LossFunction | None,
 ) -> tuple[Staged | None, LossFunction | None]:
-    """Leave in ``model`` this rank's stage, and of its layers this rank's part. Gives the pipeline's part of the engine,
-    None without one, and the loss function: the given one, or the model's. Called on all ranks."""
+    """Leave in ``model`` this rank's stage, and of its layers this rank's part. Gives what the engine needs of the
+    pipeline, None without one, and the loss function: the given one, or the model's. Called on all ranks."""
     staged: Any = None
     if not topology.trivial:
         described = joined(describe_process(), describe_config(config))

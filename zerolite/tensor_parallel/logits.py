@@ -83,7 +83,7 @@ class _State:
 
     def gathered(self) -> Tensor:
         if self.full is None:
-            self.full = functions.gather(self.local, self.comm).narrow(-1, 0, self.vocabulary)
+            self.full = _without_padding(functions.gather(self.local, self.comm), self.vocabulary)
         return self.full
 
     def like(self, local: Tensor) -> VocabParallelLogits:
@@ -131,7 +131,11 @@ def _gathered(value: Any, how: Callable[[_State], Tensor] = _State.gathered) -> 
 def _values(state: _State) -> Tensor:
     """Of the whole logits, below autograd."""
     full = functions.gather(state.local.detach(), state.comm) if state.full is None else state.full.detach()
-    return full.narrow(-1, 0, state.vocabulary)
+    return _without_padding(full, state.vocabulary)
+
+
+def _without_padding(full: Tensor, vocabulary: int) -> Tensor:
+    return full if full.shape[-1] == vocabulary else full.narrow(-1, 0, vocabulary).contiguous()
 
 
 def _refuse_lost_writes(func: Any, first: VocabParallelLogits | None) -> None:

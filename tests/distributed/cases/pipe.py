@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests import models
@@ -166,6 +167,157 @@ def reference_loss(whole: nn.Module, loss_fn: Any, batches: list[list[Any]], bac
     for inputs, targets in flat:
         outputs = whole(*inputs) if isinstance(inputs, tuple) else whole(inputs)
         loss = loss_fn(outputs, targets) / len(flat)
+        total += loss.item()
+        if backward:
+            loss.backward()
+    return total
+
+
+# -------------------------------------------------------------------- models divided by names
+
+
+class Skips(nn.Module):
+    """The first block's input comes back at the end: over every boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = stem = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + stem.detach()
+
+
+class TiedGpt(nn.Module):
+    """Token ids and targets to a loss, keywords between; the head is the embedding, a mask comes from the ids, and
+    positions are a parameter of the model itself."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.positions = nn.Parameter(torch.randn(8, WIDTH) * 0.1)
+        self.blocks = nn.ModuleList(Masked() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens)
+        x += self.positions[: tokens.shape[1]]
+        mask = (tokens != 3).unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        logits = self.head(x)
+        return cross_entropy(logits, targets), logits
+
+
+class Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * mask
+
+
+class Checkpointed(TiedGpt):
+    """Every block is checkpointed by the model itself."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        mask = (tokens != 3).unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False)
+        logits = self.head(x)
+        return cross_entropy(logits, targets), logits
+
+
+def gpt2() -> nn.Module:
+    model = models.hugging_face_gpt2()
+    return type(model)(type(model.config)(**{**model.config.to_dict(), "n_layer": 4}))
+
+
+def llama() -> nn.Module:
+    model = models.hugging_face_llama()
+    return type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 4}))
+
+
+def hf_batch(generator: torch.Generator, length: int) -> dict[str, Tensor]:
+    tokens = torch.randint(CLASSES, (2, length), generator=generator)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+NAMED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
+    "TiedGpt": (TiedGpt, token_batch, "blocks"),
+    "Checkpointed": (Checkpointed, token_batch, "blocks"),
+    "example": (lambda: models.example_gpt(4), token_batch, "blocks"),
+    "gpt2": (gpt2, hf_batch, "transformer.h"),
+    "llama": (llama, hf_batch, "model.layers"),
+}
+
+
+def train_named(
+    kind: str = "TiedGpt",
+    stages: int = 2,
+    schedule: str = "1f1b",
+    micro_batches: int = 4,
+    steps: int = 3,
+    lengths: tuple[int, ...] = (4, 6),
+    zero: int = 0,
+    precision: str = "fp32",
+    pipeline: dict[str, Any] | None = None,
+    other_seed: bool = False,
+    mine: bool = False,
+    loss: bool = False,
+) -> dict[str, Any]:
+    """As :func:`train`. other_seed: each rank starts from other values. mine: with an optimizer made before. loss: of a
+    loss function, and not the model's own."""
+    build, make, _ = NAMED[kind]
+    settings = config(zero, precision, micro_batches, clip=0.5)
+    settings["pipeline"] = {"stages": stages, "schedule": schedule, **(pipeline or {})}
+    torch.manual_seed(7)
+    model = build()
+    whole = copy.deepcopy(model)
+    if other_seed:
+        for parameter in model.parameters():
+            parameter.data.add_(dist.get_rank())
+    optimizer = None
+    if mine:
+        settings.pop("optimizer")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    loss_fn = cross_entropy if loss else None
+    engine = zerolite.initialize(model, settings, optimizer=optimizer, loss_fn=loss_fn)
+    data, rank = engine.data_parallel_world_size, engine.data_parallel_rank
+    plain = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    result: dict[str, Any] = {"losses": [], "norms": [], "wanted_losses": [], "wanted_norms": [], "evals": []}
+    for step in range(steps):
+        batches = batches_of(make, step, micro_batches, data, lengths)
+        wanted = named_loss(whole, batches, loss_fn)
+        result["evals"].append((engine.eval_batch(iter(batches[rank])).item(), wanted))
+        with record() as recorder:
+            result["losses"].append(engine.train_batch(iter(batches[rank])).item())
+        result["norms"].append(engine.get_global_grad_norm())
+        plain.zero_grad()
+        result["wanted_losses"].append(named_loss(whole, batches, loss_fn, backward=True))
+        result["wanted_norms"].append(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item())
+        plain.step()
+    return result | {
+        "parameters": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
+        "wanted": {name: p.detach().clone() for name, p in whole.named_parameters()},
+        "calls": [(call.op, call.tag, call.numel) for call in recorder.calls],
+        "micro_steps": engine.micro_steps,
+    }
+
+
+def named_loss(whole: nn.Module, batches: list[list[Any]], loss_fn: Any, backward: bool = False) -> float:
+    flat = [micro for ranks in batches for micro in ranks]
+    total = 0.0
+    for micro in flat:
+        if loss_fn is not None:
+            loss = loss_fn(whole(micro[0]), micro[1])
+        else:
+            outputs = whole(**micro) if isinstance(micro, dict) else whole(*micro)
+            loss = getattr(outputs, "loss", None)
+            loss = outputs[0] if loss is None and not isinstance(outputs, Tensor) else outputs if loss is None else loss
+        loss = loss / len(flat)
         total += loss.item()
         if backward:
             loss.backward()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from examples.gpt.model import GPT, GPTConfig
@@ -311,3 +312,71 @@ CROSS_ENTROPIES: list[dict[str, Any]] = [
     {"label_smoothing": 0.1},
     {"label_smoothing": 0.3, "ignore_index": -1, "reduction": "none"},
 ]
+
+
+def random_numbers(sequence_parallel: bool = False, checkpoint: str = "") -> dict[str, Any]:
+    """Dropout inside and outside of what is cut, and gradients with blocks that are computed anew in backward."""
+    comm = communicator()
+    torch.manual_seed(11)
+    model = Stack([Shapes("separate", kv_heads=4, dropout=0.3) for _ in range(2)])
+    for block in model.blocks:
+        block.register_module("outer", nn.Dropout(0.3))
+        block.register_forward_hook(lambda module, args, out: module.outer(out))
+    torch.manual_seed(comm.rank)
+    apply(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
+    x, y = tokens(vocabulary=37), tokens(vocabulary=37, seed=4)
+    masks: dict[str, list[Tensor]] = {"inside": [], "outside": []}
+    for block in model.blocks:
+        block.dropout.register_forward_hook(lambda module, args, out: masks["inside"].append(out == 0))
+        block.outer.register_forward_hook(lambda module, args, out: masks["outside"].append(out == 0))
+
+    def step(again: str) -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(13)
+        model.zero_grad()
+        hidden = model.embed(x)
+        for block in model.blocks:
+            if again:
+                hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=again == "reentrant")
+            else:
+                hidden = block(hidden)
+        loss = F.cross_entropy(model.head(hidden).flatten(0, 1), y.flatten())
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    before = torch.get_rng_state()
+    loss, gradients = step("")
+    drawn = {name: torch.cat([mask.flatten() for mask in seen]) for name, seen in masks.items()}
+    state = torch.get_rng_state()
+    again, same = (loss, gradients) if not checkpoint else step(checkpoint)
+    return {
+        "loss": loss,
+        "again": again,
+        "equal gradients": all(torch.equal(gradients[name], same[name]) for name in gradients),
+        "inside": drawn["inside"].numpy().tobytes(),
+        "outside": drawn["outside"].numpy().tobytes(),
+        "state": state.numpy().tobytes(),
+        "advanced": not torch.equal(before, state),
+        "state again": torch.get_rng_state().numpy().tobytes(),
+    }
+
+
+def failure_inside() -> dict[str, Any]:
+    """The state of random numbers after a forward that raised between a column and its row."""
+    comm = communicator()
+    torch.manual_seed(11)
+    model = Stack([Shapes("separate", dropout=0.3)])
+    apply(model, settings(comm), comm, CPU)
+    block = model.blocks[0]
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    handle = block.dropout.register_forward_hook(fail)
+    try:
+        model(tokens(vocabulary=37))
+    except ArithmeticError:
+        pass
+    handle.remove()
+    state = torch.get_rng_state().numpy().tobytes()
+    loss = F.cross_entropy(model(tokens(vocabulary=37)).flatten(0, 1), tokens(vocabulary=37).flatten())
+    return {"state": state, "loss": loss.item()}
