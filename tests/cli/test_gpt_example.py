@@ -266,6 +266,58 @@ def test_resume_alone(text: Path, tmp_path: Path, stopped: Path, zerolite_run: C
             assert line.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=1e-5)
 
 
+# Grids of processes: data parallelism alone, and beside it parts of layers, stages of layers, both.
+GRIDS = {"zero2": 2, "tensor2": 2, "pipeline2": 2, "grid": 4}
+DEEP = ["--layers", "4"]  # the configs begin the second stage with the third block
+
+
+@pytest.fixture(scope="module")
+def deep_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Metrics]]:
+    """Where a run with a config of a grid has written, a checkpoint of step 12 among it, and its metrics."""
+    done: dict[str, tuple[Path, Metrics]] = {}
+
+    def run_of(base: str) -> tuple[Path, Metrics]:
+        if base not in done:
+            directory = tmp_path_factory.mktemp(base)
+            config, out = write_config(directory, base), directory / "out"
+            arguments = script(config, text, out, *DEEP, "--save-every", "12")
+            done[base] = out, check_run(run([*COMMAND, "--nproc", str(GRIDS[base]), *arguments]), out)
+        return done[base]
+
+    return run_of
+
+
+def same_learning(metrics: Metrics, expected: Metrics) -> None:
+    for line, other in zip(learning(metrics), learning(expected), strict=True):
+        assert line == tuple(None if value is None else pytest.approx(value, rel=1e-5) for value in other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["tensor2", "pipeline2", "grid"])
+def test_grids_agree(base: str, deep_run: Callable[[str], tuple[Path, Metrics]]) -> None:
+    """The same batch on every grid of processes: the same numbers but for the order of sums, validation too."""
+    same_learning(deep_run(base)[1], deep_run("zero2")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"),
+    [("pipeline2", "grid"), ("grid", "tensor2"), ("tensor2", "pipeline2"), ("grid", "zero2"), ("zero2", "grid")],
+)
+def test_resume_on_another_grid(
+    saved_by: str, resumed_by: str, text: Path, tmp_path: Path, deep_run: Callable[[str], tuple[Path, Metrics]]
+) -> None:
+    out = tmp_path / "out"
+    earlier, expected = deep_run(saved_by)
+    shutil.copytree(earlier, out)
+    (out / "checkpoints" / "latest").write_text("global_step12")
+    shutil.rmtree(out / "checkpoints" / f"global_step{STEPS}")
+    arguments = script(write_config(tmp_path, resumed_by), text, out, *DEEP, "--resume")
+    result = run([*COMMAND, "--nproc", str(GRIDS[resumed_by]), *arguments])
+    assert f"resumes from {out / 'checkpoints' / 'global_step12'}" in result.stdout, result.stderr
+    same_learning(check_run(result, out), expected)
+
+
 def test_unknown_key(text: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, gradient_cliping=1.0)
     result = run([sys.executable, *script(config, text, tmp_path / "out")])
@@ -286,15 +338,24 @@ def test_missing_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs(path: Path) -> None:
-    """Each config is valid, at the stage that its name says; they differ in stage and precision only."""
+    """Each config is valid, at the stage that its name says; they differ in stage, precision and grid only, and all of
+    them train on 16 crops a step with as many processes as the README says."""
     config = load_config(str(path))
-    assert config.zero_optimization.stage == (int(path.stem[-1]) if path.stem.startswith("zero") else 2)
+    stage = int(path.stem[-1]) if path.stem.startswith("zero") else 1 if config.pipeline.stages > 1 else 2
+    assert config.zero_optimization.stage == stage
     assert (config.fp16.enabled, config.bf16.enabled) == (path.stem == "fp16", path.stem == "bf16")
-    varying = ("zero_optimization", "fp16", "bf16")
+    varying = {"zero_optimization", "fp16", "bf16"}
+    model_ranks = config.pipeline.stages * config.tensor_parallel.ranks
+    assert (model_ranks > 1) == (path.stem in GRIDS and path.stem != "zero2")
+    if model_ranks > 1:
+        varying |= {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "pipeline", "tensor_parallel"}
     common, expected = (json.loads(file.read_text()) for file in (path, GPT / "configs" / "zero0.json"))
     assert {k: v for k, v in common.items() if k not in varying} == {
         k: v for k, v in expected.items() if k not in varying
     }
+    data_ranks = GRIDS.get(path.stem, 2) // model_ranks
+    batch = common["train_micro_batch_size_per_gpu"] * common.get("gradient_accumulation_steps", 1)
+    assert batch * data_ranks == 16
 
 
 @pytest.fixture(scope="module")

@@ -319,6 +319,8 @@ class ModelState:
                 wanted[kind] = (self._shape_of(piece) if size == shape else torch.Size(size), dtype)
             for kind, place in self.optimizer.method.make_state(piece, numbers, wanted).items():
                 key = f"{OPTIMIZER}{kind}/{stored}"
+                if cut_of(parameter) is not None:
+                    place.zero_()  # padding, which no checkpoint has
                 if tensors[kind][0] != shape:
                     yield from _targets_of(key, place, None)
                 elif not self.buffer.shard:

@@ -298,8 +298,9 @@ def _splits_say_every_stage(config: ZeroliteConfig) -> Iterator[Contradiction]:
     if block.stages > 1 and block.split != "auto" and len(block.split) != parts - 1:
         yield Contradiction(
             ("pipeline.split", "pipeline.stages", "pipeline.chunks"),
-            f"expected {parts - 1} names, which begin the parts 2 to {parts} of {block.stages} stages with "
-            f'{block.chunks_per_rank} on each, got {len(block.split)}; name as many, or write "auto"',
+            f"expected {parts - 1} name{'s' if parts > 2 else ''}, of the modules with which the {parts} parts of "
+            f"{block.stages} stages begin, but for the first ({block.chunks_per_rank} on each), got "
+            f'{len(block.split)}; name as many, or write "auto"',
         )
 
 

@@ -51,7 +51,7 @@ class LayerChunk:
     ) -> None:
         """owners: the modules among ``layers``, and those behind functions of tied layers."""
         self.index = index
-        self.module = nn.ModuleList(owners)
+        self.module: nn.Module = nn.ModuleList(owners)
         self._layers, self._interval, self._checkpointable = list(layers), interval, checkpointable
 
     def parameters(self) -> list[nn.Parameter]:

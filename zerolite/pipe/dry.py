@@ -127,8 +127,6 @@ class DryStage(ChunkStage):
             self._learn(self._after, fresh)
             if fresh is not None:
                 self._rehearsal.boundaries[self.stage_index] = fresh
-            if self.next_here is not None:
-                self.next_here.step_neighbour_spec = fresh
 
     def _send(self, tensor: torch.Tensor, stage_index: int) -> Any:
         tensor = tensor.contiguous()
@@ -160,4 +158,3 @@ class DryStage(ChunkStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._rehearsal.phase(BACKWARD):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-

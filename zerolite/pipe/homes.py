@@ -34,16 +34,16 @@ def homes_of(layers: Sequence[nn.Module | None], names: Sequence[str], bounds: S
 
 
 def keep_only(
-    model: nn.Module, stays: Callable[[nn.Parameter], bool], leaves: Callable[[str], bool]
+    model: nn.Module, stays: Callable[[int], bool], leaves: Callable[[str], bool]
 ) -> Mapping[str, dict[str, torch.Tensor]]:
     """Take all other parameters out of ``model`` and let go of their memory, also where an optimizer knows them.
 
-    leaves: whether the buffers of the module of that name leave too; these are returned by module, with their values.
+    stays: whether the parameter of that id does. leaves: whether the buffers of the module of that name leave too; these are returned by module, with their values.
     """
     gone: dict[str, dict[str, torch.Tensor]] = {}
     for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and not stays(parameter):
+            if parameter is not None and not stays(id(parameter)):
                 module._parameters[name] = None
                 parameter.data = parameter.data.new_empty(0)
         if leaves(path):

@@ -177,7 +177,7 @@ class PipelineModule(nn.Module):
         made = self._seeded(place, layer) if isinstance(layer, LayerSpec) else layer
         if isinstance(made, nn.Module):
             self._add(self.first_places[place], made, device)
-        return made  # type: ignore[no-any-return]
+        return made
 
     def _seeded(self, place: int, spec: LayerSpec) -> Any:
         if not self.seed_layers:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,21 +77,46 @@ def prepare(
         schedule_class(settings.schedule)
     ranks = partition.ranks_of_parts(stages, chunks_each, settings.schedule in FOLDED)
     own = [part for part, rank in enumerate(ranks) if rank == topology.pipe.rank]
+    host = HostGroup(topology.world, "pipeline")
+    divide: _Divide
     if isinstance(model, PipelineModule):
         _adopt(model, settings, stages, loss_fn)
         loss_fn = model.loss_fn if loss_fn is None else loss_fn
+        bounds = _bounds(model, host, device, len(ranks))
         _take_first_values([layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device)
-        chunks, homes = _of_layers(model, topology, device, len(ranks), own)
+        divide = functools.partial(_of_layers, model, bounds, own)
     else:
         _take_first_values([model], topology.pipe, device)
-        divide = _of_sequential if type(model) is nn.Sequential else split_by_names
-        chunks, homes = divide(model, settings, len(ranks), own)
-    _check_trains(chunks)
+        function: Any = _of_sequential if type(model) is nn.Sequential else split_by_names
+        divide = functools.partial(function, model, settings, len(ranks), own)
+    chunks, homes = _agreed(host, divide)
     ties = _ties(homes, ranks, topology.pipe.rank)
     for tie in ties if not is_dry_run() else ():
         shared = stages_communicator(topology, tie.ranks, device)
         synchronize_tensors([tie.parameter], shared, device, "initial_sync")
     return Staged(model, loss_fn, ties, chunks, len(ranks), settings.schedule)
+
+
+_Divide = Callable[[], tuple[list[Chunk], list[Home]]]
+
+
+def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[Home]]:
+    """What ``divide`` gives. It may fail on some ranks, which have other layers: then all raise."""
+    error: Exception | None = None
+    made = None
+    try:
+        made = divide()
+        _check_trains(made[0])
+    except Exception as failure:
+        error = failure
+    said = host.gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, sentence in enumerate(said):
+        if sentence is not None:
+            raise RuntimeError(f"zerolite.initialize: rank {rank} could not make its stage: {sentence}")
+    assert made is not None
+    return made
 
 
 def _ties(homes: Iterable[Home], ranks: Sequence[int], here: int) -> list[Tie]:
@@ -143,22 +170,38 @@ def _adopt(model: PipelineModule, settings: PipelineConfig, stages: int, loss_fn
 def _refuse_names(settings: PipelineConfig, what: str) -> None:
     if settings.split != "auto":
         raise ValueError(
-            f"pipeline.split: expected no names for {what}, whose layers pipeline.partition_method divides; leave it out"
+            f"pipeline.split: expected no names for {what}, which pipeline.partition_method divides; leave it out"
         )
 
 
-def _of_layers(
-    model: PipelineModule, topology: Topology, device: torch.device, parts: int, own: Sequence[int]
-) -> tuple[list[Chunk], list[Home]]:
-    host = HostGroup(topology.world, "pipeline")
+def _bounds(model: PipelineModule, host: HostGroup, device: torch.device, parts: int) -> list[int]:
+    """Where ``model`` is divided, by what its first rank says, which measures; and the seed of its layers."""
+    said: Any = None
+    if host.rank == 0:
+        seed = torch.initial_seed() if model.base_seed is None else model.base_seed
+        try:
+            said = (seed, _bounds_here(model, device, parts))
+        except Exception as error:
+            if host.world_size == 1:
+                raise
+            said = f"{type(error).__name__}: {error}"
+    said = host.broadcast(said, 0)
+    if isinstance(said, str):
+        raise ValueError(f"PipelineModule: its layers could not be divided: {said}")
+    bounds: list[int]
+    model.base_seed, bounds = said
+    return bounds
+
+
+def _bounds_here(model: PipelineModule, device: torch.device, parts: int) -> list[int]:
     method = str(model.partition_method)
     if method == "profile" and is_dry_run():
         method = "parameters"
     seconds = seconds_of_layers(model, device) if method == "profile" and parts > 1 else None
-    model.base_seed, seconds = host.broadcast(
-        (torch.initial_seed() if model.base_seed is None else model.base_seed, seconds), 0
-    )
-    bounds = bounds_of(method, model.specs, model.class_names(), parts, seconds)
+    return bounds_of(method, model.specs, model.class_names(), parts, seconds)
+
+
+def _of_layers(model: PipelineModule, bounds: Sequence[int], own: Sequence[int]) -> tuple[list[Chunk], list[Home]]:
     places = [place for part in own for place in range(bounds[part], bounds[part + 1])]
     if not model.built:
         model.build(places)
@@ -200,7 +243,7 @@ def _strip(layers: Iterable[nn.Module | None], homes: Iterable[Home], own: Seque
     for layer in layers:
         if layer is not None:
             elsewhere = not any(id(parameter) in staying for parameter in layer.parameters())
-            keep_only(layer, lambda parameter: id(parameter) in staying, lambda path, gone=elsewhere: gone)
+            keep_only(layer, staying.__contains__, (lambda path: True) if elsewhere else (lambda path: False))
 
 
 def bounds_of(

@@ -71,9 +71,12 @@ class PipelineRunner:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.zero_grad() first"
             )
+        counters = parts.pipeline.counters
+        before = counters.micro_steps
         with torch.enable_grad():
             work = self._begin("train_batch", batches, training=True)
             self._run_stages("train_batch", work)
+        counters.micro_steps = before + parts.micro_batches  # and not passes, of which each part has one
         loss = self._mean_over_world(work)
         parts.pipeline.step()
         return loss
@@ -94,7 +97,8 @@ class PipelineRunner:
 
     def _begin(self, call: str, batches: Iterator[Any], training: bool) -> _Work:
         """Read the micro-batches, and learn how all ranks have fared."""
-        status, error, read = FINE, None, []
+        status, read = FINE, list[MicroBatch]()
+        error: BaseException | None = None
         try:
             read = self._read(call, batches)
         except StopIteration as stop:

@@ -109,7 +109,7 @@ class Labelling(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         given = leaves_of([args, kwargs])
         labels = NOTHING.union(*(self.of(tensor) for tensor in given))
-        if func.overloadpacket.__name__ not in _SHAPE_ONLY:
+        if str(getattr(func, "overloadpacket", func)).split(".")[-1] not in _SHAPE_ONLY:
             for tensor in leaves_of(outputs):
                 self.mark(tensor, labels)
             if labels and func._schema.is_mutable:

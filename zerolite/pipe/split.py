@@ -39,7 +39,7 @@ def split_by_names(
     mine = set(own)
     staying = {id(home.parameter) for home in homes if home.parts & mine}
     elsewhere = _paths_elsewhere(model, staying)
-    splitting.buffers = keep_only(model, lambda p: id(p) in staying, lambda path: path in elsewhere)
+    splitting.buffers = keep_only(model, staying.__contains__, elsewhere.__contains__)
     chunks: list[Chunk] = []
     for part in own:
         parameters = [home.parameter for home in homes if part in home.parts]

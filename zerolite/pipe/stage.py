@@ -75,6 +75,18 @@ class _Boundary:
         return None if self.dead else self.known[key]
 
 
+class _Enter(torch.autograd.Function):
+    """The same values, which may be written in place: a leaf, which collects the gradient to be sent, may not."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class ChunkStage(PipelineStage):
     """One part of the model as torch's schedules see it. links: to the other ranks of ``group``."""
 
@@ -255,7 +267,8 @@ class ChunkStage(PipelineStage):
             if self.has_backward:
                 for tensor, described in zip(flight.received, spec.tensors, strict=True):
                     tensor.requires_grad_(described.requires_grad)
-        outputs = work.forward(self.chunk, flight.received, single, index)
+        entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in flight.received)
+        outputs = work.forward(self.chunk, entered, single, index)
         if self.is_last:
             loss = work.loss(outputs, index)
             flight.outputs = () if loss is None else (loss,)

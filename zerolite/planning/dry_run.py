@@ -47,7 +47,7 @@ class Job:
     the grid has several ranks for it. rank: of all. device: "cuda" or "cpu", whose communicator and habits are
     imitated. shared_memory: on the CPU, whether the ranks are on one host. batch: None runs no forward of the model:
     every parameter is used once, in the order of registration. loss: of the outputs, or of outputs and targets.
-    make_arguments: called when the model has been made."""
+    make_arguments: called when the model has been made. divided: whether the model is this rank's part already."""
 
     make_model: Callable[[], torch.nn.Module]
     config: ZeroliteConfig
@@ -58,6 +58,7 @@ class Job:
     batch: Batch | None = None
     loss: Callable[..., torch.Tensor] | None = None
     make_arguments: Callable[[], Arguments] = Arguments
+    divided: bool = False
 
     @property
     def world_size(self) -> int:
@@ -174,9 +175,7 @@ def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
 class _Run:
     """Needs the modes that :func:`_run` sets."""
 
-    def __init__(
-        self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, rehearsal: Rehearsal | None
-    ) -> None:
+    def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, rehearsal: Rehearsal | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
         self._staged: Any = None
         if rehearsal is not None:
@@ -256,7 +255,7 @@ class _Run:
         topology, device = job.topology(), torch.device("cpu")
         loss_fn = loss_fn_of(model, job.grid.pipe, job.loss)
         with refusals():
-            if not topology.trivial or loss_fn is not None or hasattr(model, "is_pipeline_module"):
+            if not job.divided:
                 with self._mode.constructing():
                     self._staged, loss_fn = part_of_model(model, job.config, topology, device, loss_fn)
             staged = self._staged
@@ -264,9 +263,7 @@ class _Run:
                 walk_through_parameters(model)
                 staged, loss_fn = staged and _Unscheduled(staged), None
             tracker.item, tracker.place = OTHER, DEVICE
-            engine = build_engine(
-                model, job.config, job.make_arguments(), topology, device, job.device, staged
-            )
+            engine = build_engine(model, job.config, job.make_arguments(), topology, device, job.device, staged)
         engine.loss_fn = loss_fn
         tracker.modules.name(model)
         trained = {id(parameter) for parameter in engine.parts.reducer.parameters}

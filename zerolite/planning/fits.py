@@ -7,7 +7,7 @@ import logging
 import torch
 
 from zerolite.accelerator import host_value
-from zerolite.comm import Communicator, HostGroup
+from zerolite.comm import Communicator, HostGroup, Topology
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.memory_items import ACTIVATIONS, BUCKETS, ITEMS
@@ -24,6 +24,7 @@ from zerolite.planning.host_room import (
     offloads,
 )
 from zerolite.planning.make import cheapest, plan_of, silent
+from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.settings import with_zero
 from zerolite.planning.skeleton import Skeleton
@@ -41,38 +42,41 @@ gradient and its bucket, master, two moments, and one copy more; on the CPU the 
 
 
 def choose_stage(
-    model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, comm: Communicator, device: torch.device
+    model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, topology: Topology, device: torch.device
 ) -> ZeroliteConfig:
     """``config`` with a number in place of the stage "auto": of the stages whose plans need at most :data:`FOR_STATES`
     of the memory that every rank has free, the one that sends the least, and of those the lowest; if there is none, the
-    one that needs the least. Rank 0 logs why. Called on all ranks."""
+    one that needs the least. Rank 0 logs why.
+
+    model: this rank's part of it. Called on all ranks, which need not have equal parts: the highest stage that one of
+    them needs is everyone's."""
     if config.zero_optimization.stage != "auto":
         return config
+    world = topology.world
     stages = _possible_stages(config)
-    free = agreed_minimum(_available(model, device), comm, device)
+    free = agreed_minimum(_available(model, device), world, device)
     limit = int(free * FOR_STATES)
-    most = _upper_bound(model, device)
+    most = -agreed_minimum(-_upper_bound(model, device), world, device)
     if most <= limit:
-        _log(comm, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(free)}")
+        _log(world, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(free)}")
         return with_zero(config, stage=stages[0])
     plans, refused = [], []
     for stage in stages:
         try:
-            plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, comm, device, limit))
+            plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, topology.data, device, limit))
         except Exception as error:  # an optimizer that works at stage 0 only, for one
             refused.append(error)
-    if not plans:
-        raise _refusal(refused[0])
+    _agree_on_refusal(refused[0] if not plans else None, world, device)
     cheapest_plan = cheapest(plans)
-    # Parts of ranks differ by a few elements, so their choices may.
+    # Parts of ranks differ, so their choices may.
     best = plans[cheapest_plan] if cheapest_plan is not None else min(plans, key=lambda made: made.peak.bytes)
-    stage = -agreed_minimum(-best.stage, comm, device)
+    stage = -agreed_minimum(-best.stage, world, device)
     needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
     below = f"{format_size(limit)}, 80 % of what is free, without activations ({needs})"
     if cheapest_plan is None:
-        _log(comm, f"stage {stage}: none stays below {below}", logging.WARNING)
+        _log(world, f"stage {stage}: none stays below {below}", logging.WARNING)
     else:
-        _log(comm, f"stage {stage}: the least traffic of those that stay below {below}")
+        _log(world, f"stage {stage}: the least traffic of those that stay below {below}")
     return with_zero(config, stage=stage)
 
 
@@ -91,6 +95,18 @@ def _possible_stages(config: ZeroliteConfig) -> list[int]:
     return possible
 
 
+def _agree_on_refusal(error: Exception | None, world: Communicator, device: torch.device) -> None:
+    """Raise on all ranks if a rank has no plan: there the reason, elsewhere that there is one."""
+    if agreed_minimum(0 if error is not None else 1, world, device):
+        return
+    if error is not None:
+        raise _refusal(error)
+    raise PlanError(
+        'zero_optimization.stage "auto" plans the job on tensors without memory, which failed on another rank, whose '
+        "message says why; give a stage, 0 to 3"
+    )
+
+
 def _refusal(error: Exception) -> Exception:
     """``error`` of a dry run, if it says what is wrong with the job; otherwise a sentence about it."""
     if isinstance(error, (ConfigError, ValueError, PlanError)):
@@ -104,26 +120,27 @@ def _refusal(error: Exception) -> Exception:
 
 
 def check_memory(
-    model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, comm: Communicator, device: torch.device
+    model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, topology: Topology, device: torch.device
 ) -> None:
     """Raises MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
-    engine will need without activations, on its device or, with offload, on its host and disk. Called on all ranks; one
-    small all-reduce while all is well."""
+    engine will need without activations, on its device or, with offload, on its host and disk. model: this rank's part
+    of it. Called on all ranks; one small all-reduce while all is well."""
     if config.memory_check == "off":
         return
     free = _available(model, device)
-    room = find_room(model, config, comm) if offloads(config) else None
+    world = topology.world
+    room = find_room(model, config, world) if offloads(config) else None
     short: Shortage | None = None
     if _upper_bound(model, device) > free or not (room is None or is_ample(room, config, _numel(model))):
         try:
-            made = _dry_run(model, config, arguments, comm, device, free)
+            made = _dry_run(model, config, arguments, topology.data, device, free)
         except Exception as error:  # on this rank alone, maybe; what is wrong with the job, the engine says
             logger.warning("memory_check: no plan can be made (%s: %s); it is tried", type(error).__name__, error)
         else:
-            short = _shortage(made, room, device)
-    if agreed_minimum(0 if short else 1, comm, device):
+            short = _shortage(made, room, device, topology)
+    if agreed_minimum(0 if short else 1, world, device):
         return
-    message = _told(short, comm)
+    message = _told(short, world)
     if config.memory_check == "error":
         raise MemoryError(message)
     logger.warning("%s", message)
@@ -158,7 +175,8 @@ def _dry_run(
     device: torch.device,
     limit: int,
 ) -> Plan:
-    """The plan of this rank, without a batch."""
+    """The plan of this rank, without a batch: of its part of the model, as of a whole one with the ranks of ``comm``.
+    Nothing of the job itself is touched."""
     copies: list[Skeleton] = []
 
     def make_model() -> torch.nn.Module:
@@ -167,14 +185,23 @@ def _dry_run(
 
     job = Job(
         make_model=make_model,
-        config=silent(config),
+        config=_of_one_part(config),
         grid=Grid(data=comm.world_size),
         rank=comm.rank,
         device="cuda" if device.type == "cuda" else "cpu",
         make_arguments=lambda: copies[0].arguments(model, arguments),
+        divided=True,
     )
     outcome = run(job)
     return _own_share(plan_of(job, outcome, None, limit), outcome.of_peers)
+
+
+def _of_one_part(config: ZeroliteConfig) -> ZeroliteConfig:
+    """``config`` without the grid: the model has been divided."""
+    blocks = ("tensor_parallel", "pipeline")
+    fields = type(config).model_fields
+    alone = {name: fields[name].get_default(call_default_factory=True) for name in blocks}
+    return silent(config).model_copy(update=alone)
 
 
 def _own_share(made: Plan, of_peers: int) -> Plan:
@@ -191,25 +218,27 @@ def _without(of_peers: int, peak: Peak) -> Peak:
     return peak.model_copy(update={"bytes": peak.bytes - less, "items": items})
 
 
-def _shortage(made: Plan, room: Room | None, device: torch.device) -> Shortage | None:
+def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
     """On the device, or else on the host."""
     if not made.fits:
+        piped = topology.pipe.world_size > 1
+        higher = "" if piped else 'a higher zero_optimization.stage ("auto" chooses), '
+        offload = "more stages" if piped else "zero_optimization.offload_optimizer"
         return Shortage(
-            _reason(made, device),
-            'Use more ranks, a higher zero_optimization.stage ("auto" chooses), zero_optimization.offload_optimizer, '
-            "or a device with more memory",
+            _reason(made, device, topology), f"Use more ranks, {higher}{offload}, or a device with more memory"
         )
     return None if room is None else find_shortage(made, room)
 
 
-def _reason(made: Plan, device: torch.device) -> str:
+def _reason(made: Plan, device: torch.device, topology: Topology) -> str:
     free = made.device_memory or 0
     items = sorted(made.peak.items.items(), key=lambda entry: -entry[1])
     named = {item: item.replace("_", " ") for item in ITEMS} | {ACTIVATIONS: "gradients not yet in their buckets"}
     itemised = ", ".join(f"{named[item]} {format_size(nbytes)}" for item, nbytes in items if nbytes)
-    ranks = f"{made.world_size} rank{'s' if made.world_size > 1 else ''}"
+    ranks = f"{topology.world.world_size} rank{'s' if topology.world.world_size > 1 else ''}"
+    grid, here = ("", "") if topology.trivial else (f" ({topology.grid})", " here")
     return (
-        f"training {made.model} ({made.parameters:,} parameters) at ZeRO stage {made.stage} on {ranks} needs "
+        f"training {made.model} ({made.parameters:,} parameters{here}) at ZeRO stage {made.stage} on {ranks}{grid} needs "
         f"{format_size(made.peak.bytes)} on {device} without activations, and {format_size(free)} are free: {itemised}"
     )
 
@@ -227,5 +256,5 @@ def _told(short: Shortage | None, comm: Communicator) -> str:
 
 
 def _log(comm: Communicator, message: str, level: int = logging.INFO) -> None:
-    if comm.rank == 0:
+    if comm.main:
         logger.log(level, 'zero_optimization.stage "auto": %s', message)

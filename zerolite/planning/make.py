@@ -342,7 +342,9 @@ def orders_of(config: ZeroliteConfig, stages: int) -> list[list[Action]]:
 
 
 def _stage(made: Plan) -> Stage:
-    return Stage(stage=made.pipeline_stage, **{name: getattr(made, name) for name in Stage.model_fields if name != "stage"})
+    return Stage(
+        stage=made.pipeline_stage, **{name: getattr(made, name) for name in Stage.model_fields if name != "stage"}
+    )
 
 
 def _items(items: dict[str, int]) -> Items:

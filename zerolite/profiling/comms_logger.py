@@ -36,26 +36,29 @@ def bus_factor(op: str, ranks: int) -> float:
 
 class Kind(NamedTuple):
     """Collectives that are counted together. nbytes: of the full tensors that one concerns (of what is gathered, and
-    not of a rank's part). caller: what launched it, "" without ``debug``."""
+    not of a rank's part). caller: what launched it, "" without ``debug``. ranks: how many take part."""
 
     op: str
     tag: str
     nbytes: int
     caller: str
+    ranks: int
 
 
 @dataclass
 class Times:
-    """``count`` collectives that moved ``nbytes`` in ``seconds``, launch to end."""
+    """``count`` collectives that moved ``nbytes`` in ``seconds``, launch to end; on_links: bytes over the links."""
 
     count: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    on_links: float = 0.0
 
-    def add(self, count: int, nbytes: int, seconds: float) -> None:
-        self.count += count
-        self.nbytes += nbytes
-        self.seconds += seconds
+    def add(self, other: Times) -> None:
+        self.count += other.count
+        self.nbytes += other.nbytes
+        self.seconds += other.seconds
+        self.on_links += other.on_links
 
     @property
     def mean_ms(self) -> float:
@@ -66,6 +69,11 @@ class Times:
         """10^9 bytes a second; 0 where the clock has seen no time pass."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
+    @property
+    def busbw(self) -> float:
+        """The same over the links: see :func:`bus_factor`."""
+        return self.on_links / self.seconds / 1e9 if self.seconds else 0.0
+
 
 class _Unread(NamedTuple):
     kind: Kind
@@ -74,7 +82,7 @@ class _Unread(NamedTuple):
 
 
 class CommsLogger:
-    """A watcher of communicators (see :class:`~zerolite.comm.Watcher`), on every rank.
+    """Watches communicators (see :class:`~zerolite.comm.Watcher`), on every rank.
 
     On CUDA the current stream waits for each collective, the host does not, and times are read when the device has
     come to them. say: prints a line, or None on ranks that print none.
@@ -93,23 +101,24 @@ class CommsLogger:
 
     def watch(self, comm: Communicator) -> None:
         """Measure what ``comm`` launches from now on."""
-        comm.watch(self)
+        comm.watch(_OfRanks(self, comm.world_size))
 
-    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
+    def launch(self, entry: Raw, start: Callable[[], Pending], ranks: int) -> Pending:
+        """One collective of so many ranks. Called by what watches their communicator."""
         op, tag, what, dtype, _ = entry
         if not self._config.measures(op):
             return start()
         if isinstance(what, int):
             nbytes = what * (dtype.itemsize if dtype is not None else 1)
         else:
-            nbytes = sum(shard.numel() * shard.element_size() for shard in what) * self._ranks
+            nbytes = sum(shard.numel() * shard.element_size() for shard in what) * ranks
             if not nbytes:  # nothing travels, and no record counts it
                 return start()
         began = self._moments.now()
         pending = start()
         pending.wait()
         caller = _caller() if self._config.debug else ""
-        self._unread.append(_Unread(Kind(op, tag, nbytes, caller), began, self._moments.now()))
+        self._unread.append(_Unread(Kind(op, tag, nbytes, caller, ranks), began, self._moments.now()))
         self._read(wait=False)
         return pending
 
@@ -125,16 +134,18 @@ class CommsLogger:
             self._unread.popleft()
             self._moments.take_back(start)
             self._moments.take_back(end)
+            one = Times(1, kind.nbytes, seconds, kind.nbytes * bus_factor(kind.op, kind.ranks))
             for times in (self._all, self._recent):
-                times.setdefault(kind, Times()).add(1, kind.nbytes, seconds)
+                times.setdefault(kind, Times()).add(one)
             if self._config.verbose and self._say is not None:
-                self._say(self._line(kind, Times(1, kind.nbytes, seconds)))
+                self._say(_line(kind, one))
 
     def summary(self) -> list[dict[str, Any]]:
         """All collectives so far, an entry for each kind, in the order in which kinds came first:
 
-        op, tag (what it is for), caller (with ``debug``), nbytes (of one, of its full tensors), count, total_bytes,
-        mean_ms (launch to end), algbw and busbw (10^9 bytes a second). On CUDA it waits for those under way.
+        op, tag (what it is for), caller (with ``debug``), ranks (that take part), nbytes (of one, of its full tensors),
+        count, total_bytes, mean_ms (launch to end), algbw and busbw (10^9 bytes a second). On CUDA it waits for those
+        under way.
         """
         self._read(wait=True)
         return [
@@ -142,12 +153,13 @@ class CommsLogger:
                 "op": kind.op,
                 "tag": kind.tag,
                 **({"caller": kind.caller} if self._config.debug else {}),
+                "ranks": kind.ranks,
                 "nbytes": kind.nbytes,
                 "count": times.count,
                 "total_bytes": times.nbytes,
                 "mean_ms": times.mean_ms,
                 "algbw": times.algbw,
-                "busbw": times.algbw * bus_factor(kind.op, self._ranks),
+                "busbw": times.busbw,
             }
             for kind, times in self._all.items()
         ]
@@ -161,32 +173,42 @@ class CommsLogger:
             self._say(self._table(step, recent))
         by_op: dict[str, Times] = {}
         for kind, times in recent.items():
-            by_op.setdefault(kind.op, Times()).add(times.count, times.nbytes, times.seconds)
+            by_op.setdefault(kind.op, Times()).add(times)
         values: dict[str, float] = {}
         for op, times in by_op.items():
             values |= {f"{op}_count": times.count, f"{op}_bytes": times.nbytes, f"{op}_mean_ms": times.mean_ms}
-            values |= {f"{op}_algbw": times.algbw, f"{op}_busbw": times.algbw * bus_factor(op, self._ranks)}
+            values |= {f"{op}_algbw": times.algbw, f"{op}_busbw": times.busbw}
         return values
 
     def _table(self, step: int, recent: Mapping[Kind, Times]) -> str:
         rows = [("operation", "of", "size", "count", "bytes", "mean ms", "alg GB/s", "bus GB/s", "launched at")]
         for kind, times in sorted(recent.items()):
-            busbw = times.algbw * bus_factor(kind.op, self._ranks)
+            tag = kind.tag if kind.ranks == self._ranks else f"{kind.tag} ({kind.ranks} ranks)"
             sizes = format_size(kind.nbytes), str(times.count), format_size(times.nbytes)
             rows.append(
-                (kind.op, kind.tag, *sizes, f"{times.mean_ms:.3f}", f"{times.algbw:.3f}", f"{busbw:.3f}", kind.caller)
+                (kind.op, tag, *sizes, f"{times.mean_ms:.3f}", f"{times.algbw:.3f}", f"{times.busbw:.3f}", kind.caller)
             )
         shown = rows if self._config.debug else [row[:-1] for row in rows]
         heading = f"step {step}: collectives of {self._ranks} ranks since the last table, each waited for at its launch"
         return "\n".join([heading, *(f"  {line}" for line in table(shown, left=2))])
 
-    def _line(self, kind: Kind, times: Times) -> str:
-        busbw = times.algbw * bus_factor(kind.op, self._ranks)
-        at = f", launched at {kind.caller}" if kind.caller else ""
-        return (
-            f"{kind.op} of {kind.tag}: {format_size(kind.nbytes)} in {times.mean_ms:.3f} ms, algorithmic "
-            f"{times.algbw:.3f} GB/s, bus {busbw:.3f} GB/s{at}"
-        )
+
+class _OfRanks:
+    """What watches one communicator for a logger."""
+
+    def __init__(self, logger: CommsLogger, ranks: int) -> None:
+        self._logger, self._ranks = logger, ranks
+
+    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
+        return self._logger.launch(entry, start, self._ranks)
+
+
+def _line(kind: Kind, times: Times) -> str:
+    at = f", launched at {kind.caller}" if kind.caller else ""
+    return (
+        f"{kind.op} of {kind.tag}: {format_size(kind.nbytes)} in {times.mean_ms:.3f} ms, algorithmic "
+        f"{times.algbw:.3f} GB/s, bus {times.busbw:.3f} GB/s{at}"
+    )
 
 
 def _caller() -> str:

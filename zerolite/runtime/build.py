@@ -176,8 +176,8 @@ class _Assembly:
         engine = self._make_engine(broadcast_buffers)
         self._install(engine, trained)
         self._let_grow(engine, adopts)
-        if check_is_wanted(self.config.check_collectives) and self.comm.group is not None and self.comm.world_size > 1:
-            _check_collectives(engine, self.comm)
+        if check_is_wanted(self.config.check_collectives):
+            _check_collectives(engine, self.topology)
         self.monitoring.watch_communication(engine, self.comm, self.publisher)
         return engine
 
@@ -457,8 +457,8 @@ def _move_rest(model: torch.nn.Module, device: torch.device) -> None:
             module._apply(move)
 
 
-def _check_collectives(engine: Engine, comm: Communicator) -> None:
-    known = weakref.ref(engine)
+def _check_collectives(engine: Engine, topology: Topology) -> None:
+    comm, known = topology.data, weakref.ref(engine)
 
     def names_of(gathered: bool, key: int) -> list[str]:
         engine = known()
@@ -467,10 +467,15 @@ def _check_collectives(engine: Engine, comm: Communicator) -> None:
         names = Names(engine)
         return names.of_parameter(key) if gathered else names.of_bucket(key)
 
-    comm.watch(CollectiveCheck(comm, "gradients and statistics", names_of))
+    watched = {"gradients and statistics": comm}
     if engine.coordinator is not None and engine.coordinator.comm is not comm:
-        gathers = engine.coordinator.comm
-        gathers.watch(CollectiveCheck(gathers, "gathers of parameters", names_of))
+        watched["gathers of parameters"] = engine.coordinator.comm
+    if topology.tensor is not topology.model:
+        watched["parts of layers"] = topology.tensor
+    watched["parts of the model"] = topology.model
+    for label, other in watched.items():
+        if other.group is not None and other.world_size > 1:
+            other.watch(CollectiveCheck(other, label, names_of))
 
 
 def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:

@@ -412,8 +412,9 @@ class Engine(CheckpointMethods, BatchMethods, Place):
 
     def comms_summary(self) -> list[dict[str, Any]]:
         """What ``comms_logger`` has measured so far on this rank: a dict for each kind of collective, with op, tag
-        (what it is for), nbytes (of one, of its full tensors), count, total_bytes, mean_ms, algbw and busbw (10^9 bytes
-        a second), and with ``debug`` the caller. Raises RuntimeError if the config has no logger."""
+        (what it is for), ranks (that take part), nbytes (of one, of its full tensors), count, total_bytes, mean_ms,
+        algbw and busbw (10^9 bytes a second), and with ``debug`` the caller. Raises RuntimeError if the config has no
+        logger."""
         if self.comms_logger is None:
             raise RuntimeError(
                 "engine.comms_summary: expected comms_logger.enabled = true in the configuration, which measures "

@@ -73,8 +73,8 @@ def initialize(
     trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
-    resolved = choose_stage(model, resolved, arguments, comm, device)
-    check_memory(model, resolved, arguments, comm, device)
+    resolved = choose_stage(model, resolved, arguments, topology, device)
+    check_memory(model, resolved, arguments, topology, device)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged)
     engine.loss_fn = loss_fn
     engine.loaders.collate_fn = collate_fn

@@ -38,6 +38,9 @@ class Monitoring(NamedTuple):
             self.comms_logger.watch(comm)
             if engine.coordinator is not None and engine.coordinator.comm is not comm:
                 self.comms_logger.watch(engine.coordinator.comm)
+            topology = engine.topology
+            for beside in {id(c): c for c in (topology.tensor, topology.model) if c.world_size > 1}.values():
+                self.comms_logger.watch(beside)
 
 
 def start_monitoring(

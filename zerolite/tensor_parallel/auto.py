@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from zerolite.tensor_parallel.owners import FUSED_ATTENTION, FUSED_GATE, SEPARATE_ATTENTION
-from zerolite.tensor_parallel.plan import PlanError, Style, linear_like, parse_style
+from zerolite.tensor_parallel.fused import FUSED_GATE, FUSED_KEY_VALUE
+from zerolite.tensor_parallel.owners import FUSED_ATTENTION, SEPARATE_ATTENTION
+from zerolite.tensor_parallel.plan import PlanError, Style, linear_like, matches, parse_style
+
+logger = logging.getLogger("zerolite")
 
 _COLUMNS = {
     *FUSED_ATTENTION,
     *FUSED_GATE,
+    *FUSED_KEY_VALUE,
     *SEPARATE_ATTENTION,
     *"up up_proj gate gate_proj fc fc1 c_fc fc_in w1 w3 wi wi_0 wi_1 expand expansion".split(),
     *"dense_h_to_4h linear1 lin1".split(),
@@ -24,6 +29,7 @@ _ELEMENTWISE = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Softplus, nn.Hardswish),
     *(nn.Dropout, nn.Identity),
 )
+_EXPERTS = ("moe_", "ep_", "grouped_gemm")
 _HEADS_OF_MODELS = ("colwise_gather_output", "colwise_rep")
 
 
@@ -51,6 +57,8 @@ def _plan_of_the_models(modules: Mapping[str, nn.Module]) -> dict[str, Style]:
             target = modules.get(place)
             if word in _HEADS_OF_MODELS and target is not None and _is_head(target, modules):
                 plan[place] = Style("vocab")
+            elif word.startswith(_EXPERTS):
+                logger.info("tensor_parallel: experts ('%s') stay whole on every rank", place)
             else:
                 plan[place] = parse_style(place, word)
     return plan
@@ -83,6 +91,30 @@ def _shape(module: nn.Module) -> tuple[int, int]:
     return int(module.nx), int(module.nf)  # type: ignore[arg-type]
 
 
+_FAMILIES = (
+    {  # BERT and what is made like it
+        "*.attention.self.query": "column",
+        "*.attention.self.key": "column",
+        "*.attention.self.value": "column",
+        "*.attention.output.dense": "row",
+        "*.intermediate.dense": "column",
+        "*.layer.*.output.dense": "row",
+    },
+)
+
+
+def _plan_of_a_family(modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """Of models whose layers have such names, all of them."""
+    for family in _FAMILIES:
+        plan: dict[str, Style] = {}
+        found = {pattern: [name for name in modules if matches(pattern, name)] for pattern in family}
+        for pattern, names in found.items():
+            plan.update((name, Style(family[pattern])) for name in names if name not in plan)
+        if all(found.values()):
+            return plan
+    return {}
+
+
 def _is_feed_forward(module: nn.Module) -> bool:
     """Whether it is a sequence of two linear layers, and between them what works on each number alone."""
     if type(module) is not nn.Sequential:
@@ -96,8 +128,8 @@ def _is_feed_forward(module: nn.Module) -> bool:
 
 
 def _plan_of_the_structure(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    plan: dict[str, Style] = {}
-    for block in _blocks(modules):
+    plan = _plan_of_a_family(modules)
+    for block in () if plan else _blocks(modules):
         inside = {name: module for name, module in modules.items() if name == block or name.startswith(f"{block}.")}
         parents: dict[str, list[str]] = {}
         for name, module in inside.items():

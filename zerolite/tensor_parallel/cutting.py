@@ -15,8 +15,8 @@ from zerolite.cuts import is_partial, mark_partial, names_of
 from zerolite.runtime.initial_sync import broadcast_into, synchronize_tensors
 from zerolite.runtime.precision import map_tensors
 from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.tensor_parallel import fused, sequence
 from zerolite.tensor_parallel import owners as owning
-from zerolite.tensor_parallel import sequence
 from zerolite.tensor_parallel.auto import auto_plan
 from zerolite.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -30,7 +30,17 @@ from zerolite.tensor_parallel.layers import (
 )
 from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.owners import Layer, Number, Owner
-from zerolite.tensor_parallel.plan import Match, PlanError, Style, linear_like, matches, parse_style, resolve, unmatched
+from zerolite.tensor_parallel.plan import (
+    Match,
+    PlanError,
+    Style,
+    embedding_like,
+    linear_like,
+    matches,
+    parse_style,
+    resolve,
+    unmatched,
+)
 from zerolite.tensor_parallel.regions import Outside, Region, SeenInputs
 
 logger = logging.getLogger("zerolite")
@@ -177,7 +187,7 @@ def _check_layer(name: str, module: nn.Module, match: Match) -> None:
     if parametrize.is_parametrized(module) or "weight" not in module._parameters:
         raise PlanError(f"expected a layer with a weight of its own as {what}, got {_description(module)}")
     if isinstance(module, nn.Embedding) and kind in ("vocab", "row"):
-        if type(module).forward is not nn.Embedding.forward:
+        if not embedding_like(module):
             raise PlanError(f"expected an nn.Embedding as {what}, got {_description(module)}")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
@@ -216,7 +226,7 @@ def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Map
             where, style = styles.get(id(parameter)) or _style_elsewhere(parameter, found)
             if style is None:
                 continue
-            can_be = isinstance(module, nn.Embedding) or linear_like(module)
+            can_be = embedding_like(module) or linear_like(module)
             if style.kind != "vocab" or key != "weight" or not can_be:
                 raise PlanError(_DIFFERENT.format(style, where, "none", name))
             layers[id(module)] = Layer(name, module, style)
@@ -243,10 +253,11 @@ def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communica
     said: dict[str, list[str]] = {}
     for layer in layers:
         if layer.style.kind == "column":
-            layer.sizes, why = owning.column_sizes(layer, owner_of.get(id(layer)), size)
+            layer.sizes, why = fused.column_sizes(layer, owner_of.get(id(layer)))
             if why:
                 said.setdefault(f"{layer.sizes} outputs: {why}", []).append(layer.name)
     for owner in owners:
+        fused.check_family(owner)
         owning.check_heads(owner, size)
     for layer in layers:
         if layer.style.kind == "vocab" or isinstance(layer.module, nn.Embedding):
@@ -384,10 +395,10 @@ def _connect(
         narrower = comm.world_size if any(id(holder) in changed for holder in owner.holders.values()) else 1
         longer = comm.world_size if sequence_is_cut else 1
         if owner.is_attention and narrower * longer > 1:
-            holders = {id(owning.holder_of(layer, owner)): layer for layer in owner.columns}
+            holders = {id(owner.holder_of(layer)): layer for layer in owner.columns}
             for layer in holders.values():
                 seen = SeenInputs(layer.inputs, narrower, longer, sequence.DIM)
-                owning.holder_of(layer, owner).register_forward_pre_hook(seen.on_call, with_kwargs=True)
+                owner.holder_of(layer).register_forward_pre_hook(seen.on_call, with_kwargs=True)
 
 
 def _guard(owner: Owner, region: Region) -> bool:

@@ -289,7 +289,11 @@ def cut_embedding(module: nn.Module, comm: Communicator) -> None:
     whole = (module.num_embeddings, module.embedding_dim)
     cut = cut_of_rows(whole, 0, comm)
     cut_parameter(module._parameters["weight"], cut)
-    module.__class__ = VocabParallelEmbedding
+    kind = type(module)
+    if kind.forward is nn.Embedding.forward:
+        module.__class__ = VocabParallelEmbedding
+    else:  # what its forward calls by super() is VocabParallelEmbedding's
+        module.__class__ = type(f"VocabParallel{kind.__name__}", (kind, VocabParallelEmbedding), {})
     assert isinstance(module, VocabParallelEmbedding)
     module.comm, module.vocabulary, module.num_embeddings = comm, whole[0], cut.length
     module.start = min(comm.rank * cut.length, whole[0])

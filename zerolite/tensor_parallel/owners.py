@@ -23,9 +23,7 @@ HEAD_WIDTHS = (
 FUSED_ATTENTION = (
     "qkv qkv_proj query_key_value c_attn in_proj wqkv w_pack to_qkv attn_qkv qkv_layer qkv_linear proj_qkv c_qkv"
 ).split()
-FUSED_GATE = "gate_up_proj gate_up w12 w13 wi_fused up_gate fc1_gate".split()
 SEPARATE_ATTENTION = "q k v q_proj k_proj v_proj query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin".split()
-_INTERLEAVED = ("GPTNeoX", "Bloom", "Falcon")  # [heads, 3, head width]: heads are contiguous
 
 
 @dataclass
@@ -69,6 +67,10 @@ class Owner:
     def is_attention(self) -> bool:
         names = {layer.last_name for layer in self.columns}
         return bool(names & {*FUSED_ATTENTION, *SEPARATE_ATTENTION} or self.numbers(HEADS))
+
+    def holder_of(self, layer: Layer) -> nn.Module:
+        """The module in which ``layer`` is."""
+        return self.holders.get(layer.parent, self.module)
 
     def numbers(self, names: Sequence[str]) -> list[Number]:
         """The positive integers of these names."""
@@ -138,60 +140,6 @@ def _unpaired(columns: Sequence[Layer], rows: Sequence[Layer], name: str) -> str
 
 def _names(layers: Sequence[Layer]) -> str:
     return ", ".join(f"'{layer.name}'" for layer in layers)
-
-
-def column_sizes(layer: Layer, owner: Owner | None, size: int) -> tuple[list[int], str]:
-    """The sizes of the parts of a column, each of which is cut, and where they come from ("" if there is one part and
-    nothing to say). Raises PlanError where that cannot be told."""
-    outputs, given = layer.outputs, layer.style.parts
-    if given is not None:
-        return _given_parts(layer, given), "as the plan says"
-    if owner is None:
-        return [outputs], ""
-    kind = type(holder_of(layer, owner)).__name__
-    named, reads = layer.last_name in FUSED_ATTENTION, {row.inputs for row in owner.rows}
-    if named and kind.startswith(_INTERLEAVED):
-        return [outputs], f"by heads, which are contiguous in {kind}"
-    if named or (outputs == 3 * layer.inputs and outputs not in reads and layer.inputs in reads):
-        return _fused_attention(layer, owner), "query, key and value"
-    halves = outputs % 2 == 0 and outputs // 2 in reads and outputs not in reads
-    if layer.last_name in FUSED_GATE or (halves and len(owner.columns) == 1):
-        return [outputs // 2] * 2, "gate and up"
-    return [outputs], ""
-
-
-def holder_of(layer: Layer, owner: Owner) -> nn.Module:
-    """The module in which the layer is."""
-    return owner.holders.get(layer.parent, owner.module)
-
-
-def _given_parts(layer: Layer, given: int | tuple[int, ...]) -> list[int]:
-    if isinstance(given, int):
-        if layer.outputs % given:
-            raise PlanError(f"expected {given} parts of equal size in '{layer.name}', got {layer.outputs} outputs")
-        return [layer.outputs // given] * given
-    if sum(given) != layer.outputs:
-        raise PlanError(
-            f"expected parts of '{layer.name}' that add up to its {layer.outputs} outputs, got {list(given)}, which "
-            f"add up to {sum(given)}"
-        )
-    return list(given)
-
-
-def _fused_attention(layer: Layer, owner: Owner) -> list[int]:
-    near = [row.inputs for row in owner.rows if row.parent == layer.parent]
-    reads = near or [row.inputs for row in owner.rows]
-    for query in sorted(reads, key=lambda width: width != layer.inputs):
-        rest = layer.outputs - query
-        if rest > 0 and rest % 2 == 0 and rest // 2 <= query:
-            return [query, rest // 2, rest // 2]
-    if layer.outputs in reads:
-        return [layer.outputs]
-    raise PlanError(
-        f"expected query, key and value in '{layer.name}', as its name says, with a query of the {reads} inputs that "
-        f'the row reads, got {layer.outputs} outputs; write {{"style": "column", "parts": [query, key, value]}} with '
-        "their sizes"
-    )
 
 
 def head_width(owner: Owner) -> int | None:

@@ -170,3 +170,12 @@ def linear_like(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def embedding_like(module: nn.Module) -> bool:
+    """nn.Embedding, or a class whose forward only changes what that one's gives."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    forward = type(module).forward
+    used = set(forward.__code__.co_names)
+    return forward is nn.Embedding.forward or ({"super", "forward"} <= used and not {"weight", "embedding"} & used)

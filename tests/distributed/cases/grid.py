@@ -25,6 +25,9 @@ PLAN = {
     "blocks.*.down": "row",
     "embed": "vocab",
     "head": "vocab",
+    "blocks.*.gain": "whole",
+    "blocks.*.empty": "whole",
+    "blocks.*.unused": "whole",
 }
 
 
@@ -80,8 +83,8 @@ def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return loss
 
 
-def micro_batches(step: int, count: int, data_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return (models.token_batch(step, micro, data_rank) for micro in range(count))
+def micro_batches(step: int, count: int, data_rank: int, length: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+    return (models.token_batch(step, micro, data_rank, length=length) for micro in range(count))
 
 
 def on_grid(config: dict[str, Any], grid: Grid, sequence_parallel: bool = False, **pipeline: Any) -> dict[str, Any]:

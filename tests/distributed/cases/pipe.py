@@ -322,3 +322,114 @@ def named_loss(whole: nn.Module, batches: list[list[Any]], loss_fn: Any, backwar
         if backward:
             loss.backward()
     return total
+
+
+# -------------------------------------------------------------------- what goes wrong
+
+
+class Fails(Block):
+    """Raises in the forward of some micro-batch, counted over all, and then no more."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            raise FileNotFoundError("the layer has lost its file")
+        return super().forward(x)
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise FileNotFoundError("the gradient has lost its file")
+
+
+class FailsInBackward(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return FailsBackward.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+def fail(
+    where: int = 1, at: int = 1, schedule: str = "1f1b", backward: bool = False, chunks: int | None = None
+) -> list[str]:
+    """What each rank is told when a layer fails; then a step that succeeds, if one can."""
+    layers: list[Any] = [LayerSpec(Block) for _ in range(4)]
+    layers[where] = LayerSpec(FailsInBackward) if backward else LayerSpec(Fails, at)
+    settings = config(0, "fp32", 4)
+    settings["pipeline"] = {"stages": 2, "schedule": schedule, "chunks": chunks}
+    engine = zerolite.initialize(PipelineModule(layers, loss_fn=F.mse_loss, base_seed=7), settings)
+    said = []
+    for step in range(3):
+        batches = batches_of(float_batch, step, 4, engine.data_parallel_world_size, (3,))
+        try:
+            loss = engine.train_batch(iter(batches[engine.data_parallel_rank]))
+        except (RuntimeError, FileNotFoundError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append(f"{loss.item():.6f} {engine.get_global_grad_norm():.6f}")
+    return said
+
+
+def starve(rank: int, have: int, raises: bool = False) -> str:
+    """What each rank is told when one has ``have`` micro-batches only, or its iterator raises then; -1: all have."""
+    settings = config(0, "fp32", 4)
+    settings["pipeline"] = {"stages": 2}
+    engine = zerolite.initialize(module_of("blocks"), settings)
+    batches = batches_of(float_batch, 0, 4, engine.data_parallel_world_size, (3,))[engine.data_parallel_rank]
+
+    def some() -> Iterator[Any]:
+        short = rank in (-1, dist.get_rank())
+        yield from batches[: have if short else 4]
+        if short and raises:
+            raise FileNotFoundError("no more shards")
+
+    try:
+        engine.train_batch(some())
+    except (RuntimeError, FileNotFoundError, StopIteration) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def differ(what: str) -> str:
+    """What each rank is told when the second stage reads other data, or one micro-batch is longer."""
+    settings = config(0, "fp32", 4)
+    settings["pipeline"] = {"stages": 2}
+    engine = zerolite.initialize(module_of("blocks"), settings)
+    batches = batches_of(float_batch, 0, 4, engine.data_parallel_world_size, (3,))[engine.data_parallel_rank]
+    if what == "length":
+        batches[2] = batches_of(float_batch, 0, 1, 1, (5,))[0][0]
+    elif dist.get_rank():
+        batches = batches_of(float_batch, 1, 4, 1, (3 if what == "values" else 5,))[0]
+    try:
+        engine.train_batch(iter(batches))
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def refuse(kind: str, pipeline: dict[str, Any] | None = None, micro_batches: int = 4) -> str:
+    """What a model is told that cannot be divided, or not so."""
+    builds: dict[str, Callable[[], nn.Module]] = {
+        "Skips": Skips,
+        "TiedGpt": TiedGpt,
+        "module": lambda: module_of("blocks"),
+        "three stages": lambda: module_of("blocks", num_stages=3),
+        "broken": lambda: PipelineModule([LayerSpec(Block), LayerSpec(Block), LayerSpec(Block), LayerSpec(nn.Linear)]),
+        "frozen": lambda: nn.Sequential(Block(), Block(), nn.Tanh(), nn.Tanh()),
+    }
+    settings = config(0, "fp32", micro_batches)
+    settings["pipeline"] = {"stages": 2, **(pipeline or {})}
+    make = token_batch if kind == "TiedGpt" else float_batch
+    try:
+        engine = zerolite.initialize(builds[kind](), settings, loss_fn=F.mse_loss if kind == "Skips" else None)
+        engine.train_batch(iter(batches_of(make, 0, micro_batches, 1, (3,))[0]))
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"

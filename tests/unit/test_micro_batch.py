@@ -1,0 +1,63 @@
+"""What a loader gives, as calls of the model and of the loss function."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from zerolite.runtime.micro_batch import MicroBatch
+
+CPU = torch.device("cpu")
+X, Y = torch.ones(2, 3), torch.zeros(2, 3)
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    "batch,args,kwargs",
+    [
+        (X, (X,), {}),
+        ((X, Y), (X, Y), {}),
+        ([X], (X,), {}),
+        (Pair(X, Y), (X, Y), {}),
+        ({"x": X, "y": Y}, (), {"x": X, "y": Y}),
+        ((X, None, "word"), (X, None, "word"), {}),
+    ],
+)
+def test_without_a_loss_function_a_batch_is_the_models_arguments(batch: Any, args: Any, kwargs: Any) -> None:
+    made = MicroBatch.of(batch, None, CPU)
+    assert made.args == args or all(a is b for a, b in zip(made.args, args, strict=True))
+    assert made.kwargs.keys() == kwargs.keys() and made.target is None
+
+
+@pytest.mark.parametrize("batch", [((X,), Y), [X, Y], (X, Y), ({"x": X}, Y)])
+def test_with_a_loss_function_a_batch_is_a_pair(batch: Any) -> None:
+    made = MicroBatch.of(batch, F.mse_loss, CPU)
+    assert made.target is Y
+    assert len(made.args) + len(made.kwargs) == 1
+    assert float(made.loss(X, F.mse_loss)) == 1.0
+
+
+@pytest.mark.parametrize("batch", [X, (X,), (X, Y, Y), {"x": X, "y": Y}])
+def test_what_is_no_pair(batch: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected a micro-batch to be a pair \(inputs, targets\), got"):
+        MicroBatch.of(batch, F.mse_loss, CPU)
+
+
+def test_the_models_own_loss() -> None:
+    micro = MicroBatch.of(X, None, CPU)
+    loss = torch.tensor(2.0)
+    for outputs in (loss, loss.reshape(1), (loss, X), {"loss": loss}, SimpleNamespace(loss=loss, logits=X)):
+        assert float(micro.loss(outputs, None)) == 2.0
+
+
+@pytest.mark.parametrize("outputs", [X, (X, X), {"logits": X}, None, SimpleNamespace(loss=None)])
+def test_no_loss(outputs: Any) -> None:
+    with pytest.raises(ValueError, match="expected the model to give a loss with one element, got .*; give initialize"):
+        MicroBatch.of(X, None, CPU).loss(outputs, None)
+    with pytest.raises(ValueError, match=r"expected the loss_fn to give .* shape \(2, 3\); reduce it"):
+        MicroBatch.of((X, Y), lambda o, t: X, CPU).loss(outputs, lambda o, t: X)
