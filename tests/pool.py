@@ -66,6 +66,7 @@ def _server_context() -> Any:
             "torch.distributed",
             "torch.nn.functional",
             "torch.optim",
+            "torch.distributed.pipelining",
             "zerolite.runtime.initialize",
         ]
     )

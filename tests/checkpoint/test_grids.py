@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoint.cases.export import read_model
-from tests.checkpoint.cases.grids import GRIDS, Grid
+from tests.checkpoint.cases.grids import GRIDS
+from tests.distributed.cases.grid import Grid
 from tests.pool import Pools
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.errors import CheckpointError
@@ -68,11 +69,13 @@ def loaded(
     return [[[rank[number][moment] for rank in ranks] for moment in (0, 1)] for number in range(len(places))]
 
 
-def check(pools: Pools, world: int, grid: Grid, stage: int, directory: Path, into: dict[int, list[Any]]) -> None:
-    moments = saved(pools, world, grid, stage, directory)
+def check(
+    pools: Pools, world: int, grid: Grid, stage: int, directory: Path, into: dict[int, list[Any]], **more: Any
+) -> None:
+    moments = saved(pools, world, grid, stage, directory, **more)
     before, after = map(joined, moments)
     for other, places in into.items():
-        for (there, _), (first, second) in zip(places, loaded(pools, other, places, directory), strict=True):
+        for (there, _), (first, second) in zip(places, loaded(pools, other, places, directory, **more), strict=True):
             for rank, snapshot in enumerate(second):
                 assert snapshot["client"] == {"saved at": list(grid)}
                 data = rank // there[2] % there[1]
@@ -104,6 +107,37 @@ def test_every_grid_loads_every_other(pools: Pools, tmp_path: Path, world: int, 
     check(pools, world, grid, stage, tmp_path, into)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_optimizer_without_a_kernel(pools: Pools, tmp_path: Path, stage: int) -> None:
+    into = {2: [((1, 1, 2), 0), ((1, 1, 2), 2), ((2, 1, 1), 1)], 4: [((2, 1, 2), 1), ((1, 2, 2), 3)]}
+    check(pools, 4, (1, 1, 4), stage, tmp_path, into, optimizer="RAdam")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "world, grid, stage",
+    [(1, (1, 1, 1), 0), (2, (1, 1, 2), 3), (2, (2, 1, 1), 1), (4, (1, 2, 2), 2), (4, (2, 2, 1), 1), (4, (2, 1, 2), 0)],
+)
+def test_training_goes_on_at_every_other_grid(
+    pools: Pools, tmp_path: Path, world: int, grid: Grid, stage: int, precision: str | None
+) -> None:
+    kwargs = {"grid": grid, "stage": stage, "directory": str(tmp_path), "precision": precision}
+    wanted = pools(world).run(f"{CASES}:save_gpt", kwargs)[0]
+    rtol = 2e-5 if precision is None else 2e-2
+    for other, grids in GRIDS.items():
+        places = [
+            (there, min(stage, 1) if there[0] > 1 else (stage + number) % 4) for number, there in enumerate(grids)
+        ]
+        kwargs = {"grids": places, "directory": str(tmp_path), "precision": precision}
+        for rank in pools(other).run(f"{CASES}:load_gpt", kwargs):
+            for place, found in zip(places, rank, strict=True):
+                assert_same(found["saved"], wanted["saved"], f"{grid} -> {place}")
+                assert found["losses"] == pytest.approx(wanted["losses"], rel=rtol), f"{grid} -> {place}"
+                assert_same(found["values"], wanted["values"], f"{grid} -> {place}", rtol=10 * rtol)
+
+
 # -------------------------------------------------------------------- windows
 
 
@@ -111,7 +145,7 @@ def within(pools: Pools, world: int, grid: Grid, stage: int, weighted: bool, dir
     kwargs = {"grid": grid, "stage": stage, "directory": str(directory), "weighted": weighted}
     finished = joined(pools(world).run(f"{CASES}:save_within", kwargs))
     for other, grids in GRIDS.items():
-        places = [(there, n) for there in grids if there[0] == 1 for n in range(4) if (n + stage) % 2 or n == stage]
+        places = [(there, n) for there in grids if there[0] == 1 for n in (stage, (stage + 1) % 4)]
         kwargs = {"grids": places, "directory": str(directory), "weighted": weighted}
         ranks = pools(other).run(f"{CASES}:load_within", kwargs)
         for number, (there, n) in enumerate(places):

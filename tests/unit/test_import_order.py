@@ -98,6 +98,8 @@ LAYERS = {
     "zerolite.planning.advice": 2,
     "zerolite.planning.palette": 2,
     "zerolite.planning.places": 2,
+    "zerolite.planning.grid_config": 2,
+    "zerolite.planning.report_grid": 2,
     "zerolite.planning.bubble": 2,
     "zerolite.planning.report": 2,
     "zerolite.planning.picture": 2,

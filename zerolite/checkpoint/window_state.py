@@ -139,7 +139,7 @@ def begin_window(
                 load.targets += model.range(GRADIENTS + names[index], index, fragment.param_start, values).targets()
             for other in () if continues else range(saved["world_size"]):
                 if (key := _own_key(other, names[index])) in stored:
-                    part = torch.empty(fragment.numel, dtype=stored[key].dtype, device=values.device)
+                    part = torch.zeros(fragment.numel, dtype=stored[key].dtype, device=values.device)
                     load.targets += model.range(key, index, fragment.param_start, part).targets()
                     load.parts.append((values, part, saved["local_factor"]))
     return load

@@ -92,9 +92,7 @@ def _reached(splitting: Splitting, part: int) -> Callable[..., Any]:
 class NamedChunk:
     """One part: a :class:`~zerolite.pipe.chunks.Chunk`."""
 
-    def __init__(
-        self, index: int, model: nn.Module, splitting: Splitting, parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def __init__(self, index: int, model: nn.Module, splitting: Splitting, parameters: Sequence[nn.Parameter]) -> None:
         self.index, self.module = index, model
         self._splitting, self._parameters = splitting, list(parameters)
         self._plan: Plan | None = None
@@ -178,7 +176,9 @@ def tensors_with_places(value: Any, place: str = "") -> list[tuple[str, torch.Te
         items = list(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [(entry.name, getattr(value, entry.name, None)) for entry in dataclasses.fields(value)]
-    return [found for key, item in items for found in tensors_with_places(item, f"{place}.{key}" if place else str(key))]
+    return [
+        found for key, item in items for found in tensors_with_places(item, f"{place}.{key}" if place else str(key))
+    ]
 
 
 def with_tensors(value: Any, replaced: Mapping[str, torch.Tensor]) -> Any:

@@ -358,7 +358,10 @@ class ChunkStage(PipelineStage):
         given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         flight.outputs, flight.gradients = (), ()
         parameters = iter(self.chunk.parameters())
-        _, flight.groups = stage_backward_input(roots, given, list(flight.received), parameters)
+        try:
+            _, flight.groups = stage_backward_input(roots, given, list(flight.received), parameters)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # torch says no more than which tensors there were
 
     def _backward_of_weights(self, flight: _Flight) -> None:
         parameters = self.chunk.parameters()

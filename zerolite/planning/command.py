@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.errors import PlanError
+from zerolite.planning.grid_config import grid_of
 from zerolite.sizes import parse_size
 
 if TYPE_CHECKING:
     from zerolite.config import ZeroliteConfig
-    from zerolite.planning.result import Comparison, Plan
+    from zerolite.planning.result import Comparison, GridComparison, Plan
 
 PROG = "zerolite plan"
 
@@ -36,14 +37,16 @@ examples:
   zerolite plan --model models.gpt:build_model --config zero3.json --world-size 64 --nodes 8 \\
       --input-spec "input_ids:int64[B,1024] labels:int64[B,1024]" --device-memory 80GB --png plan.png
   zerolite plan --model Llama/config.json --config zero3.json --world-size 64 --compare --device-memory 80GB
+  zerolite plan --model models.gpt:build_model --config zero1.json --world-size 64 --nodes 8 --grids \
+      --input-spec "input_ids:int64[B,1024] labels:int64[B,1024]" --device-memory 80GB
 
 --model and --batch name functions in modules that can be imported from the working directory.
 --input-spec lists the tensors of a batch as name:dtype[sizes], or as dtype[sizes] if forward
 takes them in order; B is the micro-batch size of the config.
 
-The exit status is 0 if it fits, or if no memory was given; 1 if it does not fit (with
---compare: if nothing does), or if --check found a difference; 2, after a sentence, if it cannot
-be planned; 130 after Ctrl-C; and 141 if what reads the output, such as head, has left."""
+The exit status is 0 if it fits, or if no memory was given; 1 if it does not fit (with --compare
+and --grids: if nothing does), or if --check found a difference; 2, after a sentence, if it
+cannot be planned; 130 after Ctrl-C; and 141 if what reads the output, such as head, has left."""
 
 AUTO = "auto"
 
@@ -87,6 +90,19 @@ def _size(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{error}, or 'auto' for that of this machine's device") from None
 
 
+def _speeds(text: str) -> tuple[float, float, float]:
+    parts = text.split(",")
+    try:
+        flops, within, between = float(parts[0]), float(parse_size(parts[1])), float(parse_size(parts[2]))
+        if len(parts) != 3 or not min(flops, within, between) > 0:
+            raise ValueError
+    except (ValueError, IndexError):
+        raise argparse.ArgumentTypeError(
+            f"expected three amounts a second with commas between them, as in 150e12,150GB,12.5GB, got {text!r}"
+        ) from None
+    return flops, within, between
+
+
 def build_parser(prog: str) -> _Parser:
     parser = _Parser(
         prog=prog,
@@ -110,9 +126,20 @@ def _add_job(parser: _Parser) -> None:
         help="package.module:function that makes the model, or a Hugging Face config.json or its directory",
     )
     add("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
-    add("--world-size", required=True, type=_count, metavar="N", help="how many ranks the job has")
+    add(
+        "--world-size",
+        required=True,
+        type=_count,
+        metavar="N",
+        help="how many ranks the job has; the config says the grid that they form (tensor_parallel, pipeline)",
+    )
     add("--nodes", type=_count, metavar="N", help="on how many nodes they are: tells the traffic between nodes")
-    add("--rank", type=_rank, default=0, metavar="N", help="whose needs to tell (default: 0)")
+    add(
+        "--rank",
+        type=_rank,
+        metavar="N",
+        help="whose needs to tell (default: 0, or with a pipeline the first one of the stage that needs the most)",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks run on (default: cuda)")
     add(
         "--device-memory",
@@ -154,6 +181,19 @@ def _add_output(parser: _Parser) -> None:
         action="store_true",
         help="plan stages 0 to 3, a few sizes and what can be offloaded, and mark the cheapest that fits",
     )
+    add(
+        "--grids",
+        action="store_true",
+        help="plan grids of pipeline stages, data and tensor parallel ranks, and mark the one with the shortest step "
+        "of those that fit; needs --device-memory and a batch",
+    )
+    add(
+        "--speeds",
+        type=_speeds,
+        metavar="FLOPS,WITHIN,BETWEEN",
+        help="what --grids assumes of a device: operations a second, and bytes a second to others of its node and to "
+        "other nodes (default: 150e12,150GB,12.5GB)",
+    )
     add("--check", action="store_true", help="also run a real job of that many ranks here, and print both side by side")
     add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
     add("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
@@ -176,7 +216,7 @@ def find_problem(options: argparse.Namespace) -> str | None:
     size, nodes = options.world_size, options.nodes
     if nodes is not None and size % nodes:
         return f"--world-size {size} does not divide by --nodes {nodes}: every node has the same number of ranks"
-    if options.rank >= size:
+    if options.rank is not None and options.rank >= size:
         return f"--rank expects 0 to {size - 1} with --world-size {size}, and got {options.rank}"
     if options.loss and not (options.batch or options.input_spec):
         return "--loss needs --batch or --input-spec: without a batch no forward is run"
@@ -185,12 +225,25 @@ def find_problem(options: argparse.Namespace) -> str | None:
             return "--check needs --batch or --input-spec: the real job trains on it"
         if options.compare or options.rank or nodes not in (None, 1):
             return "--check measures one setting on one machine, as rank 0: leave out --compare, --nodes and --rank"
+    if problem := _find_grids_problem(options):
+        return problem
     if options.png and importlib.util.find_spec("matplotlib") is None:
         return "--png needs matplotlib: pip install 'zerolite[plot]'"
     for option, name in (("--json", options.json), ("--png", options.png)):
         problem = None if name in (None, "-") else _find_file_problem(name)
         if problem is not None:
             return f"{option} {name}: {problem}"
+    return None
+
+
+def _find_grids_problem(options: argparse.Namespace) -> str | None:
+    if not options.grids:
+        return "--speeds is for --grids" if options.speeds else None
+    if options.device_memory is None or not (options.batch or options.input_spec):
+        return "--grids needs --device-memory, and --batch or --input-spec: it looks for the fastest grid that fits"
+    others = [name for name in ("compare", "check", "png") if getattr(options, name)]
+    if others or options.rank is not None:
+        return f"--grids plans several grids: leave out --{[*others, 'rank'][0]}"
     return None
 
 
@@ -238,8 +291,8 @@ def _offloads(config: ZeroliteConfig) -> bool:
 # -------------------------------------------------------------------- what it does
 
 
-def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
-    """The plan, or all of them with --compare. Raises PlanError and ConfigError."""
+def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison | GridComparison:
+    """The plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
     from zerolite.planning.make import compare, plan
     from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
 
@@ -250,7 +303,9 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
         if problem is not None:
             raise PlanError(f"--check: {problem}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told by PlanError
-    given: dict[str, Any] = {"nodes": options.nodes, "rank": options.rank, "device": options.device}
+    given: dict[str, Any] = {"nodes": options.nodes, "device": options.device}
+    if not options.grids:
+        given["rank"] = 0 if options.check else options.rank
     if options.device_memory is not None:
         auto = options.device_memory == AUTO
         given["device_memory"] = find_device_memory(options.device) if auto else options.device_memory
@@ -264,20 +319,27 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
         given["batch"] = load_batch(options.batch) if options.batch else parse_input_spec(options.input_spec)
     if options.loss:
         given["loss"] = load_function(options.loss, "--loss")
+    if options.grids:
+        from zerolite.planning.grids import Speeds, compare_grids
+
+        given |= {"nodes": options.nodes or 1, "speeds": Speeds(*options.speeds) if options.speeds else None}
+        return compare_grids(load_model_fn(options.model), config, options.world_size, **given)
     return (compare if options.compare else plan)(load_model_fn(options.model), config, options.world_size, **given)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write and print. Returns the exit status; raises PlanError and ConfigError."""
-    from zerolite.planning.result import Plan
+    from zerolite.planning.result import GridComparison, Plan
 
     config = load_config(options.config)
-    config.resolve(options.world_size)
+    config.resolve(grid_of(config, options.world_size).data)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     with contextlib.redirect_stdout(sys.stderr), _told("planning ..."):  # what the model's module prints is no result
         made = make(options, config)
     _write_files(made, options)
     _print(made.model_dump_json(indent=1) if options.json == "-" else render(made))
+    if isinstance(made, GridComparison):
+        return 1 if made.chosen is None else 0
     if not isinstance(made, Plan):
         return 1 if made.chosen is None and any(plan.fits is False for _, plan in made.rows) else 0
     status = check(options, made) if options.check else 0
@@ -293,23 +355,27 @@ def check(options: argparse.Namespace, plan: Plan) -> int:
     return status
 
 
-def render(made: Plan | Comparison) -> str:
+def render(made: Plan | Comparison | GridComparison) -> str:
     """The text for standard output."""
     from zerolite.planning.report import render_comparison, render_plan
-    from zerolite.planning.result import Plan
+    from zerolite.planning.report_grid import render_grids
+    from zerolite.planning.result import GridComparison, Plan
     from zerolite.planning.terminal import Screen
 
     screen = Screen.of(sys.stdout)
+    if isinstance(made, GridComparison):
+        return render_grids(made, screen)
     return render_plan(made, screen) if isinstance(made, Plan) else render_comparison(made, screen)
 
 
-def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
+def _write_files(made: Plan | Comparison | GridComparison, options: argparse.Namespace) -> None:
     try:
         if options.json not in (None, "-"):
             Path(options.json).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if options.png is not None:
             from zerolite.planning.picture import draw
 
+            assert not isinstance(made, GridComparison)
             draw(made, Path(options.png))
     except OSError as error:
         raise PlanError(f"{error.filename} cannot be written ({error.strerror})") from error

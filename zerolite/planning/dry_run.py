@@ -19,6 +19,7 @@ from zerolite.cuts import cut_of
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
+from zerolite.planning.flops import StepFlops
 from zerolite.planning.places import Grid
 from zerolite.planning.skeleton import Skeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
@@ -74,6 +75,9 @@ class Job:
         _, data, tensor = self.grid.place(self.rank)
         return replace(self, rank=self.grid.rank(stage, data, tensor))
 
+    def with_config(self, config: ZeroliteConfig) -> Job:
+        return replace(self, config=config)
+
     @property
     def communicator(self) -> str:
         if self.device == "cuda":
@@ -109,16 +113,16 @@ class Outcome:
     flops: int | None = None
 
 
-def run(job: Job, points: int = 1000) -> Outcome:
-    """Make the model and the engine, train :data:`WARM_UP` + 1 steps. points: of the course of the last one.
+def run(job: Job, points: int = 1000, warm_up: int = WARM_UP) -> Outcome:
+    """Make the model and the engine, train ``warm_up`` + 1 steps. points: of the course of the last one.
 
     Raises PlanError where the model needs values or the engine refuses the job, and ConfigError. Of a pipeline it is
     :func:`run_stages` that knows what the stages give each other.
     """
-    return _run(job, points, None)
+    return _run(job, points, warm_up, None)
 
 
-def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int, Outcome]:
+def run_stages(job: Job, stages: Iterable[int], points: int = 1000, warm_up: int = WARM_UP) -> dict[int, Outcome]:
     """:func:`run` for some stages of a pipeline, by number."""
     from zerolite.pipe.dry import Rehearsal  # only where there is a pipeline
 
@@ -126,10 +130,10 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
     rehearsal = Rehearsal()
     if job.batch is not None and (job.config.pipeline.chunks_per_rank > 1 or wanted != list(range(len(wanted)))):
         _learn_boundaries(job, rehearsal)
-    return {stage: _run(job.at_stage(stage), points, rehearsal) for stage in wanted}
+    return {stage: _run(job.at_stage(stage), points, warm_up, rehearsal) for stage in wanted}
 
 
-def _run(job: Job, points: int, rehearsal: Rehearsal | None) -> Outcome:
+def _run(job: Job, points: int, warm_up: int, rehearsal: Rehearsal | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(_without_ranks(job, rehearsal))
@@ -137,7 +141,7 @@ def _run(job: Job, points: int, rehearsal: Rehearsal | None) -> Outcome:
         stack.enter_context(tracker.modules.followed())
         gc.collect()  # before and not inside, so that the same run gives the same numbers
         stack.enter_context(collector_off())
-        return _Run(job, tracker, mode, rehearsal).outcome(points)
+        return _Run(job, tracker, mode, rehearsal).outcome(points, warm_up)
 
 
 @contextlib.contextmanager
@@ -162,11 +166,12 @@ def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
     from zerolite.pipe.dry import learn_boundaries
 
     with _without_ranks(job, rehearsal) as mode:
-        runners, batches = [], None
+        runners: list[Any] = []
+        batches: Iterator[Any] = iter(())
         for stage in range(job.grid.pipe):
             run = _Run(job.at_stage(stage), MemoryTracker(), mode, rehearsal)
             engine = run.make_engine(run.make_model())
-            batches = batches or run.batches(engine)
+            batches = run.batches(engine)
             runners.append(engine.runner)
         with explained("the model's forward"):
             learn_boundaries(runners, batches)
@@ -181,7 +186,7 @@ class _Run:
         if rehearsal is not None:
             rehearsal.phase = self._phase
 
-    def outcome(self, points: int) -> Outcome:
+    def outcome(self, points: int, steps: int) -> Outcome:
         tracker = self._tracker
         model = self.make_model()
         made = tracker.items[HOST][MADE]
@@ -190,7 +195,7 @@ class _Run:
         self._prepare_chunks(engine)
         initialize = tracker.fullest
         tracker.measure_from_here()
-        for _ in range(WARM_UP):
+        for _ in range(steps):
             self._step(engine)
         warm_up = tracker.fullest
         tracker.measure_from_here()
@@ -232,6 +237,10 @@ class _Run:
     def _count_flops(self, engine: Engine, model: torch.nn.Module) -> int:
         """Of one more step, without what checkpointing recomputes. Not of one that is measured: counting may keep
         tensors alive."""
+        if engine.runner is not None:
+            with StepFlops() as flops:
+                self._step(engine)
+            return flops.total
         with count_flops(engine, model) as count:
             self._step(engine)
         return count.total.model

@@ -238,8 +238,9 @@ def _reason(made: Plan, device: torch.device, topology: Topology) -> str:
     ranks = f"{topology.world.world_size} rank{'s' if topology.world.world_size > 1 else ''}"
     grid, here = ("", "") if topology.trivial else (f" ({topology.grid})", " here")
     return (
-        f"training {made.model} ({made.parameters:,} parameters{here}) at ZeRO stage {made.stage} on {ranks}{grid} needs "
-        f"{format_size(made.peak.bytes)} on {device} without activations, and {format_size(free)} are free: {itemised}"
+        f"training {made.model} ({made.parameters:,} parameters{here}) at ZeRO stage {made.stage} on {ranks}{grid} "
+        f"needs {format_size(made.peak.bytes)} on {device} without activations, and {format_size(free)} are free: "
+        f"{itemised}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from zerolite.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST
 from zerolite.planning.bubble import ASSUMED, Action, bubble
 from zerolite.planning.dry_run import Job, Outcome, run, run_stages
 from zerolite.planning.errors import PlanError, RefusedError
+from zerolite.planning.grid_config import grid_of
 from zerolite.planning.host_room import offloads
-from zerolite.planning.places import Grid
 from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Stage
 from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
 from zerolite.planning.tracker import Fullest
@@ -82,12 +82,11 @@ def plan(
     ConfigError for the config, ValueError for the other arguments. Needs no process group and starts none; may be
     called anywhere.
     """
-    _check_places(world_size, nodes, rank, device)
-    memory = _parsed("device_memory", device_memory), _parsed("host_memory", host_memory)
+    check_places(world_size, nodes, rank, device)
+    memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
     job = job_of(model_fn, load_config(config), world_size, nodes, rank or 0, device, batch, loss)
-    if job.grid.pipe == 1:
-        return plan_of(job, run(job), nodes, *memory)
-    return plan_of_stages(job, run_stages(job, range(job.grid.pipe)), nodes, *memory, at_rank=rank is not None)
+    outcomes = {0: run(job)} if job.grid.pipe == 1 else run_stages(job, range(job.grid.pipe))
+    return plan_of_stages(job, outcomes, nodes, *memory, at_rank=rank is not None)
 
 
 def job_of(
@@ -117,22 +116,6 @@ def job_of(
         batch=of_micro_batch(batch, resolved.train_micro_batch_size_per_gpu),
         loss=loss,
     )
-
-
-def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
-    """That of ``config``. Raises ConfigError if so many ranks do not form it."""
-    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
-    if world_size % (pipe * tensor):
-        raise ConfigError(
-            [
-                (
-                    "pipeline.stages" if pipe > 1 else "tensor_parallel.size",
-                    f"expected the number of ranks to be a multiple of pipeline.stages × tensor_parallel.size = {pipe} "
-                    f"× {tensor} = {pipe * tensor}, got {world_size} ranks",
-                )
-            ]
-        )
-    return Grid(pipe, world_size // (pipe * tensor), tensor)
 
 
 def compare(
@@ -176,7 +159,7 @@ def compare(
     if not rows:
         raise refused[0][1]
     rows.sort(key=lambda row: row[1].stage)
-    told = [*_told(refused), *dict.fromkeys(left_out)]
+    told = [*left_out_lines((setting.name, error) for setting, error in refused), *dict.fromkeys(left_out)]
     return Comparison(rows=rows, chosen=cheapest([made for _, made in rows]), left_out=told)
 
 
@@ -199,13 +182,13 @@ def _too_large(made: Plan) -> bool:
     return made.spare is not None and made.spare + sum(made.peak.items[item] for item in _SIZED) < 0
 
 
-def _told(refused: list[tuple[Setting, RefusedError | ConfigError]]) -> Iterator[str]:
-    """One line for each reason."""
+def left_out_lines(refused: Iterable[tuple[str, Exception]]) -> Iterator[str]:
+    """One line for each reason. refused: (name, why)."""
     names: dict[str, list[str]] = {}
-    for setting, error in refused:
+    for name, error in refused:
         errors = error.errors if isinstance(error, ConfigError) else [("", str(error))]
         reason = "; ".join(f"{path}: {sentence}" if path else sentence for path, sentence in errors)
-        names.setdefault(" ".join(reason.split()), []).append(setting.name)
+        names.setdefault(" ".join(reason.split()), []).append(name)
     for reason, settings in names.items():
         yield f"{'; '.join(settings)} {'is' if len(settings) == 1 else 'are'} left out: {reason}"
 
@@ -218,7 +201,7 @@ def silent(config: ZeroliteConfig) -> ZeroliteConfig:
     )
 
 
-def _check_places(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
+def check_places(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"plan: expected world_size, a number of ranks, 1 or more, got {world_size!r}")
     if rank is not None and not 0 <= rank < world_size:
@@ -232,7 +215,7 @@ def _check_places(world_size: int, nodes: int | None, rank: int | None, device: 
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
 
 
-def _parsed(name: str, size: int | str | None) -> int | None:
+def parsed(name: str, size: int | str | None) -> int | None:
     try:
         return None if size is None else parse_size(size)
     except ValueError as error:
@@ -314,11 +297,14 @@ def plan_of_stages(
     host_memory: int | None = None,
     at_rank: bool = False,
 ) -> Plan:
-    """What ``outcomes`` of stages of ``job``'s pipeline say. at_rank: tell of ``job.rank``, and not of the fullest."""
+    """What ``outcomes`` of stages of ``job``'s pipeline say; without one there is one. at_rank: tell of ``job.rank``,
+    and not of the fullest."""
     made = {
         stage: plan_of(job.at_stage(stage), outcome, nodes, device_memory, host_memory)
         for stage, outcome in outcomes.items()
     }
+    if job.grid.pipe == 1:
+        return made[0]
     told = made[job.stage] if at_rank else max(made.values(), key=lambda one: one.peak.bytes)
     owned = [outcome.parameters - outcome.tied_parameters for outcome in outcomes.values()]
     trained = [outcome.trained_parameters - outcome.tied_parameters for outcome in outcomes.values()]
@@ -333,7 +319,7 @@ def plan_of_stages(
     return told.model_copy(update=update)
 
 
-def orders_of(config: ZeroliteConfig, stages: int) -> list[list[Action]]:
+def orders_of(config: ZeroliteConfig, stages: int) -> Sequence[Sequence[Action]]:
     """What each rank of the pipeline computes in a step."""
     from zerolite.pipe.order import orders  # only where there is a pipeline
 

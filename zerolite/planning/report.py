@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from zerolite.memory_items import MODEL_STATES
 from zerolite.planning.advice import advise
 from zerolite.planning.palette import LOOKS, spoken
-from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, total
+from zerolite.planning.report_grid import dimensions, stages_lines
+from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Traffic, total
 from zerolite.planning.terminal import Screen, cut, table
 from zerolite.sizes import format_size
 
@@ -26,6 +27,7 @@ def render_plan(plan: Plan, screen: Screen) -> str:
     """Everything that a plan says, in lines of at most ``screen.width`` columns."""
     sections = (
         _head(plan, screen),
+        stages_lines(plan, screen),
         _memory(plan, screen),
         _verdict(plan, screen),
         _timeline(plan, screen),
@@ -58,7 +60,9 @@ def _head(plan: Plan, screen: Screen, one: bool = True) -> list[str]:
     trained = "" if plan.trained_parameters == plan.parameters else f", {plan.trained_parameters:,} of them trained"
     ranks = f"rank {plan.rank} of {plan.world_size:,}" if one else counted(plan.world_size, "rank")
     nodes = "" if plan.nodes is None else f" on {counted(plan.nodes, 'node')}"
-    setting = [*([f"stage {plan.stage}"] if one else []), ranks + nodes, plan.precision, plan.device]
+    grid = [plan.grid] if plan.pipeline_stages * plan.tensor_parallel > 1 else []
+    stage = f"{'ZeRO ' if grid else ''}stage {plan.stage}"
+    setting = [*([stage] if one else []), ranks + nodes, *grid, plan.precision, plan.device]
     size = "" if plan.micro_batch is None else f" of {plan.micro_batch}"
     batch = f": {plan.batch}" if plan.batch else "; no batch was given, so there are no activations"
     return [
@@ -241,17 +245,25 @@ def _phases(columns: list[Moment]) -> str:
 def _traffic(plan: Plan, screen: Screen) -> list[str]:
     if not plan.traffic:
         return screen.paragraph("traffic of a step: none")
-    rows = [["traffic of a step", "for", "count", "bytes", "sent per rank", "between nodes"]]
+    over = dimensions(plan)
+    rows = [["traffic of a step", "for", "over", "count", "bytes", "sent per rank", "between nodes"]]
     for entry in plan.traffic:
-        across = "" if entry.inter_node is None else format_size(entry.inter_node)
-        sizes = [format_size(entry.nbytes), format_size(entry.sent), across]
-        rows.append([entry.op, entry.tag, f"{entry.count:,}", *sizes])
-    across = "" if plan.nodes is None else format_size(sum(entry.inter_node or 0 for entry in plan.traffic))
-    count, nbytes = (sum(values) for values in zip(*((e.count, e.nbytes) for e in plan.traffic), strict=True))
-    rows.append(["all", "", f"{count:,}", format_size(nbytes), format_size(plan.sent), across])
+        rows.append([entry.op, entry.tag, f"{entry.dimension} {entry.ranks}", *_sums([entry])])
+    for dimension in over if len(over) > 1 else ():
+        rows.append([f"  {dimension}", "", "", *_sums([row for row in plan.traffic if row.dimension == dimension])])
+    rows.append(["all", "", "", *_sums(plan.traffic)])
     if plan.nodes is None:
         rows = [row[:-1] for row in rows]
-    return table(rows, screen.width, left=(0, 1), optional=(3, 1, 2))
+    if plan.pipeline_stages * plan.tensor_parallel == 1:
+        rows = [[*row[:2], *row[3:]] for row in rows]
+        return table(rows, screen.width, left=(0, 1), optional=(3, 1, 2))
+    return table(rows, screen.width, left=(0, 1, 2), optional=(4, 3, 2))
+
+
+def _sums(rows: list[Traffic]) -> list[str]:
+    """Count, bytes, sent, and sent to other nodes."""
+    count, nbytes, sent = (sum(values) for values in zip(*((e.count, e.nbytes, e.sent) for e in rows), strict=True))
+    return [f"{count:,}", format_size(nbytes), format_size(sent), format_size(sum(e.inter_node or 0 for e in rows))]
 
 
 def _amounts(plan: Plan, screen: Screen) -> list[str]:

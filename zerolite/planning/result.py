@@ -201,3 +201,22 @@ class Comparison(_Frozen):
     rows: list[tuple[str, Plan]]
     chosen: int | None
     left_out: list[str] = []
+
+
+class GridRow(_Frozen):
+    """seconds: an estimate of a step's time, to rank by."""
+
+    name: str
+    plan: Plan
+    seconds: float
+
+
+class GridComparison(_Frozen):
+    """Plans of one job on different grids of ranks, the fastest that fits first. chosen: its index, None if none fits.
+    left_out: sentences about grids that the engine refuses, or that were not planned. speeds: operations a second, and
+    bytes a second within a node and to others, with which times were estimated."""
+
+    rows: list[GridRow]
+    chosen: int | None
+    left_out: list[str] = []
+    speeds: tuple[float, float, float]

@@ -33,7 +33,14 @@ class Tiers(NamedTuple):
 
 def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
     """``config`` with other values in its ``zero_optimization`` block. Raises ConfigError if they contradict it."""
-    changed = config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=keys)})
+    return with_blocks(config, zero_optimization=keys)
+
+
+def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteConfig:
+    """``config`` with other values in some of its blocks. Raises ConfigError if they contradict each other."""
+    changed = config.model_copy(
+        update={name: getattr(config, name).model_copy(update=keys) for name, keys in blocks.items()}
+    )
     found = find_contradictions(changed)
     if found:
         raise ConfigError([(entry.paths[0], entry.sentence) for entry in found])

@@ -59,8 +59,8 @@ def _is_of_targets(loss: Callable[..., Any]) -> bool:
 
 
 def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase: Phase = _unseen) -> None:
-    """A whole window of micro-batches, each made anew, and its update. With a pipeline ``phase`` is told of the update
-    alone. Called on all ranks."""
+    """A whole window of micro-batches, each made anew, and its update. With a pipeline ``phase`` is told of the
+    beginning and the update alone. Called on all ranks."""
     if engine.runner is not None:
         _train_pipeline(engine, batch, phase)
         return
@@ -83,6 +83,8 @@ def _train_pipeline(engine: Engine, batch: Batch, phase: Phase) -> None:
             step()
 
     pipeline.step = in_phase
+    with phase(FORWARD):
+        pass  # it begins with reading the micro-batches
     try:
         engine.train_batch(micro_batches(engine, batch))
     finally:

@@ -50,8 +50,8 @@ def summarize(
         sent, across = _sent(op, nbytes, ranks), None
         if nodes is not None:
             across = int(sent * _part_between(op, dimension, grid, nodes, stage, looped))
-        row = {"op": op, "tag": tag, "dimension": dimension, "ranks": ranks, "count": count, "nbytes": nbytes}
-        rows.append(Traffic(**row, sent=sent, inter_node=across))
+        amounts = {"count": count, "nbytes": nbytes, "sent": sent}
+        rows.append(Traffic(op=op, tag=tag, dimension=dimension, ranks=ranks, inter_node=across, **amounts))
     return sorted(rows, key=lambda row: (-row.sent, row.dimension, row.op, row.tag))
 
 

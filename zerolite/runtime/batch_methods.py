@@ -41,6 +41,11 @@ class BatchMethods:
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.step(flush=True) "
                 "or engine.zero_grad() first"
             )
+        if engine._window.forced_boundary is not None or engine._window.sync_disabled:
+            raise RuntimeError(
+                "engine.train_batch: expected to count micro-batches itself, got engine.no_sync() or "
+                "engine.set_gradient_accumulation_boundary() in force; leave them out, or use engine.backward and step"
+            )
         steps = engine.gradient_accumulation_steps
         losses = []
         for _ in range(steps):

@@ -18,6 +18,7 @@ from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     CollectiveCheck,
     Communicator,
+    ControlChannel,
     HostGroup,
     Topology,
     check_is_wanted,
@@ -270,6 +271,9 @@ class _Assembly:
         engine.memory_parts = MemoryParts(
             self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers
         )
+        tensor = self.topology.tensor
+        if tensor.world_size > 1 and tensor.group is not None and self.device.type == "cpu":
+            engine.tensor_channel = ControlChannel(tensor, 1)
         if self.staged is not None:
             engine.runner = self._runner(self.staged, boundary)
         engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.topology)
@@ -336,7 +340,7 @@ class _Assembly:
         parts = EngineParts(tensors, pipeline, self.reducer, self.config, device, host, growth.wake)
         engine.checkpointer = Checkpointer(parts)
         self.sharded.connect(
-            step=pipeline.step,
+            step=pipeline.step if self.staged is None else functools.partial(_refuse_step, known),
             zero_grad=pipeline.zero_grad,
             settle=pipeline.settle,
             save=pipeline.follow_writes,
@@ -482,6 +486,12 @@ def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -
     """Those of the trained parameters ``indices`` that ``model`` no longer has."""
     there = {id(parameter) for parameter in model.parameters()}
     return [index for index in indices if id(buffer.parameters[index]) not in there]
+
+
+def _refuse_step(known: weakref.ref[Engine]) -> None:
+    engine = known()
+    if engine is not None:
+        engine.refuse_pipeline("engine.optimizer.step")
 
 
 def _step_scheduler(engine: Engine | None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import numbers
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from zerolite.accelerator import host_value
 from zerolite.comm import ControlChannel, Topology, local_rank
+from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
 from zerolite.monitor import Monitor, StepLog
 from zerolite.profiling.comms_logger import CommsLogger
@@ -23,6 +25,7 @@ from zerolite.runtime.batch_methods import BatchMethods
 from zerolite.runtime.checkpoint_methods import CheckpointMethods
 from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
+from zerolite.runtime.grad_stats import SAME_BATCH
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.join import ROW, Join
 from zerolite.runtime.memory_report import MemoryParts, MemoryReport, memory_report
@@ -101,6 +104,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
         self.comms_logger: CommsLogger | None = None  # if the config asks for it
         self.runner: Any = None
+        self.tensor_channel: ControlChannel | None = None  # between ranks that share layers, on the CPU
         self.loss_fn: LossFunction | None = None
         self.call_module: Callable[..., Any] = module  # what __call__ calls: flops_profiler counts around it
         self.parts = Parts(module, comm, reducer, pipeline.counters)  # what a message about this rank's position names
@@ -115,11 +119,11 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16), floating outputs come
         back in fp32."""
-        self._refuse_pipeline("engine(...)")
+        self.refuse_pipeline("engine(...)")
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
         if self.topology.tensor.world_size > 1:
-            self._pipeline.note_inputs(_tensors_of((args, kwargs)))
+            self._compare_inputs(_tensors_of((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training
         with self._pipeline.commands(Command.FORWARD, sends):
             if sends:
@@ -156,7 +160,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
         needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
         """
-        self._refuse_pipeline("engine.backward")
+        self.refuse_pipeline("engine.backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
@@ -197,7 +201,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens
         if it is empty. Called on all ranks.
         """
-        self._refuse_pipeline("engine.step")
+        self.refuse_pipeline("engine.step")
         if flush and self._window.empty:
             return False
         with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._window.forced_boundary)):
@@ -232,7 +236,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
         small exchange on the host at each forward, backward and step. Called on all ranks.
         """
-        self._refuse_pipeline("engine.join")
+        self.refuse_pipeline("engine.join")
         self._pipeline.check_here()
         if self._comm.world_size == 1 or self._comm.group is None:
             yield
@@ -247,12 +251,25 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         finally:
             self._join = None
 
-    def _refuse_pipeline(self, call: str) -> None:
+    def refuse_pipeline(self, call: str) -> None:
         if self.runner is not None:
             raise RuntimeError(
                 f"{call}: a pipeline runs forwards, backwards and updates in an order of its own; use "
                 "engine.train_batch(data_iter) and engine.eval_batch(data_iter)"
             )
+
+    def _compare_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Ranks with parts of the same layers need the same inputs: shapes before anything depends on them, values with
+        the step's statistics."""
+        if self.tensor_channel is not None:
+            shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
+            rows = self.tensor_channel.exchange([shapes])
+            if any(row != rows[0] for row in rows):
+                raise RuntimeError(
+                    f"engine(...): expected inputs of the same shapes on {name_ranks(self.topology.tensor.members())}, "
+                    f"which share layers, got different ones, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
+                )
+        self._pipeline.note_inputs(tensors)
 
     def mean_over_data(self, value: torch.Tensor) -> torch.Tensor:
         """``value``, 0-dim fp32, as the mean over the data-parallel ranks; on all of them."""
@@ -265,6 +282,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate. At stage 2 they are reduced into the shards all the same: equal
         numbers, memory kept."""
+        self.refuse_pipeline("engine.no_sync")
         self._window.sync_disabled += 1
         try:
             yield
@@ -274,6 +292,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say by hand whether the micro-batch in hand closes its window, until said otherwise; None returns to
         counting."""
+        self.refuse_pipeline("engine.set_gradient_accumulation_boundary")
         self._window.forced_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:

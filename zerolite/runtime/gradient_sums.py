@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zerolite.accelerator import host_values
 from zerolite.comm import Communicator
 from zerolite.memory_items import BUCKETS, own
 from zerolite.runtime.zero.grad_reducer import GradReducer
@@ -45,13 +46,16 @@ class GradientSums:
         self._summed = True
         for group in self._groups:
             parts = self._parts(group)
-            if not parts:
-                continue
-            flat = own(torch.cat(parts), BUCKETS)
+            flags = [float(index in self._reducer.used) for index in group.indices]
+            like = parts[0] if parts else self._reducer.parameters[group.indices[0]].detach()
+            flat = own(torch.cat([*parts, like.new_tensor(flags)]), BUCKETS)
             group.comm.all_reduce(flat, "shared_gradients").wait()
-            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
+            for part, total in zip(parts, totals, strict=True):
                 part.copy_(total)
-            self._reducer.used.update(group.indices)
+            if not all(flags):  # somebody else may have used it
+                known = zip(group.indices, host_values(used), strict=True)
+                self._reducer.used.update(index for index, uses in known if uses)
 
     @torch.no_grad()
     def reopen(self) -> None:

@@ -69,7 +69,7 @@ def initialize(
     watchdog = start_watchdog(given.desync_timeout_s)
     topology = _grid(given, create_communicator(device), device)
     comm = topology.data
-    resolved = given.resolve(comm.world_size)
+    resolved = _resolved(given, topology)
     trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
@@ -95,6 +95,16 @@ def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> 
         return create_topology(world, device, pipe, tensor)
     except ValueError as error:
         raise ConfigError([(_PIPE if pipe > 1 else _TENSOR, str(error))]) from None
+
+
+def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
+    try:
+        return config.resolve(topology.data.world_size)
+    except ConfigError as error:
+        if topology.trivial:
+            raise
+        counted = f"the world size is that of data-parallel ranks: {topology.grid} of {topology.world.world_size}"
+        raise ConfigError([(path, f"{sentence} ({counted})") for path, sentence in error.errors]) from None
 
 
 _PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"

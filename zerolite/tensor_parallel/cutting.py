@@ -251,13 +251,14 @@ def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communica
     size = comm.world_size
     owner_of = {id(layer): owner for owner in owners for layer in (*owner.columns, *owner.rows)}
     said: dict[str, list[str]] = {}
+    for owner in owners:
+        fused.check_family(owner)
     for layer in layers:
         if layer.style.kind == "column":
             layer.sizes, why = fused.column_sizes(layer, owner_of.get(id(layer)))
             if why:
                 said.setdefault(f"{layer.sizes} outputs: {why}", []).append(layer.name)
     for owner in owners:
-        fused.check_family(owner)
         owning.check_heads(owner, size)
     for layer in layers:
         if layer.style.kind == "vocab" or isinstance(layer.module, nn.Embedding):

@@ -188,9 +188,9 @@ class RowParallelLinear(_Cut, nn.Linear):
         out = F.linear(x, self.weight.t() if self.transposed else self.weight)
         if self.sequence is not None:
             out = functions.reduce_scatter(out, self.comm, self.sequence, in_place=True)
-        else:
-            out = functions.reduce(out, self.comm, in_place=True)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+            return out if self.bias is None else out + self.bias.to(out.dtype)
+        out = functions.reduce(out, self.comm, in_place=True)
+        return out if self.bias is None else out.add_(self.bias.to(out.dtype))
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
@@ -290,7 +290,7 @@ def cut_embedding(module: nn.Module, comm: Communicator) -> None:
     cut = cut_of_rows(whole, 0, comm)
     cut_parameter(module._parameters["weight"], cut)
     kind = type(module)
-    if kind.forward is nn.Embedding.forward:
+    if kind.forward in (nn.Embedding.forward, VocabParallelEmbedding.forward):
         module.__class__ = VocabParallelEmbedding
     else:  # what its forward calls by super() is VocabParallelEmbedding's
         module.__class__ = type(f"VocabParallel{kind.__name__}", (kind, VocabParallelEmbedding), {})

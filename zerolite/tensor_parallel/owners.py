@@ -18,8 +18,9 @@ WIDTHS = (
     "inner_size attention_size num_embd q_dim q_width kv_width"
 ).split()
 HEAD_WIDTHS = (
-    "head_dim head_size d_head dim_head attention_head_size d_kv key_value_proj_dim hidden_size_per_head".split()
-)
+    "head_dim head_size head_width head_features d_head dim_head dim_per_head attention_head_size d_kv d_k "
+    "key_value_proj_dim"
+).split()
 FUSED_ATTENTION = (
     "qkv qkv_proj query_key_value c_attn in_proj wqkv w_pack to_qkv attn_qkv qkv_layer qkv_linear proj_qkv c_qkv"
 ).split()
@@ -179,9 +180,9 @@ def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
     heads, width = owner.numbers(HEADS), head_width(owner)
     if width is None:
         raise PlanError(
-            f"expected the number of heads in an attribute of '{owner.name}', got none of the known names "
-            f"({', '.join(HEADS[:6])}, ...) that fits; name the attributes that its forward uses in "
-            f'tensor_parallel.divide, as ["{owner.name}.heads"]'
+            f"expected the number of heads, or the width of one, in an attribute of '{owner.name}', got none of the "
+            f"known names ({', '.join([*HEADS[:4], *HEAD_WIDTHS[:2]])}, ...) that fits; name the attributes that its "
+            f'forward uses in tensor_parallel.divide, as ["{owner.name}.heads"], or write [] if it uses none'
         )
     parts = {size for layer in owner.columns for size in layer.sizes} | {row.inputs for row in owner.rows}
     found = [(where, name, value) for where, name, value in heads if value * width in parts]

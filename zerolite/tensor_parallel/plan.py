@@ -178,4 +178,5 @@ def embedding_like(module: nn.Module) -> bool:
         return False
     forward = type(module).forward
     used = set(forward.__code__.co_names)
-    return forward is nn.Embedding.forward or ({"super", "forward"} <= used and not {"weight", "embedding"} & used)
+    calls = {"super", "forward"} <= used and "embedding" not in used and ("weight" not in used or "dtype" in used)
+    return forward is nn.Embedding.forward or calls

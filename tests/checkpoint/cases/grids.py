@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from zerolite.comm import Topology, create_communicator, create_topology
+from tests import models
+from tests.distributed.cases.grid import Gpt, Grid, on_grid
+from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
 from zerolite.cuts import Cut, cut_of, mark_partial, set_cut, set_names
 from zerolite.runtime.build import Arguments, build_engine
 
 VOCABULARY, WIDTH, HEADS = 7, 6, 8
-Grid = tuple[int, int, int]  # pipe, data, tensor
 GRIDS: dict[int, list[Grid]] = {
     1: [(1, 1, 1)],
     2: [(1, 2, 1), (2, 1, 1), (1, 1, 2)],
@@ -118,7 +119,7 @@ def keep_stage(model: Net, stage: int, stages: int) -> None:
 
 
 def make_engine(
-    grid: Grid, stage: int, seed: int, partial: bool = False, optimizer: Any = torch.optim.AdamW, **config: Any
+    grid: Grid, stage: int, seed: int, partial: bool = False, optimizer: Any = "AdamW", **config: Any
 ) -> Any:
     pipe, _, tensor = grid
     topology = create_topology(create_communicator(CPU), CPU, pipe, tensor)
@@ -145,7 +146,8 @@ def make_engine(
     decays = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
     others = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() <= 1]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    arguments = Arguments(optimizer=optimizer(groups))
+    made = getattr(torch.optim, optimizer)(groups) if isinstance(optimizer, str) else optimizer(groups)
+    arguments = Arguments(optimizer=made)
     return build_engine(model, resolved, arguments, topology, CPU)
 
 
@@ -385,6 +387,48 @@ def states_of_rows(directory: str) -> tuple[str, str]:
     return saving, message(lambda: cut.load_checkpoint(f"{directory}/whole"))
 
 
-import tests.pool  # TEMPORARY
+# -------------------------------------------------------------------- engines that compute together
 
-tests.pool._clean = lambda init: None
+
+def gpt(grid: Grid, stage: int, seed: int, precision: str | None, **more: Any) -> Any:
+    """Every grid takes the same steps of 4 micro-batches together."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // grid[1],
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 1_000_000,
+    }
+    if precision is not None:
+        config[precision] = {"enabled": True}
+    model = models.build(Gpt, seed=seed + torch.distributed.get_rank())
+    return zerolite.initialize(model, on_grid(config, grid, **more))
+
+
+def train_gpt(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        micros, data = engine.gradient_accumulation_steps, engine.data_parallel_rank
+        batches = [models.token_batch(step, data * micros + micro, 0, length=8) for micro in range(micros)]
+        losses.append(engine.train_batch(iter(batches)).item())
+    return losses
+
+
+def save_gpt(grid: Grid, stage: int, directory: str, precision: str | None, **more: Any) -> dict[str, Any]:
+    engine = gpt(grid, stage, 7, precision, **more)
+    train_gpt(engine, 0, 2)
+    engine.save_checkpoint(directory)
+    saved = engine.full_state_dict(dtype=torch.float32)
+    return {"saved": saved, "losses": train_gpt(engine, 2, 4), "values": engine.full_state_dict(dtype=torch.float32)}
+
+
+def load_gpt(grids: list[tuple[Grid, int]], directory: str, precision: str | None, **more: Any) -> list[dict[str, Any]]:
+    results = []
+    for grid, stage in grids:
+        engine = gpt(grid, stage, 99, precision, **more)
+        engine.load_checkpoint(directory)
+        found = engine.full_state_dict(dtype=torch.float32)
+        losses = train_gpt(engine, 2, 4)
+        results.append({"saved": found, "losses": losses, "values": engine.full_state_dict(dtype=torch.float32)})
+    return results

@@ -126,7 +126,7 @@ def train_engine(engine: Any, steps: int, first: int = 0) -> dict[str, Any]:
 
 def told(engine: Any) -> dict[str, Any]:
     return {
-        "parameters": engine.full_state_dict(rank0_only=True),
+        "parameters": engine.full_state_dict(rank0_only=True, dtype=torch.float32),  # masters
         "held": held(engine),
         "place": engine.topology.place,
         "counters": (engine.global_steps, engine.skipped_steps, engine.loss_scale, tuple(engine.get_lr())),

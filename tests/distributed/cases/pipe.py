@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests import models
-from tests.distributed.configs import config
+from tests import models, reference
+from tests.distributed.configs import STATIC_SCALE, config
 from zerolite.comm import record
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -91,6 +94,11 @@ KINDS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any], Callable[...
     "blocks": (blocks, float_batch, F.mse_loss),
     "tied": (tied, token_batch, cross_entropy),
     "pairs": (pairs, pair_batch, F.mse_loss),
+    "modules": (
+        lambda: [Block(), nn.ReLU(inplace=True), Block(), nn.ReLU(inplace=True), Block()],
+        float_batch,
+        F.mse_loss,
+    ),
 }
 
 
@@ -121,7 +129,6 @@ def train(
 ) -> dict[str, Any]:
     """Losses, norms and this rank's parameters of a pipeline and of plain PyTorch on the joint batch."""
     settings = config(zero, precision, micro_batches, clip=0.5)
-    settings["memory_check"] = "off"
     settings["pipeline"] = {"stages": stages, "schedule": schedule, **(pipeline or {})}
     model: nn.Module = module_of(kind, **more)
     _, make, loss_fn = KINDS[kind]
@@ -213,6 +220,37 @@ class TiedGpt(nn.Module):
         return cross_entropy(logits, targets), logits
 
 
+class Inputs(nn.Module):
+    """Embeddings, and with them a mask that does not come from parameters, which every part needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(CLASSES, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("ignored", torch.tensor([3, 5]))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        mask = (tokens.unsqueeze(-1) != self.ignored).all(-1, keepdim=True)
+        x = self.words(tokens) * self.scale
+        return x, mask.to(x.dtype)
+
+
+class Opened(nn.Module):
+    """What comes before a part cannot be left out as a whole: its mask is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = Inputs()
+        self.blocks = nn.ModuleList(Masked() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x, mask = self.inputs(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return cross_entropy(self.head(x), targets)
+
+
 class Masked(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * mask
@@ -245,12 +283,13 @@ def hf_batch(generator: torch.Generator, length: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
-NAMED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
-    "TiedGpt": (TiedGpt, token_batch, "blocks"),
-    "Checkpointed": (Checkpointed, token_batch, "blocks"),
-    "example": (lambda: models.example_gpt(4), token_batch, "blocks"),
-    "gpt2": (gpt2, hf_batch, "transformer.h"),
-    "llama": (llama, hf_batch, "model.layers"),
+NAMED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
+    "TiedGpt": (TiedGpt, token_batch),
+    "Checkpointed": (Checkpointed, token_batch),
+    "Opened": (Opened, token_batch),
+    "example": (lambda: models.example_gpt(4), token_batch),
+    "gpt2": (gpt2, hf_batch),
+    "llama": (llama, hf_batch),
 }
 
 
@@ -270,7 +309,7 @@ def train_named(
 ) -> dict[str, Any]:
     """As :func:`train`. other_seed: each rank starts from other values. mine: with an optimizer made before. loss: of a
     loss function, and not the model's own."""
-    build, make, _ = NAMED[kind]
+    build, make = NAMED[kind]
     settings = config(zero, precision, micro_batches, clip=0.5)
     settings["pipeline"] = {"stages": stages, "schedule": schedule, **(pipeline or {})}
     torch.manual_seed(7)
@@ -433,3 +472,133 @@ def refuse(kind: str, pipeline: dict[str, Any] | None = None, micro_batches: int
     except (RuntimeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "trained"
+
+
+# -------------------------------------------------------------------- other numbers
+
+
+def train_half(precision: str, schedule: str = "1f1b", steps: int = 6) -> dict[str, Any]:
+    """bf16 or fp16 masters in fp32, beside the reference of the other stages' tests."""
+    settings = config(1, precision, 4, clip=0.5)
+    settings["pipeline"] = {"stages": 2, "schedule": schedule}
+    model = module_of("tied")
+    whole = copy.deepcopy(model)
+    whole.build(range(len(whole.specs)))
+    engine = zerolite.initialize(model, settings)
+    data, rank = engine.data_parallel_world_size, engine.data_parallel_rank
+    batches = [batches_of(token_batch, step, 4, data, (3, 5)) for step in range(steps)]
+    losses, norms = [], []
+    for step in range(steps):
+        losses.append(engine.train_batch(iter(batches[step][rank])).item())
+        norms.append(engine.get_global_grad_norm())
+
+    def loss_of(compute: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(compute(batch[0]).float(), batch[1])
+
+    by_micro = [[list(ranks) for ranks in zip(*step, strict=True)] for step in batches]
+    optimizer = ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
+    scale = STATIC_SCALE if precision == "fp16" else 1.0
+    wanted = reference.train(whole, loss_of, by_micro, precision, optimizer, 0.5, scale)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "wanted_losses": wanted.losses,
+        "wanted_norms": wanted.norms,
+        "parameters": {name: p.detach().float().clone() for name, p in engine.module.named_parameters()},
+        "wanted": wanted.parameters,
+        "dtypes": sorted({str(p.dtype) for p in engine.module.parameters()}),
+        "evals": [],
+        "calls": [],
+    }
+
+
+class Counts(nn.Module):
+    """Knows how many of its outputs are alive: activations between forward and backward."""
+
+    alive: weakref.WeakSet[Any]
+    most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.alive = weakref.WeakSet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        token = Kept()
+        self.alive.add(token)
+        self.most = max(self.most, len(self.alive))
+        return Keeping.apply(made, token)  # type: ignore[no-any-return]
+
+
+class Kept:
+    """Lives as long as a node of the graph."""
+
+
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Kept) -> Tensor:
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+def in_flight(schedule: str, micro_batches: int = 6, evaluate: bool = False) -> int:
+    """The most micro-batches whose activations were held at once on this rank."""
+    settings = config(0, "fp32", micro_batches)
+    settings["pipeline"] = {"stages": dist.get_world_size(), "schedule": schedule}
+    model = nn.Sequential(*(Counts() for _ in range(dist.get_world_size())))
+    counted = model[dist.get_rank()]
+    engine = zerolite.initialize(model, settings, loss_fn=F.mse_loss)
+    batches = batches_of(float_batch, 0, micro_batches, 1, (3,))[0]
+    gc.disable()
+    try:
+        (engine.eval_batch if evaluate else engine.train_batch)(iter(batches))
+    finally:
+        gc.enable()
+    assert not len(counted.alive), "activations of a step that has ended"
+    return counted.most
+
+
+def outputs() -> tuple[float, Any, Any]:
+    """What eval_batch gives: loss, outputs and both; the outputs as those of a whole model."""
+    settings = config(0, "fp32", 2)
+    settings["pipeline"] = {"stages": 2}
+    model = module_of("blocks")
+    whole = copy.deepcopy(model)
+    whole.build(range(len(whole.specs)))
+    engine = zerolite.initialize(model, settings)
+    batches = batches_of(float_batch, 0, 2, 1, (3,))[0]
+    loss, made = engine.eval_batch(iter(batches), return_logits=True)
+    alone = engine.eval_batch(iter(batches), compute_loss=False)
+    if made is not None:
+        for one, other, (inputs, _) in zip(made, alone, batches, strict=True):
+            assert torch.equal(one, other) and torch.allclose(one, whole(inputs))
+    return loss.item(), made is None, alone is None
+
+
+def profiled() -> list[str]:
+    """Names of a model that is divided by time: one layer is far slower than the others."""
+    layers = [LayerSpec(Block), LayerSpec(Block), LayerSpec(Block), LayerSpec(Slow)]
+    model = PipelineModule(layers, F.mse_loss, partition_method="profile", example=torch.randn(3, WIDTH))
+    settings = config(0, "fp32", 2)
+    settings["pipeline"] = {"stages": 2}
+    return sorted({name.split(".")[1] for name, _ in zerolite.initialize(model, settings).module.named_parameters()})
+
+
+class Slow(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.2)
+        return super().forward(x)
+
+
+def before_initialize() -> str:
+    """What a module of specs is told that is asked for parameters too early."""
+    try:
+        list(module_of("blocks").parameters())
+    except RuntimeError as error:
+        return str(error)
+    return "built"

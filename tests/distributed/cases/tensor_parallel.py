@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -186,15 +188,12 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-VOCAB = {"embed": "vocab", "head": "vocab"}
-
-
-def blocks(kind: str, plan: Any = "auto", tied: bool = False, **others: Any) -> dict[str, Any]:
+def blocks(kind: str, plan: Any = "auto", tied: bool = False, vocabulary: int = 37, **others: Any) -> dict[str, Any]:
     torch.manual_seed(2)
     sizes = {key: others.pop(key) for key in ("heads", "kv_heads") if key in others}
     made = [Nano() if kind == "nano" else Shapes(kind, **sizes) for _ in range(2)]
-    model = Stack(made, tied=tied)
-    x, y = tokens(vocabulary=37), tokens(vocabulary=37, seed=4)
+    model = Stack(made, vocabulary=vocabulary, tied=tied)
+    x, y = tokens(vocabulary=vocabulary), tokens(vocabulary=vocabulary, seed=4)
     return compare(model, lambda m: F.cross_entropy(m(x).flatten(0, 1), y.flatten()), plan, **others)
 
 
@@ -380,3 +379,45 @@ def failure_inside() -> dict[str, Any]:
     state = torch.get_rng_state().numpy().tobytes()
     loss = F.cross_entropy(model(tokens(vocabulary=37)).flatten(0, 1), tokens(vocabulary=37).flatten())
     return {"state": state, "loss": loss.item()}
+
+
+def different_ranks() -> dict[str, bool]:
+    """Whether a model that every rank has built by itself gets the first one's values, and its random numbers."""
+    comm = communicator()
+    torch.manual_seed(comm.rank)
+    model = Stack([Nano()])
+    torch.manual_seed(0)
+    wanted = Stack([Nano()])
+    first = torch.rand(3)
+    torch.manual_seed(comm.rank)
+    Stack([Nano()])
+    apply(model, settings(comm), comm, CPU)
+    values = [torch.equal(gathered(a, comm), b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True)]
+    return {"values": all(values), "numbers": torch.equal(torch.rand(3), first)}
+
+
+def memory(sequence_parallel: bool) -> dict[str, list[str]]:
+    """The activations that live on after the graph is gone, and in a forward without one."""
+    comm = communicator()
+    torch.manual_seed(0)
+    model = Stack([Shapes("separate")])
+    apply(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
+    seen: list[tuple[str, weakref.ref[Tensor]]] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        seen.append((type(module).__name__, weakref.ref(out)))
+        seen.extend((f"input of {type(module).__name__}", weakref.ref(x)) for x in args if x.is_floating_point())
+
+    for module in model.modules():
+        module.register_forward_hook(note)
+    x = tokens(vocabulary=37)
+    gc.disable()
+    try:
+        F.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
+        after = [name for name, tensor in seen if tensor() is not None]
+        seen.clear()
+        with torch.no_grad():
+            model(x)
+        return {"alive after": after, "alive without gradients": [name for name, one in seen if one() is not None]}
+    finally:
+        gc.enable()

@@ -1,0 +1,292 @@
+"""Grids of ranks that are used in every way, and wrongly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests import models, reference
+from tests.distributed.cases import grid as cases
+from tests.distributed.configs import ADAMW, SGD
+
+Change = Callable[[nn.Module, Any, int], None]
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def decays(model: nn.Module) -> list[dict[str, Any]]:
+    """Param groups as users make them; that of the head alone is empty on other stages."""
+    own = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    wide = [p for n, p in own if p.dim() > 1 and not n.startswith("head")]
+    narrow = [p for n, p in own if p.dim() <= 1 and not n.startswith("head")]
+    head = [p for n, p in own if n.startswith("head")]
+    return [
+        {"params": wide, "weight_decay": 0.1},
+        {"params": narrow, "weight_decay": 0.0},
+        {"params": head, "lr": 0.02},
+    ]
+
+
+def own_optimizer(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(decays(model), lr=0.05, momentum=0.9)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
+
+
+def torch_adam(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.Adam(decays(model), lr=1e-2, eps=1e-2, foreach=True)}
+
+
+def some_parameters(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": [p for n, p in model.named_parameters() if "qkv" not in n and p.requires_grad]}
+
+
+def groups_for_config(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": decays(model)}
+
+
+def nothing(model: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def unfreeze(model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 2:
+        for name, parameter in model.named_parameters():
+            if "frozen" in name or name == "positions":
+                parameter.requires_grad_(True)
+    if step == 0:
+        dict(model.named_parameters()).get("positions", nn.Parameter(torch.ones(1))).requires_grad_(False)
+
+
+def plain_optimizer(model: nn.Module, settings: dict[str, Any], made: dict[str, Any]) -> Any:
+    if "optimizer" in made:
+        return made["optimizer"]
+    trained = made.get("model_parameters", list(model.parameters()))
+    return reference.make_optimizer(settings["optimizer"]["type"], trained, settings["optimizer"]["params"])
+
+
+def compare(
+    config: dict[str, Any],
+    steps: int = 4,
+    made: str = "nothing",
+    change: str = "",
+    sample: dict[str, int] | None = None,
+    **model: Any,
+) -> dict[str, Any]:
+    """A run with ``train_batch`` beside plain PyTorch in the same process. made: the function here that gives
+    arguments of ``initialize``; change: the one that is called before each step; sample: of token_batch."""
+    whole = models.build(cases.Gpt, **model)
+    first = models.build(cases.Gpt, seed=7 + dist.get_rank(), **model)
+    before = globals()[change] if change else lambda *_: None
+    before(whole, None, 0), before(first, None, 0)
+    engine = zerolite.initialize(first, dict(config), **globals()[made](first))
+    arguments = globals()[made](whole)
+    optimizer = plain_optimizer(whole, config, arguments)
+    scheduler = arguments.get("lr_scheduler")
+    data, accumulation = engine.data_parallel_world_size, engine.gradient_accumulation_steps
+    result: dict[str, Any] = {key: [] for key in ("losses", "norms", "lrs", "wanted_losses", "wanted_norms", "wanted_lrs")}
+    for step in range(steps):
+        before(engine.module, engine.optimizer, step) if step else None
+        before(whole, optimizer, step) if step else None
+        own = batches(step, accumulation, engine.data_parallel_rank, sample)
+        result["losses"].append(engine.train_batch(own).item())
+        result["norms"].append(engine.get_global_grad_norm())
+        result["lrs"].append(engine.get_lr())
+        window = [batch for rank in range(data) for batch in batches(step, accumulation, rank, sample)]
+        loss, norm = plain_step(whole, optimizer, window, config.get("gradient_clipping", 0.0))
+        if scheduler is not None:
+            scheduler.step()
+        result["wanted_losses"].append(loss)
+        result["wanted_norms"].append(norm)
+        result["wanted_lrs"].append([group["lr"] for group in optimizer.param_groups])
+    return result | cases.told(engine) | {"wanted": {n: p.detach().clone() for n, p in whole.named_parameters()}}
+
+
+def batches(step: int, count: int, rank: int, sample: dict[str, int] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    return (models.token_batch(step, micro, rank, **(sample or {"length": 8})) for micro in range(count))
+
+
+def plain_step(whole: nn.Module, optimizer: Any, window: list[Any], clip: float) -> tuple[float, float]:
+    optimizer.zero_grad()
+    total = 0.0
+    for batch in window:
+        loss = whole(*batch) / len(window)
+        loss.backward()
+        total += loss.item()
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in trained if p.grad is not None]
+    norm = reference.global_norm(gradients)
+    if clip and norm > clip:
+        for gradient in gradients:
+            gradient.mul_(clip / (norm + 1e-6))
+    optimizer.step()
+    return total, norm
+
+
+def compare_many(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: compare(**run) for name, run in runs.items()}
+
+
+# -------------------------------------------------------------------- what is not finite, and what raises
+
+
+def poison(engine: Any, place: tuple[int, int, int], value: float) -> Any:
+    """On the rank of ``place``, its last trained parameter's gradient has that value in one place from now on."""
+    if engine.topology.place != place:
+        return None
+    parameter = [p for n, p in engine.module.named_parameters() if n.endswith("proj.weight")][-1]
+
+    def spoil(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = value
+        return gradient
+
+    return parameter.register_hook(spoil)
+
+
+def skips(config: dict[str, Any], place: tuple[int, int, int], value: float = float("nan"), **model: Any) -> dict[str, Any]:
+    """Six steps; the gradients of the third are not finite on one rank."""
+    engine = cases.make_engine(config, **model)
+    norms, scales = [], []
+    for step in range(6):
+        handle = poison(engine, place, value) if step == 2 else None
+        cases_loss = engine.train_batch(batches(step, engine.gradient_accumulation_steps, engine.data_parallel_rank))
+        assert cases_loss.isfinite()
+        norms.append(engine.get_global_grad_norm())
+        scales.append(engine.loss_scale)
+        if handle is not None:
+            handle.remove()
+    return {"norms": [repr(n) for n in norms], "scales": scales, **cases.told(engine)}
+
+
+class _Deliberate(Exception):
+    pass
+
+
+def raises_inside(config: dict[str, Any], place: tuple[int, int, int], where: str, when: str) -> dict[str, Any]:
+    """The second step raises on one rank in a forward (or backward) of one of its blocks; then training goes on."""
+    import time
+
+    engine = cases.make_engine(config)
+    mine = engine.topology.place == place
+    count = engine.gradient_accumulation_steps
+    engine.train_batch(batches(0, count, engine.data_parallel_rank))
+    handle = None
+    if mine:
+        calls = []
+
+        def fail(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise _Deliberate("on purpose")
+
+        block = [m for m in engine.module.modules() if isinstance(m, cases.Block) and m.proj.weight is not None][-1]
+        handle = (
+            block.register_forward_hook(fail) if when == "forward" else block.proj.weight.register_hook(fail)
+        )
+    started = time.monotonic()
+    said = message(lambda: engine.train_batch(batches(1, count, engine.data_parallel_rank)))
+    seconds = time.monotonic() - started
+    if handle is not None:
+        handle.remove()
+    losses = [engine.train_batch(batches(step, count, engine.data_parallel_rank)).item() for step in (1, 2)]
+    return {"said": said, "seconds": seconds, "later": losses, **cases.told(engine)}
+
+
+def iterators(config: dict[str, Any]) -> dict[str, Any]:
+    """What is said of iterators that end, and of ranks that read other data."""
+    engine = cases.make_engine(config)
+    count, rank = engine.gradient_accumulation_steps, engine.data_parallel_rank
+    said = {}
+    last = engine.rank == engine.world_size - 1
+    said["short on one"] = message(lambda: engine.train_batch(batches(0, count - int(last), rank)))
+    said["short on all"] = message(lambda: engine.train_batch(batches(0, count - 1, rank)))
+    said["empty"] = message(lambda: engine.train_batch(iter(())))
+    said["list"] = message(lambda: engine.train_batch(list(batches(0, count, rank))))
+    said["none"] = message(lambda: engine.train_batch())
+    said["eval short"] = message(lambda: engine.eval_batch(batches(0, count - int(last), rank)))
+
+    def broken() -> Iterator[Any]:
+        yield from batches(0, 1, rank)
+        if last:
+            raise _Deliberate("no file")
+        yield from batches(1, count - 1, rank)
+
+    said["raises"] = message(lambda: engine.train_batch(broken()))
+    said["lengths"] = message(
+        lambda: engine.train_batch(models.token_batch(0, m, rank, length=8 - 4 * (m == 1)) for m in range(count))
+    )
+    said["other data"] = message(lambda: engine.train_batch(batches(0, count, engine.rank)))
+    said["works"] = message(lambda: engine.train_batch(batches(0, count, rank)))
+    return said | {"steps": engine.global_steps}
+
+
+def other_data(config: dict[str, Any], shapes: bool = False) -> str:
+    engine = cases.make_engine(config)
+    count = engine.gradient_accumulation_steps
+    length = 8 - 4 * (engine.rank % 2) if shapes else 8
+    return message(
+        lambda: engine.train_batch(models.token_batch(0, m, engine.rank, length=length) for m in range(count))
+    )
+
+
+def wrong_use(config: dict[str, Any]) -> dict[str, str]:
+    engine = cases.make_engine(config)
+    batch = models.token_batch(0, 0, 0, length=8)
+    said = {
+        "call": message(lambda: engine(*batch)),
+        "forward": message(lambda: engine.forward(*batch)),
+        "backward": message(lambda: engine.backward(torch.ones((), requires_grad=True))),
+        "step": message(lambda: engine.step()),
+        "module": message(lambda: engine.module(*batch)),
+        "optimizer": message(lambda: engine.optimizer.step()),
+        "no_sync": message(lambda: engine.no_sync().__enter__()),
+    }
+
+    def join() -> None:
+        with engine.join():
+            pass
+
+    return said | {"join": message(join)}
+
+
+def initialize_says(config: dict[str, Any], odd: dict[str, Any] | None = None, **model: Any) -> str:
+    """odd: config of the last rank."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    return message(lambda: cases.make_engine(odd if odd is not None and last else config, **model))
+
+
+def odd_windows(config: dict[str, Any]) -> dict[str, Any]:
+    """What changes where windows are said by hand."""
+    found = {}
+
+    def steps(engine: Any) -> Any:
+        count, rank = engine.gradient_accumulation_steps, engine.data_parallel_rank
+        said = message(lambda: engine.train_batch(batches(0, count, rank)))
+        return said, engine.global_steps, engine.micro_steps, engine.get_global_grad_norm()
+
+    engine = cases.make_engine(config)
+    with engine.no_sync():
+        found["no_sync"] = steps(engine)
+    found["after no_sync"] = steps(engine)
+    engine = cases.make_engine(config)
+    engine.set_gradient_accumulation_boundary(False)
+    found["no boundary"] = steps(engine)
+    engine.set_gradient_accumulation_boundary(None)
+    found["after no boundary"] = steps(engine)
+    engine = cases.make_engine(config)
+    before = cases.held(engine)
+    engine.optimizer.step()
+    found["optimizer.step"] = engine.global_steps, cases.held(engine) == before
+    return found

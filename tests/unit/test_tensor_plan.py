@@ -1,0 +1,400 @@
+"""Plans: which layers they cut, in which parts, and what is refused. Nothing is sent: the other ranks are not there."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from examples.gpt.model import GPT, GPTConfig
+from tests.distributed.cases.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
+from zerolite.comm import dry_communicator
+from zerolite.cuts import Cut, cut_of, is_partial, set_names
+from zerolite.tensor_parallel import PlanError, RowParallelLinear, apply
+from zerolite.tensor_parallel.layers import cut_of_parts, cut_of_rows
+from zerolite.tensor_parallel.plan import STYLES, Style, matches, parse_style, resolve
+
+MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
+
+
+class Plain(nn.Module):
+    """A feed-forward block with names of its own."""
+
+    def __init__(self, width: int = 8, middle: int = 16, bias: bool = True) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, middle, bias), nn.Linear(middle, width, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def cut(model: nn.Module, plan: Any = "auto", size: int = 2, rank: int = 0, **others: Any) -> nn.Module:
+    stage = others.pop("stage", False)
+    comm = dry_communicator("gloo", rank, size)
+    apply(model, Settings(size, plan, **others), comm, CPU, stage=stage)
+    return model
+
+
+def parts_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if cut_of(p) is not None}
+
+
+# ------------------------------------------------------------------------------------------------------------ patterns
+
+
+@pytest.mark.parametrize(
+    "pattern, name, expected",
+    [
+        ("a.b", "a.b", True),
+        ("a.*", "a.b", True),
+        ("a.*", "a.b.c", True),
+        ("a.*", "a", False),
+        ("*.c", "a.b.c", True),
+        ("layers.*.attn.*_proj", "layers.11.attn.q_proj", True),
+        ("layers.*.attn.*_proj", "layers.11.attn.norm", False),
+        ("a.*.c", "a.c", False),
+        ("a.b", "a.b.c", False),
+    ],
+)
+def test_a_star_stands_for_one_or_more_parts(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) == expected
+
+
+def test_the_pattern_with_most_literal_parts_counts() -> None:
+    plan = {"*.up": Style("column"), "blocks.0.up": Style("whole"), "blocks.*": Style("row")}
+    found, unused = resolve(plan, ["blocks.0.up", "blocks.1.up", "blocks.1.down", "x.up"], optional=True)
+    assert {name: match.style.kind for name, match in found.items()} == {
+        "blocks.0.up": "whole",
+        "blocks.1.up": "row",  # "blocks" says more letters than "up"
+        "blocks.1.down": "row",
+        "x.up": "column",
+    }
+    assert not unused
+
+
+def test_equally_specific_patterns_have_to_agree() -> None:
+    with pytest.raises(PlanError, match=r"one style for 'a\.b', got column from 'a\.\*' and row from '\*\.b'"):
+        resolve({"a.*": Style("column"), "*.b": Style("row")}, ["a.b"])
+    resolve({"a.*": Style("column"), "*.b": Style("column")}, ["a.b"])
+
+
+@pytest.mark.parametrize("word", STYLES)
+def test_every_style_is_understood(word: str) -> None:
+    assert parse_style("x", word) == STYLES[word]
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ("colum", "known are column, row, vocab"),
+        ("moe_tp_experts", "experts"),
+        ("sequence_parallel", '"sequence_parallel": true'),
+        ({"style": "row", "parts": 3}, "parts and gather_output with the style column only"),
+        ({"style": "column", "parts": 0}, "a number of parts or a list of their sizes"),
+        ({"style": "column", "gather_output": 1}, "true or false"),
+    ],
+)
+def test_styles_that_are_refused(given: Any, expected: str) -> None:
+    with pytest.raises(PlanError, match=expected):
+        parse_style("x", given)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cuts
+
+
+def test_parts_are_cut_each() -> None:
+    comm = dry_communicator("gloo", 1, 2)
+    found = cut_of_parts((12, 3), 0, [8, 2, 2], comm)
+    assert found == Cut((12, 3), 0, ((0, 4, 4), (4, 9, 1), (5, 11, 1)), 6, 1, 2)
+    full = torch.arange(36.0).view(12, 3)
+    assert torch.equal(found.of(full), full[[4, 5, 6, 7, 9, 11]])
+
+
+@pytest.mark.parametrize("size, rows", [(2, [4, 3]), (4, [2, 2, 2, 1]), (8, [1] * 7 + [0]), (5, [2, 2, 2, 1, 0])])
+def test_a_vocabulary_is_padded(size: int, rows: list[int]) -> None:
+    cuts = [cut_of_rows((7, 2), 0, dry_communicator("gloo", rank, size)) for rank in range(size)]
+    assert [sum(length for _, _, length in cut.ranges) for cut in cuts] == rows
+    assert len({cut.length for cut in cuts}) == 1
+    full = torch.randn(7, 2)
+    joined = torch.cat([cut.of(full)[:own] for cut, own in zip(cuts, rows, strict=True)])
+    assert torch.equal(joined, full)
+
+
+# ------------------------------------------------------------------------------------------------------- what is cut
+
+
+def test_the_example_is_cut_by_itself() -> None:
+    model = cut(GPT(GPTConfig(context=8, layers=2, heads=4, width=32, vocabulary=67)), size=4, rank=3)
+    assert parts_of(model)["blocks.1.attention.query_key_value.weight"] == (24, 32)
+    assert parts_of(model)["blocks.0.mlp.project.weight"] == (32, 32)
+    assert parts_of(model)["head.weight"] == (17, 32)
+    assert len(parts_of(model)) == 2 * 6 + 1
+    assert model.blocks[0].attention.heads == 1 and model.config.heads == 4
+
+
+def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
+    model = Stack([Plain()], width=8, tied=True)
+    modules, parameters = list(model.modules()), list(model.parameters())
+    calls = []
+    model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    cut(model, {**MLP, "embed": "vocab"})
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert model.head.weight is model.embed.weight and cut_of(model.head.weight) is not None
+    model(torch.tensor([[1, 2]]))
+    assert calls == [1] and isinstance(model.blocks[0].up, nn.Linear)
+
+
+def test_a_copy_of_a_model_that_is_cut() -> None:
+    model = cut(Stack([Shapes("norms", kv_heads=4, dropout=0.1)]), sequence_parallel=True)
+    twin = copy.deepcopy(model)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one is not other and cut_of(one) == cut_of(other)
+    assert twin.blocks[0].o.comm is model.blocks[0].o.comm
+    assert twin.blocks[0].o.region is twin.blocks[0].q.region is not model.blocks[0].q.region
+
+
+FUSED: list[tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = [
+    (Nano, "c_attn", (16, 16, 16)),
+    (lambda: Shapes("fused"), "qkv", (16, 8, 8)),
+    (lambda: Shapes("fused"), "gate_up", (48, 48)),
+    (lambda: Shapes("separate"), "k", (8,)),
+]
+
+
+@pytest.mark.parametrize("make, name, lengths", FUSED)
+def test_what_is_fused_is_cut_in_parts(
+    make: Callable[[], nn.Module], name: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Stack([make()])
+    plan = {f"blocks.*.{child}": "row" if child in ("o", "down", "c_proj") else "column" for child in _linear(model)}
+    with caplog.at_level(logging.INFO, "zerolite"):
+        cut(model, plan)
+    found = cut_of(getattr(model.blocks[0], name).weight)
+    assert found is not None and tuple(length for _, _, length in found.ranges) == lengths
+    assert (f"blocks.0.{name} is cut in" in caplog.text) == (len(lengths) > 1)
+
+
+def _linear(model: nn.Module) -> list[str]:
+    return [name for name, child in model.blocks[0].named_children() if isinstance(child, nn.Linear)]
+
+
+def test_norms_of_heads_have_gradients_that_are_parts() -> None:
+    model = cut(Stack([Shapes("norms")]))
+    partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
+    assert partial == {f"blocks.0.{norm}_norm.{key}" for norm in "qk" for key in ("weight", "bias")}
+
+
+def test_with_sequence_parallelism_all_that_is_whole_in_blocks_has_such_gradients() -> None:
+    model = cut(Stack([Shapes("separate")]), sequence_parallel=True)
+    partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
+    assert partial == {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.o.bias", "blocks.0.down.bias"}
+
+
+def test_one_rank_changes_nothing() -> None:
+    model = Stack([Plain()], width=8)
+    assert apply(model, Settings(1, {"nothing": "column"}), dry_communicator("gloo", 0, 1), CPU) == []
+    assert type(model.blocks[0].up) is nn.Linear
+
+
+def test_a_stage_of_a_pipeline() -> None:
+    """Patterns for other stages are given back; a tied weight is cut though its other place is elsewhere."""
+    model = Stack([Plain()], width=8)
+    model.blocks[0].up._parameters.update(weight=None, bias=None)  # on another stage
+    model.blocks[0].down._parameters.update(weight=None, bias=None)
+    set_names(model.embed.weight, ["embed.weight", "elsewhere.head.weight"])
+    comm = dry_communicator("gloo", 0, 2)
+    plan = {**MLP, "other.*": "column", "elsewhere.head": "vocab"}
+    assert apply(model, Settings(2, plan), comm, CPU, stage=True) == ["other.*"]
+    assert list(parts_of(model)) == ["embed.weight"]
+
+
+def test_layers_that_the_author_has_written_in_parts() -> None:
+    comm = dry_communicator("gloo", 0, 2)
+    model = nn.Sequential(nn.Linear(4, 4), RowParallelLinear(4, 4, comm=comm, input_is_parallel=False))
+    cut(model)
+    assert parts_of(model) == {"1.weight": (4, 2)}
+    with pytest.raises(PlanError, match="layers in 4 parts, as tensor_parallel.size says, got '1' in 2"):
+        cut(model, size=4)
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+class Odd(Plain):
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) ** 2
+
+
+def _parametrized() -> nn.Module:
+    layer = nn.Linear(8, 16)
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return layer
+
+
+def _stack(*blocks: nn.Module) -> Stack:
+    return Stack(list(blocks), width=8)
+
+
+def _with_parameter() -> Stack:
+    model = _stack(Plain())
+    model.blocks[0].register_parameter("scale", nn.Parameter(torch.ones(8)))
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
+    "nothing": (
+        lambda: _stack(Plain()),
+        {**MLP, "blocks.*.upp": "column"},
+        2,
+        r"'blocks\.\*\.upp'.*nearest.*blocks\.\*\.up'",
+    ),
+    "outputs": (
+        lambda: _stack(Plain(middle=18)),
+        MLP,
+        4,
+        r"outputs of 'blocks\.0\.up' that tensor_parallel\.size 4 divides, got 18",
+    ),
+    "inputs": (
+        lambda: _stack(Odd(up=nn.Linear(8, 16), down=nn.Linear(18, 8))),
+        {"blocks.*.up": "column", "blocks.*.down": "rowwise_split_input"},
+        4,
+        "row in 'blocks.0' for the column 'blocks.0.up'",
+    ),
+    "no row": (
+        lambda: _stack(Plain()),
+        {"blocks.*.up": "column"},
+        2,
+        r"a row in 'blocks\.0' for the column 'blocks\.0\.up'.*got none",
+    ),
+    "no column": (
+        lambda: _stack(Plain()),
+        {"blocks.*.down": "row"},
+        2,
+        r"a column in 'blocks\.0' for the row 'blocks\.0\.down'",
+    ),
+    "type": (lambda: _stack(Plain()), {**MLP, "blocks.*": "column"}, 2, r"as 'blocks\.0'.*got Plain; cut are nn.Linear"),
+    "embedding": (lambda: _stack(Plain()), {**MLP, "embed": "column"}, 2, r"nn.Linear as 'embed'.*got Embedding"),
+    "own forward": (lambda: _stack(Odd(up=OwnForward(8, 16))), MLP, 2, "OwnForward, which has a forward of its own"),
+    "computed weight": (lambda: _stack(Odd(up=_parametrized())), MLP, 2, "weight of its own"),
+    "attention module": (
+        lambda: _stack(Odd(up=nn.MultiheadAttention(8, 2))),
+        MLP,
+        2,
+        "MultiheadAttention, which keeps query, key and value",
+    ),
+    "max_norm": (
+        lambda: Odd(embed=nn.Embedding(9, 8, max_norm=1.0)),
+        {"embed": "vocab"},
+        2,
+        "an embedding without max_norm",
+    ),
+    "heads": (
+        lambda: Stack([Shapes("separate")]),
+        "auto",
+        4,
+        r"heads in 'blocks\.0\.k'.*size 4, got 2 heads of width 8 \(fewer heads than ranks\)",
+    ),
+    "odd heads": (lambda: Stack([Nano(width=24, heads=3)], width=24), "auto", 2, "got 3 heads of width 8"),
+    "parts": (
+        lambda: Stack([Nano()]),
+        {"blocks.*.c_attn": {"style": "column", "parts": [32, 32, 8]}, "blocks.*.c_proj": "row"},
+        2,
+        r"add up to its 96 outputs, got \[32, 32, 8\]",
+    ),
+    "unknown model": (
+        lambda: nn.Sequential(nn.Linear(3, 3)),
+        "auto",
+        2,
+        'whose layers the plan "auto" knows, got Sequential',
+    ),
+    "parameter": (_with_parameter, MLP, 2, r"the parameter 'blocks\.0\.scale'; say in the plan whether"),
+    "wider column": (
+        lambda: _stack(Odd(up=nn.Linear(8, 20), down=nn.Linear(16, 8))),
+        MLP,
+        2,
+        r"as many outputs of the column.*got 20",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cut_is_said(case: str) -> None:
+    make, plan, size, expected = REFUSED[case]
+    model = make()
+    before = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with pytest.raises(PlanError, match=expected):
+        cut(model, plan, size=size)
+    assert before == {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_a_weight_that_is_used_uncut_elsewhere() -> None:
+    model = _stack(Plain(), Plain())
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    with pytest.raises(
+        PlanError, match=r"same style wherever a weight is used, got column for 'blocks\.0\.up' and none"
+    ):
+        cut(model, {"blocks.0.up": "column", "blocks.0.down": "row"})
+
+
+def test_a_parameter_may_be_said_to_act_outside() -> None:
+    model = cut(_with_parameter(), {**MLP, "blocks.*.scale": "whole"})
+    assert not is_partial(model.blocks[0].scale)
+    model = cut(_with_parameter(), {**MLP, "blocks.*.scale": "replicated_with_grad_allreduce"})
+    assert is_partial(model.blocks[0].scale)
+
+
+def test_a_module_with_whole_parameters_inside() -> None:
+    class Inside(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.scale(self.up(x).unsqueeze(-1)).squeeze(-1))
+
+    model = cut(_stack(Inside()), MLP)
+    with pytest.raises(RuntimeError, match=r"between a column and its row, got 'blocks\.0\.scale' with 'weight'"):
+        model(torch.tensor([[1, 2]]))
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]))
+    model = cut(_stack(Inside()), {**MLP, "blocks.*.scale": "replicated_with_grad_allreduce"})
+    model(torch.tensor([[1, 2]]))
+
+
+def test_attributes_that_are_named() -> None:
+    class Named(Nano):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nh, self.size = self.n_head, self.n_embd
+            del self.n_head
+
+    plan = {"blocks.*.c_attn": "column", "blocks.*.c_proj": "row"}
+    with pytest.raises(PlanError, match=r"number of heads, or the width of one, in an attribute of 'blocks\.0'"):
+        cut(Stack([Named()]), plan)
+    model = cut(Stack([Named()]), plan, divide=["blocks.*.nh", "blocks.*.size"])
+    assert (model.blocks[0].nh, model.blocks[0].size, model.blocks[0].n_embd) == (2, 16, 32)
+    assert cut(Stack([Named()]), plan, divide=[]).blocks[0].nh == 4
+    with pytest.raises(PlanError, match=r"tensor_parallel\.divide.*'blocks\.\*\.n'.*nearest names are"):
+        cut(Stack([Named()]), plan, divide=["blocks.*.n"])
+    with pytest.raises(PlanError, match=r"'nh' of 'blocks\.0' to be a multiple of tensor_parallel\.size 8"):
+        cut(Stack([Named()]), plan, size=8, divide=["blocks.*.nh"])
+
+
+def test_a_sequence_that_cannot_be_shared() -> None:
+    model = cut(Stack([Shapes("separate")]), sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"a multiple of tensor_parallel\.size 2, got 7 .*\[1, 7, 32\]"):
+        model(torch.ones(1, 7, dtype=torch.int64))

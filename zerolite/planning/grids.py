@@ -1,0 +1,314 @@
+"""Which grid of ranks suits a model and a cluster: those that fit, ranked by an estimate of a step's time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.planning.bubble import bubble
+from zerolite.planning.dry_run import WARM_UP, Job, run, run_stages
+from zerolite.planning.errors import RefusedError
+from zerolite.planning.make import (
+    ConfigLike,
+    check_places,
+    job_of,
+    left_out_lines,
+    orders_of,
+    parsed,
+    plan_of_stages,
+)
+from zerolite.planning.places import Grid, ring_between_nodes
+from zerolite.planning.result import GridComparison, GridRow, Plan, Traffic
+from zerolite.planning.settings import with_blocks
+
+FEW = 2
+"""Micro-batches for each stage after which a schedule repeats itself, but for one that keeps all of them."""
+
+_ONCE = "stats", "loss", "shared_gradients", "initial_sync"
+"""Purposes of what is sent once a step, however many micro-batches there are."""
+
+
+class Speeds(NamedTuple):
+    """What is assumed of each device: operations a second, and bytes a second that it sends to others of its node and
+    to other nodes."""
+
+    flops: float = 150e12
+    within: float = 150e9
+    between: float = 12.5e9
+
+    def seconds(self, flops: float, waiting: float, traffic: Sequence[Traffic]) -> float:
+        """Of a step, where nothing overlaps. waiting: the share of the bubble."""
+        across = sum(entry.inter_node or 0 for entry in traffic)
+        inside = sum(entry.sent for entry in traffic) - across
+        return flops / self.flops / (1 - waiting) + inside / self.within + across / self.between
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid with a ZeRO stage. bound: seconds that a step takes at least. states: bytes that model states take at
+    least on one rank."""
+
+    grid: Grid
+    stage: int
+    config: ZeroliteConfig  # resolved
+    waiting: float
+    bound: float
+    states: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.grid}, stage {self.stage}"
+
+
+def compare_grids(
+    model_fn: Callable[[], torch.nn.Module],
+    config: ConfigLike,
+    world_size: int,
+    *,
+    batch: Callable[..., Any],
+    device_memory: int | str,
+    nodes: int = 1,
+    device: str = "cuda",
+    host_memory: int | str | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    speeds: Speeds | None = None,
+) -> GridComparison:
+    """Plans of grids of pipe × data × tensor ranks, and which of those that fit takes the shortest step by an estimate:
+    computing, waiting in the bubble and sending one after the other, at ``speeds`` (default: :class:`Speeds`).
+
+    Every grid trains on as many samples in a step as ``config`` says at its own grid. Tensor groups stay within a node.
+    ZeRO is the lowest stage of 1 to 3 that fits (1 at most with a pipeline). Left out without a dry run is what cannot
+    fit, as its model states alone are too large, and what cannot be faster than one that fits. Arguments as for
+    :func:`~zerolite.planning.make.plan`, raises what it does.
+    """
+    check_places(world_size, nodes, None, device)
+    search = _Search(
+        model_fn,
+        load_config(config),
+        world_size,
+        nodes,
+        device,
+        (parsed("device_memory", device_memory), parsed("host_memory", host_memory)),
+        batch,
+        loss,
+        speeds or Speeds(),
+    )
+    return search.result()
+
+
+class _Search:
+    """Branch and bound: the candidates in the order of their bounds, until none can be faster than the best."""
+
+    def __init__(
+        self,
+        model_fn: Callable[[], torch.nn.Module],
+        config: ZeroliteConfig,
+        world_size: int,
+        nodes: int,
+        device: str,
+        memory: tuple[int | None, int | None],
+        batch: Callable[..., Any],
+        loss: Callable[..., torch.Tensor] | None,
+        speeds: Speeds,
+    ) -> None:
+        self._config, self._world_size, self._nodes, self._memory, self._speeds = (
+            config, world_size, nodes, memory, speeds,
+        )  # fmt: skip
+        self._job = lambda config: job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)
+        self._rows: list[GridRow] = []
+        self._refused: list[tuple[str, Exception]] = []
+        self._base = self._plan_base()
+
+    def result(self) -> GridComparison:
+        limit = self._memory[0] or 0
+        candidates = sorted(self._candidates(), key=lambda one: (one.bound, one.stage))
+        too_large = [one for one in candidates if one.states > limit]
+        slower, fitting = 0, set()
+        for one in candidates:
+            best = min((row.seconds for row in self._rows if row.plan.fits), default=None)
+            if one in too_large or one.grid in fitting or self._is_hopeless(one):
+                continue
+            if best is not None and one.bound >= best:
+                slower += 1
+                continue
+            row = self._planned(one)
+            if row is not None and row.plan.fits:
+                fitting.add(one.grid)  # a higher stage of ZeRO sends more
+        self._rows.sort(key=lambda row: (not row.plan.fits, row.seconds))
+        chosen = 0 if self._rows and self._rows[0].plan.fits else None
+        if not self._rows and self._refused:
+            raise self._refused[0][1]
+        notes = [*left_out_lines(self._refused), *_counted(too_large, slower)]
+        return GridComparison(rows=self._rows, chosen=chosen, left_out=notes, speeds=self._speeds)
+
+    def _plan_base(self) -> Plan:
+        """At the config's own grid: for the number of parameters, what each of them takes, and the operations."""
+        config = self._config
+        if config.zero_optimization.stage == "auto":
+            config = with_blocks(config, zero_optimization={"stage": 1})
+        job = self._job(config)
+        outcomes = run_stages(job, range(job.grid.pipe)) if job.grid.pipe > 1 else {0: run(job)}
+        return plan_of_stages(job, outcomes, self._nodes, *self._memory)
+
+    # ---------------------------------------------------------------- what there is
+
+    def _candidates(self) -> Iterator[Candidate]:
+        here = self._world_size // self._nodes
+        for tensor in _divisors(here):
+            for pipe in _divisors(self._world_size // tensor):
+                grid = Grid(pipe, self._world_size // (tensor * pipe), tensor)
+                for stage in _stages(grid):
+                    try:
+                        yield self._candidate(grid, stage)
+                    except (ConfigError, ValueError) as error:  # a batch or a schedule that this grid cannot have
+                        self._refused.append((f"{grid}, stage {stage}", error))
+
+    def _candidate(self, grid: Grid, stage: int) -> Candidate:
+        base = self._base
+        sizes = {"train_batch_size": self._samples, "gradient_accumulation_steps": None}
+        blocks = {"tensor_parallel": {"size": grid.tensor, "autotp_size": 0}, "pipeline": {"stages": grid.pipe}}
+        config = with_blocks(self._config, zero_optimization={"stage": stage}, **blocks).model_copy(update=sizes)
+        resolved = config.resolve(grid.data)
+        waiting = bubble(orders_of(resolved, grid.pipe)) if grid.pipe > 1 else 0.0
+        numel = base.parameters / (grid.pipe * grid.tensor)
+        whole, parted = self._bytes_of_states
+        share = {0: whole + parted, 3: (whole + parted) / grid.data}.get(stage, whole + parted / grid.data)
+        gradients = 2 * whole * numel * (grid.data - 1) / grid.data  # a ring that reduces and gathers
+        across = gradients * ring_between_nodes(grid, self._nodes, "data")
+        seconds = self._flops / self._speeds.flops / (1 - waiting) + float(across) / self._speeds.between
+        return Candidate(grid, stage, resolved, waiting, seconds, int(share * numel))
+
+    @property
+    def _samples(self) -> int | None:
+        return self._config.resolve(self._base.data_parallel).train_batch_size
+
+    @property
+    def _flops(self) -> float:
+        """Of each rank, in a step; all grids have as many."""
+        counts = [stage.flops or 0 for stage in self._base.stages] or [self._base.flops or 0]
+        return sum(counts) / len(counts)
+
+    @property
+    def _bytes_of_states(self) -> tuple[float, float]:
+        """Of a parameter: what it computes with, and what stage 1 spreads over the data ranks."""
+        base = self._base
+        numel, data = max(base.rank_parameters, 1), base.data_parallel
+        whole = base.states["compute_parameters"] * (data if base.stage == 3 else 1) / numel
+        parted = base.states["master_weights"] + base.states["optimizer_states"]
+        return whole, parted * (data if base.stage else 1) / numel
+
+    # ---------------------------------------------------------------- what is tried
+
+    def _is_hopeless(self, one: Candidate) -> bool:
+        """Whether the engine has refused it with another stage of ZeRO, or the tensor size without a pipeline."""
+        return any(
+            one.name.startswith(f"{grid},") or (grid.tensor == one.grid.tensor and grid.pipe == 1)
+            for grid in self._refused_grids
+        )
+
+    @property
+    def _refused_grids(self) -> set[Grid]:
+        return {error.grid for _, error in self._refused if isinstance(error, _GridRefusedError)}
+
+    def _planned(self, one: Candidate) -> GridRow | None:
+        try:
+            made = self._plan(one, few=True)
+            if made.fits and self._is_abridged(one):
+                made = self._plan(one, few=False)
+        except (RefusedError, ConfigError) as error:
+            self._refused.append((one.name, _GridRefusedError(one.grid, error)))
+            return None
+        slowest = max((stage.traffic for stage in made.stages), key=_time_of(self._speeds), default=made.traffic)
+        seconds = self._speeds.seconds(self._flops, one.waiting, slowest)
+        self._rows.append(GridRow(name=str(one.grid), plan=made, seconds=seconds))
+        return self._rows[-1]
+
+    def _is_abridged(self, one: Candidate) -> bool:
+        return one.grid.pipe > 2
+
+    def _plan(self, one: Candidate, few: bool) -> Plan:
+        """few: of the first and the last stage alone, which have the most micro-batches and the head."""
+        job, times = self._shortened(self._job(one.config))
+        warm_up = WARM_UP if one.stage == 3 else 1
+        stages = range(one.grid.pipe) if not few else sorted({0, one.grid.pipe - 1})
+        outcomes = run_stages(job, stages, 1, warm_up) if one.grid.pipe > 1 else {0: run(job, 1, warm_up)}
+        made = plan_of_stages(job, outcomes, self._nodes, *self._memory)
+        update = {
+            "parameters": self._base.parameters,
+            "trained_parameters": self._base.trained_parameters,
+            "accumulation": one.config.gradient_accumulation_steps or 1,
+            "traffic": _longer(made.traffic, times, one.stage),
+            "stages": [
+                stage.model_copy(update={"traffic": _longer(stage.traffic, times, one.stage)}) for stage in made.stages
+            ],
+            "bubble": one.waiting if one.grid.pipe > 1 else None,
+        }
+        return made.model_copy(update=update)
+
+    def _shortened(self, job: Job) -> tuple[Job, Fraction]:
+        """``job`` with as few micro-batches as give the same peak, and how many times as many there are."""
+        steps = job.config.gradient_accumulation_steps or 1
+        block = job.config.pipeline
+        few = steps if block.schedule == "gpipe" and job.grid.pipe > 1 else FEW * job.grid.pipe * block.chunks_per_rank
+        if steps <= few or steps % job.grid.pipe or job.config.train_micro_batch_size_per_gpu is None:
+            return job, Fraction(1)
+        size = job.config.train_micro_batch_size_per_gpu * few * job.grid.data
+        sizes = {"gradient_accumulation_steps": few, "train_batch_size": size}
+        return job.with_config(job.config.model_copy(update=sizes)), Fraction(steps, few)
+
+
+class _GridRefusedError(Exception):
+    """The engine refuses ``grid``, with the sentence of ``error``."""
+
+    def __init__(self, grid: Grid, error: Exception) -> None:
+        super().__init__(str(error))
+        self.grid = grid
+
+
+def _time_of(speeds: Speeds) -> Callable[[Sequence[Traffic]], float]:
+    return lambda traffic: speeds.seconds(0.0, 0.0, traffic)
+
+
+def _longer(rows: Sequence[Traffic], times: Fraction, stage: int) -> list[Traffic]:
+    """``rows`` of a step with so many times as many micro-batches."""
+    return [row if times == 1 or _is_once(row, stage) else _several(row, times) for row in rows]
+
+
+def _is_once(row: Traffic, stage: int) -> bool:
+    if row.tag in _ONCE:
+        return True
+    if row.dimension != "data":
+        return False
+    return stage < 2 or (stage == 2 and row.op == "all_gather")
+
+
+def _several(row: Traffic, times: Fraction) -> Traffic:
+    amounts = {name: int(getattr(row, name) * times) for name in ("count", "nbytes", "sent")}
+    across = None if row.inter_node is None else int(row.inter_node * times)
+    return row.model_copy(update={**amounts, "inter_node": across})
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _stages(grid: Grid) -> tuple[int, ...]:
+    """Of ZeRO. Stage 0 sends as much as stage 1 and holds more."""
+    if grid.data == 1:
+        return (0,)
+    return (1,) if grid.pipe > 1 else (1, 2, 3)
+
+
+def _counted(too_large: Sequence[Candidate], slower: int) -> Iterator[str]:
+    if too_large:
+        yield f"Not planned, as their model states alone do not fit: {'; '.join(one.name for one in too_large)}."
+    if slower:
+        yield (
+            f"{slower} more {'is' if slower == 1 else 'are'} not planned: computing, waiting and sending gradients "
+            "alone take longer there."
+        )
