@@ -40,7 +40,8 @@ class Footprint(Protocol):
 @dataclass(frozen=True)
 class Row:
     """One competitor. Ratios are of times: below 1 is faster. `tokens_per_s`: all ranks; `cpu_ms`: a step, the mean of
-    the ranks; bytes: the rank that has most. `to_peer`: over the one that does the same by other means."""
+    the ranks; bytes: the rank that has most. `to_peer`: over the one that does the same by other means; `to_peer_cpu`:
+    of processor times."""
 
     name: str
     absent: str | None = None
@@ -57,6 +58,7 @@ class Row:
     to_fsdp2: float | None = None
     to_deepspeed_3: float | None = None
     to_peer: float | None = None
+    to_peer_cpu: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,7 +81,7 @@ def summarise(
             continue
         row = _row(name, started[name], results, present, tokens_per_step)
         peer = present.get((peers or {}).get(name) or "")
-        rows.append(replace(row, to_peer=_ratio(results, peer)))
+        rows.append(replace(row, to_peer=_ratio(results, peer), to_peer_cpu=_cpu_ratio(results, peer)))
     return rows
 
 
@@ -113,6 +115,12 @@ def _ratio(ours: list[Measured], theirs: list[Measured] | None) -> float | None:
     return statistics.median(statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in pairs)
 
 
+def _cpu_ratio(ours: list[Measured], theirs: list[Measured] | None) -> float | None:
+    if theirs is None:
+        return None
+    return statistics.median(a.cpu_s / b.cpu_s for a, b in zip(ours, theirs, strict=True))
+
+
 def disagreement(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str | None:
     """Where the losses first leave the reference's by more than `tolerance` (not a number counts), in words."""
     for step, (ours, theirs) in enumerate(zip(losses, reference, strict=True), 1):
@@ -138,6 +146,7 @@ COLUMNS: Columns = (
     ("x FSDP2", "to_fsdp2", "{:.2f}"),
     ("x DeepSpeed 3", "to_deepspeed_3", "{:.2f}"),
     ("x peer", "to_peer", "{:.2f}"),
+    ("CPU x peer", "to_peer_cpu", "{:.2f}"),
 )
 
 

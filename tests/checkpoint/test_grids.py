@@ -65,7 +65,7 @@ def loaded(
     pools: Pools, world: int, places: list[tuple[Grid, int]], directory: Path, **more: Any
 ) -> list[list[list[dict[str, Any]]]]:
     """The same for each place."""
-    ranks = pools(world).run(f"{CASES}:load", {"grids": places, "directory": str(directory), **more})
+    ranks = pools(world).run(f"{CASES}:load", {"grids": places, "directory": str(directory), **more}, timeout=240)
     return [[[rank[number][moment] for rank in ranks] for moment in (0, 1)] for number in range(len(places))]
 
 
@@ -131,7 +131,7 @@ def test_training_goes_on_at_every_other_grid(
             (there, min(stage, 1) if there[0] > 1 else (stage + number) % 4) for number, there in enumerate(grids)
         ]
         kwargs = {"grids": places, "directory": str(tmp_path), "precision": precision}
-        for rank in pools(other).run(f"{CASES}:load_gpt", kwargs):
+        for rank in pools(other).run(f"{CASES}:load_gpt", kwargs, timeout=240):
             for place, found in zip(places, rank, strict=True):
                 assert_same(found["saved"], wanted["saved"], f"{grid} -> {place}")
                 assert found["losses"] == pytest.approx(wanted["losses"], rel=rtol), f"{grid} -> {place}"
@@ -147,7 +147,7 @@ def within(pools: Pools, world: int, grid: Grid, stage: int, weighted: bool, dir
     for other, grids in GRIDS.items():
         places = [(there, n) for there in grids if there[0] == 1 for n in (stage, (stage + 1) % 4)]
         kwargs = {"grids": places, "directory": str(directory), "weighted": weighted}
-        ranks = pools(other).run(f"{CASES}:load_within", kwargs)
+        ranks = pools(other).run(f"{CASES}:load_within", kwargs, timeout=240)
         for number, (there, n) in enumerate(places):
             found = joined([rank[number] for rank in ranks])
             assert_same(found, finished, f"{grid} -> {there} at stage {n}", rtol=2e-6)
@@ -161,7 +161,7 @@ def test_a_window_goes_on(pools: Pools, tmp_path: Path, world: int, grid: Grid, 
     within(pools, world, grid, stage, weighted, tmp_path)
 
 
-def test_windows_that_cannot_be_saved(pools: Pools, tmp_path: Path) -> None:
+def test_what_only_the_whole_can_do(pools: Pools, tmp_path: Path) -> None:
     kwargs = {"grid": (1, 1, 2), "stage": 1, "directory": str(tmp_path), "weighted": False}
     pools(2).run(f"{CASES}:save_within", kwargs)
     for said in pools(2).run(f"{CASES}:refusals_within", {"directory": str(tmp_path)}):
@@ -170,6 +170,11 @@ def test_windows_that_cannot_be_saved(pools: Pools, tmp_path: Path) -> None:
             assert saving.startswith("CheckpointError: gradients that no step has used cannot be saved with "), saving
             assert loading.startswith("CheckpointError: the checkpoint was saved within a step"), loading
             assert words in saving and words in loading and loading.endswith("Nothing was loaded")
+        for name, why in (("pipeline", "of 2 of the model only. Call"), ("sequence", "cut by tensor parallelism")):
+            own, other = said[f"state dict, {name}"], said[f"load state dict, {name}"]
+            assert own.startswith("RuntimeError: state_dict: this rank has ") and why in own
+            assert other.startswith("RuntimeError: load_state_dict: this rank has ") and why in other
+            assert "engine.full_state_dict()" in own and "engine.load_full_state_dict(state)" in other
 
 
 # -------------------------------------------------------------------- whole models
@@ -183,7 +188,7 @@ def check_whole(pools: Pools, tmp_path: Path, worlds: list[int]) -> None:
         places = [(there, n) for there in GRIDS[world] for n in stages_of(there)]
         directory = tmp_path / str(world)
         kwargs = {"grids": places, "state": values, "directory": str(directory)}
-        ranks = pools(world).run(f"{CASES}:whole", kwargs)
+        ranks = pools(world).run(f"{CASES}:whole", kwargs, timeout=240)
         for number, (there, n) in enumerate(places):
             for rank, found in enumerate(ranks):
                 assert_same(found[number]["back"], values, f"{there} at stage {n}")

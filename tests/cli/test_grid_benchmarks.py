@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,14 @@ from benchmarks.report import Row, columns_in_use, summarise
 from benchmarks.setting import Setting
 from benchmarks.timeline import Event, idle_shares, least_idle
 from benchmarks.workers import RoundResult, Started, batches_of
-from tests.cli.test_benchmarks import run
+from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    environ = job_environment(OMP_NUM_THREADS="1")
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, cwd="/")
+
 
 SMALL = "--layers 3 --width 16 --heads 2 --context 8 --vocab 33".split()
 
@@ -119,9 +128,9 @@ def test_stage_starts() -> None:
 
 def test_ratio_over_a_peer_and_columns_without_figures() -> None:
     started = {name: Started(10, [1.0], 100, 50) for name in ("torch-tp", "zerolite-tp")}
-    rounds = {"torch-tp": [RoundResult([2.0], 1.0, [1.0])], "zerolite-tp": [RoundResult([1.0], 1.0, [1.0])]}
+    rounds = {"torch-tp": [RoundResult([2.0], 1.0, [1.0])], "zerolite-tp": [RoundResult([1.0], 0.8, [1.0])]}
     rows = summarise(started, rounds, {}, 100, {"zerolite-tp": "torch-tp", "torch-tp": "absent"})
-    assert [row.to_peer for row in rows] == [None, 0.5]
+    assert [(row.to_peer, row.to_peer_cpu) for row in rows] == [(None, None), (0.5, 0.8)]
     titles = [title for title, *_ in columns_in_use(rows)]
     assert "x peer" in titles and "x DDP" not in titles and "step ms" in titles
     assert "x peer" not in [title for title, *_ in columns_in_use([Row("ddp", to_ddp=1.0)])]

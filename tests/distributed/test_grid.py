@@ -30,13 +30,13 @@ FP32 = 1e-6
 
 # 16 bits. A pipeline rounds where one process does, and has its bits, unless a weight is tied over two stages: the two
 # gradients of a micro-batch are then not added in 16 bits, but in fp32 once a step. Rows of tensor parallelism add
-# products that were rounded to 16 bits each, which is one more rounding to a layer: so results differ by about as much
-# as 16 bits differ from fp32. LOSS and NORM are half a unit and a unit of the last place, which is more than any single
-# value's rounding; and masters must be as near to those of fp32 as those of one process in 16 bits are.
+# products that were rounded to 16 bits each. So results have as much rounding in them as those of one process in
+# 16 bits, but another one: their distance from these is that of two independent errors of the same size, the square
+# root of two times the distance of these from fp32. Measured: 0.2 to 1.15 times; and at most 2^-9 and 2^-7 of losses and
+# norms in bf16.
+APART = 1.5
 LOSS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-NORM = {"bf16": 2.0**-7, "fp16": 2.0**-10}
-FLIPPED = 0.12  # share of weights that may differ at all
-AS_NEAR = 1.05
+NORM = {"bf16": 2.0**-6, "fp16": 2.0**-9}
 
 # tied, clip, accumulation
 OPTIONS = [(True, CLIP, 4), (False, 0.0, 2), (True, 0.0, 2), (False, CLIP, 4)]
@@ -129,11 +129,9 @@ def assert_matches(ranks: list[dict[str, Any]], run: dict[str, Any], precision: 
     exact = tensor == 1 and not (tied and pipe > 1)
     assert got["losses"] == pytest.approx(wanted.losses, rel=FP32 if exact else LOSS[precision])
     assert got["norms"] == pytest.approx(wanted.norms, rel=FP32 if exact else NORM[precision])
-    used = [name for name in wanted.parameters if "unused" not in name]
-    mine, theirs = flat(got["parameters"], used), flat(wanted.parameters, used)
-    assert (mine != theirs).float().mean() <= (0.0 if exact else FLIPPED)
-    fp32 = flat(whole.parameters, used)
-    assert (mine - fp32).norm() <= AS_NEAR * (theirs - fp32).norm()
+    trained = [name for name in wanted.masters if "unused" not in name and "frozen" not in name]
+    mine, theirs = flat(got["parameters"], trained), flat(wanted.masters, trained)
+    assert (mine - theirs).norm() <= (0.0 if exact else APART) * (theirs - flat(whole.masters, trained)).norm()
 
 
 def assert_same_losses(got: dict[str, Any], wanted: reference.Trajectory, tied: bool) -> None:
@@ -177,9 +175,7 @@ def check(pools: Pools, runs: dict[str, dict[str, Any]], precision: str, timeout
         ((2, 1, 2), 1, "fp32", True),
     ],
 )
-def test_a_grid_matches_plain_pytorch(
-    pools: Pools, grid: Grid, stage: int, precision: str, sequence: bool
-) -> None:
+def test_a_grid_matches_plain_pytorch(pools: Pools, grid: Grid, stage: int, precision: str, sequence: bool) -> None:
     check(pools, {"": run(grid, stage, precision, (True, CLIP, 2), sequence)}, precision)
 
 

@@ -173,3 +173,4 @@ def test_the_first_ranks_values_and_random_numbers(pools: Pools) -> None:
 def test_nothing_is_kept(pools: Pools, sequence_parallel: bool) -> None:
     for found in pools(2).run(f"{CASES}:memory", {"sequence_parallel": sequence_parallel}):
         assert found["alive after"] == [] and found["alive without gradients"] == []
+        assert found["growth"] < 500  # the smallest activation takes 1536; the record of fences grows by some numbers

@@ -286,7 +286,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         2,
         r"a column in 'blocks\.0' for the row 'blocks\.0\.down'",
     ),
-    "type": (lambda: _stack(Plain()), {**MLP, "blocks.*": "column"}, 2, r"as 'blocks\.0'.*got Plain; cut are nn.Linear"),
+    "type": (
+        lambda: _stack(Plain()),
+        {**MLP, "blocks.*": "column"},
+        2,
+        r"as 'blocks\.0'.*got Plain; cut are",
+    ),
     "embedding": (lambda: _stack(Plain()), {**MLP, "embed": "column"}, 2, r"nn.Linear as 'embed'.*got Embedding"),
     "own forward": (lambda: _stack(Odd(up=OwnForward(8, 16))), MLP, 2, "OwnForward, which has a forward of its own"),
     "computed weight": (lambda: _stack(Odd(up=_parametrized())), MLP, 2, "weight of its own"),
@@ -398,3 +403,41 @@ def test_a_sequence_that_cannot_be_shared() -> None:
     model = cut(Stack([Shapes("separate")]), sequence_parallel=True)
     with pytest.raises(ValueError, match=r"a multiple of tensor_parallel\.size 2, got 7 .*\[1, 7, 32\]"):
         model(torch.ones(1, 7, dtype=torch.int64))
+
+
+def test_a_sequence_of_layers_is_understood() -> None:
+    """It has blocks beside layers of other kinds."""
+    layers = [nn.Embedding(9, 32), Nano(), Nano(), nn.LayerNorm(32), nn.Linear(32, 9)]
+    wanted = ["1.c_attn.weight", "1.c_attn.bias", "1.c_proj.weight", "4.weight", "4.bias"]
+    found = parts_of(cut(nn.Sequential(*layers)))
+    assert set(wanted) <= set(found) and "0.weight" not in found
+
+
+@pytest.mark.slow
+def test_the_layers_of_a_pipeline_are_understood() -> None:
+    from zerolite.pipe import PipelineModule
+
+    piped = PipelineModule([nn.Embedding(9, 32), Nano(), torch.relu, Nano()])
+    assert [name for name in parts_of(cut(piped)) if "weight" in name] == [
+        f"layers.{place}.c_{name}.weight" for place in (1, 3) for name in ("attn", "proj")
+    ]
+
+
+def test_a_stage_without_layers_to_cut() -> None:
+    comm = dry_communicator("gloo", 0, 2)
+    assert apply(nn.Sequential(nn.LayerNorm(4)), Settings(2), comm, CPU, stage=True) == ["auto"]
+
+
+@pytest.mark.slow
+def test_a_weight_that_a_function_uses() -> None:
+    from zerolite.pipe import PipelineModule, TiedLayerSpec
+
+    specs = [
+        TiedLayerSpec("embed", nn.Embedding, 9, 32),
+        Nano(),
+        TiedLayerSpec("embed", nn.Embedding, 9, 32, forward_fn=lambda embed, x: x @ embed.weight.t()),
+    ]
+    model = PipelineModule(specs)
+    model.build(range(3))
+    with pytest.raises(PlanError, match=r"got 'layers\.0', which the forward_fn of a TiedLayerSpec uses"):
+        cut(model, {"layers.0": "vocab", "layers.*.c_attn": "column", "layers.*.c_proj": "row"})

@@ -328,6 +328,15 @@ def _pipelines_sum_on_the_device(config: ZeroliteConfig) -> Iterator[Contradicti
             )
 
 
+def _parts_are_of_equal_activations(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    if config.activation_checkpointing.partition_activations and config.tensor_parallel.sequence_parallel:
+        yield Contradiction(
+            ("activation_checkpointing.partition_activations", "tensor_parallel.sequence_parallel"),
+            "expected false with tensor_parallel.sequence_parallel, where each rank has a part of the sequence anyway, "
+            "got true; leave it out",
+        )
+
+
 _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _one_precision,
     _bf16_states_need_bf16_masters,
@@ -351,4 +360,5 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _splits_say_every_stage,
     _elasticity_is_for_data,
     _pipelines_sum_on_the_device,
+    _parts_are_of_equal_activations,
 )

@@ -12,6 +12,11 @@ from zerolite.pipe.modules import run_layers
 from zerolite.runtime.micro_batch import LossFunction, MicroBatch
 from zerolite.runtime.precision import Precision
 
+NOT_WHOLE = (
+    "this rank has one stage of the model, whose other layers are on other ranks; expected engine.train_batch or "
+    "engine.eval_batch, which run all of them, instead of a forward"
+)
+
 
 class Chunk(Protocol):
     """index: its place among all parts. module: contains its parameters."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.pipelining import schedules
 
 from zerolite.comm import Communicator, recorder
+from zerolite.pipe import stage as real
 from zerolite.pipe.boundary import BoundarySpec
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.stage import TAG, ChunkStage, Step
@@ -72,7 +72,8 @@ class _Message(NamedTuple):
 @contextlib.contextmanager
 def _launching() -> Iterator[None]:
     """Inside, torch's schedules launch messages of a :class:`DryStage` by doing nothing; all others as ever."""
-    torchs: Any = schedules
+    ours: Any = real
+    torchs = ours.schedules
     batch, by_peer = torchs._batch_p2p, torchs._sorted_batch_p2p
 
     def launch(ops: list[Any], desc: str | None = None) -> Any:

@@ -38,7 +38,8 @@ def keep_only(
 ) -> Mapping[str, dict[str, torch.Tensor]]:
     """Take all other parameters out of ``model`` and let go of their memory, also where an optimizer knows them.
 
-    stays: whether the parameter of that id does. leaves: whether the buffers of the module of that name leave too; these are returned by module, with their values.
+    stays: whether the parameter of that id does. leaves: whether the buffers of the module of that name leave too;
+    these are returned by module, with their values.
     """
     gone: dict[str, dict[str, torch.Tensor]] = {}
     for path, module in model.named_modules():

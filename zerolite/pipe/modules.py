@@ -53,12 +53,12 @@ class TiedLayerSpec(LayerSpec):
         tied_weight_attr: str | Sequence[str] = "weight",
         **kwargs: Any,
     ) -> None:
-        super().__init__(cls, *args, **kwargs)
         if not isinstance(key, str):
             raise ValueError(
                 f"TiedLayerSpec: expected the key, a string, before the class, got {type(key).__name__}; write "
                 'TiedLayerSpec("embedding", nn.Embedding, ...)'
             )
+        super().__init__(cls, *args, **kwargs)
         self.key, self.forward_fn = key, forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
@@ -175,7 +175,7 @@ class PipelineModule(nn.Module):
                 )
             return module if layer.forward_fn is None else functools.partial(layer.forward_fn, module)
         made = self._seeded(place, layer) if isinstance(layer, LayerSpec) else layer
-        if isinstance(made, nn.Module):
+        if isinstance(made, nn.Module) or not callable(made):
             self._add(self.first_places[place], made, device)
         return made
 
@@ -217,9 +217,25 @@ class PipelineModule(nn.Module):
         self._build_if_alone()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        self._build_if_alone()
+        return super().get_submodule(target)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._build_if_alone()
         return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._build_if_alone()
+        return super().load_state_dict(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> PipelineModule:
+        self._build_if_alone()
+        return super().apply(fn)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PipelineModule:
+        self._build_if_alone()  # .to(), .half() and their like
+        return super()._apply(fn, recurse)
 
     # ---------------------------------------------------------------- running
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerolite.pipe.boundary import leaves_of, shapes_of
+from zerolite.pipe.chunks import NOT_WHOLE
 from zerolite.pipe.homes import Home
 from zerolite.pipe.skeleton import Call, Calls, Labelling, Labels, Skeleton, filled
 from zerolite.runtime.micro_batch import LossFunction, MicroBatch
@@ -59,6 +60,11 @@ class Splitting:
         self._skeleton = Skeleton(model)
         self._plans: dict[str, Plan] = {}
         self._hooked = False
+
+    def check_running(self, model: nn.Module, args: Any) -> None:
+        """Raises RuntimeError if the model is called by somebody else."""
+        if self.running is None:
+            raise RuntimeError(NOT_WHOLE)
 
     def plan(self, batch: MicroBatch) -> Plan:
         """For micro-batches like this one. Raises ValueError for a model that cannot be divided there."""

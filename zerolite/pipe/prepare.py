@@ -15,7 +15,7 @@ from zerolite.comm import Communicator, HostGroup, Topology, stages_communicator
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.cuts import set_names
 from zerolite.pipe import partition
-from zerolite.pipe.chunks import Chunk, LayerChunk
+from zerolite.pipe.chunks import NOT_WHOLE, Chunk, LayerChunk
 from zerolite.pipe.homes import Home, homes_of, keep_only
 from zerolite.pipe.modules import PipelineModule, name_of, trained_numel
 from zerolite.pipe.profile import seconds_of_layers
@@ -211,7 +211,7 @@ def _of_layers(model: PipelineModule, bounds: Sequence[int], own: Sequence[int])
     ]
     names = [f"layers.{first}" for first in model.first_places]
     homes = homes_of(layers, names, bounds)
-    _strip(layers, homes, own)
+    _strip(layers, homes, own, bounds)
     model.functions = {place: model.functions[place] for place in places}
     chunks: list[Chunk] = []
     for part in own:
@@ -229,7 +229,9 @@ def _of_sequential(
     layers = list(model)
     bounds = bounds_of(settings.partition_method, layers, [name_of(layer) for layer in layers], parts, None)
     homes = homes_of(layers, list(model._modules), bounds)
-    _strip(layers, homes, own)
+    _strip(layers, homes, own, bounds)
+    if parts > 1:
+        model.register_forward_pre_hook(_refuse_call)
     interval = settings.activation_checkpoint_interval
     chunks: list[Chunk] = []
     for part in own:
@@ -238,12 +240,19 @@ def _of_sequential(
     return chunks, homes
 
 
-def _strip(layers: Iterable[nn.Module | None], homes: Iterable[Home], own: Sequence[int]) -> None:
+def _refuse_call(model: nn.Module, args: Any) -> None:
+    raise RuntimeError(NOT_WHOLE)
+
+
+def _strip(
+    layers: Sequence[nn.Module | None], homes: Iterable[Home], own: Sequence[int], bounds: Sequence[int]
+) -> None:
+    """What is used on other ranks only loses its buffers, and the parameters that nothing here shares."""
     staying = {id(home.parameter) for home in homes if home.parts & set(own)}
+    here = {id(layer) for part in own for layer in layers[bounds[part] : bounds[part + 1]]}
     for layer in layers:
-        if layer is not None:
-            elsewhere = not any(id(parameter) in staying for parameter in layer.parameters())
-            keep_only(layer, staying.__contains__, (lambda path: True) if elsewhere else (lambda path: False))
+        if layer is not None and id(layer) not in here:
+            keep_only(layer, staying.__contains__, lambda path: True)
 
 
 def bounds_of(

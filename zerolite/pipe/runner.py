@@ -10,11 +10,10 @@ import torch
 
 from zerolite.comm import ControlChannel, HostGroup, HostLinks, Topology
 from zerolite.comm.ranks import name_ranks
-from zerolite.pipe.boundary import leaves_of, number_of, shapes_of
+from zerolite.pipe.boundary import leaves_of, number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.stage import ChunkStage, Step, make_schedule
 from zerolite.runtime.accumulation import AccumulationWindow
-from zerolite.runtime.initial_sync import content_hash
 from zerolite.runtime.micro_batch import LossFunction, MicroBatch
 from zerolite.runtime.precision import HALF, GraphBoundary, Precision, map_tensors
 from zerolite.runtime.step import StepPipeline
@@ -97,40 +96,44 @@ class PipelineRunner:
 
     def _begin(self, call: str, batches: Iterator[Any], training: bool) -> _Work:
         """Read the micro-batches, and learn how all ranks have fared."""
-        status, read = FINE, list[MicroBatch]()
+        status, read, content = FINE, list[MicroBatch](), 0
         error: BaseException | None = None
         try:
-            read = self._read(call, batches)
+            read, content = self._read(call, batches)
         except StopIteration as stop:
             status, error = ENDED, stop
         except Exception as failure:
             status, error = FAILED, failure
         shapes = number_of(repr(shapes_of([(micro.args, micro.kwargs, micro.target) for micro in read[:1]])))
-        content = self._meeting.content(read) if status == FINE else 0
         self._meeting.begin(call, status, error, shapes, content)
         if training:
             self._parts.pipeline.note_inputs(leaves_of([(micro.args, micro.kwargs, micro.target) for micro in read]))
         return _Work(self._parts, read, (shapes, training))
 
-    def _read(self, call: str, batches: Iterator[Any]) -> list[MicroBatch]:
-        parts, read = self._parts, []
+    def _read(self, call: str, batches: Iterator[Any]) -> tuple[list[MicroBatch], int]:
+        """A step's micro-batches, and a hash of their values."""
+        parts, read, given = self._parts, list[MicroBatch](), []
         for _ in range(parts.micro_batches):
-            micro = MicroBatch.of(next(batches), parts.loss_fn, parts.device)
+            given.append(next(batches))
+            micro = MicroBatch.of(given[-1], parts.loss_fn, parts.device)
             args, kwargs = parts.precision.cast((micro.args, micro.kwargs))
             read.append(MicroBatch(args, kwargs, micro.target))
             _check_shapes(call, read[0], read[-1], len(read))
         for chunk in self._chunks:
             chunk.prepare(read[0])
-        return read
+        return read, self._meeting.content(given)
 
     def _run_stages(self, call: str, work: _Work) -> None:
         step = Step(work)
         for stage in self._stages:
             stage.begin(step)
         try:
-            self._run()
-            if self._links is not None:
-                self._links.finish()
+            if self._links is None:
+                self._run()
+            else:
+                with step.communicating():
+                    self._run()
+                    self._links.finish()
         finally:
             for stage in self._stages:
                 stage.end()
@@ -204,14 +207,13 @@ class _Meeting:
         self._topology = topology
         self._channel = None if topology.world.group is None else ControlChannel(topology.world, width=3)
         self._host = HostGroup(topology.world, "pipeline")
-        self._compared = False  # whether the stages read the same data
 
-    def content(self, batches: Sequence[MicroBatch]) -> int:
-        """Of the first step's data, a hash; 0 afterwards."""
-        if self._compared or self._channel is None:
+    def content(self, batches: Sequence[Any]) -> int:
+        """A hash of what the iterator has given: of some values of each tensor on the host. Loaders whose ranks draw
+        random numbers apart from each other give others."""
+        if self._channel is None:
             return 0
-        tensors = leaves_of([(micro.args, micro.kwargs, micro.target) for micro in batches])
-        return number_of(repr([int(content_hash(tensor)) for tensor in tensors]))
+        return number_of(repr([sampled_hash(tensor) for tensor in leaves_of(batches)]))
 
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
         """Raises on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""
@@ -232,7 +234,6 @@ class _Meeting:
             ) from error
         for place, what in ((1, "shapes"), (2, "values")):
             self._check_equal(call, what, [row[place] for row in rows])
-        self._compared = True
 
     def _check_equal(self, call: str, what: str, values: list[int]) -> None:
         """On all ranks, also those whose own pipeline is fine."""

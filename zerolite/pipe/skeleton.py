@@ -130,7 +130,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 @dataclass
 class Call:
-    """One call of a module that has parameters in it. began, ended: the part of the model under way then (ended: -1 if
+    """One call of a module with parameters or buffers. began, ended: the part of the model under way then (ended: -1 if
     it did not end). template: its outputs, with :class:`Zeros` for tensors; None if they cannot be told from
     parameters' shapes alone."""
 
@@ -151,7 +151,7 @@ class Zeros:
 
 
 class Calls:
-    """Records the calls of all modules with parameters while it is entered."""
+    """Records the calls of all modules with parameters or buffers, until it is closed."""
 
     def __init__(self, model: nn.Module, labelling: Labelling, part: Callable[[], int]) -> None:
         self.root = Call("", 0)
@@ -159,7 +159,7 @@ class Calls:
         self._labelling, self._part = labelling, part
         self._handles: list[Any] = []
         for path, module in model.named_modules():
-            if path and next(module.parameters(), None) is not None:
+            if path and any(True for _ in (*module.parameters(), *module.buffers())):
                 self._watch(path, module)
 
     def _watch(self, path: str, module: nn.Module) -> None:

@@ -40,6 +40,11 @@ def split_by_names(
     staying = {id(home.parameter) for home in homes if home.parts & mine}
     elsewhere = _paths_elsewhere(model, staying)
     splitting.buffers = keep_only(model, staying.__contains__, elsewhere.__contains__)
+    for path, module, part in parts_of_modules(model, names):
+        if part not in mine and path not in elsewhere:  # it may run here too, and another stage speaks for it
+            module._non_persistent_buffers_set.update(module._buffers)
+    if parts > 1:
+        model.register_forward_pre_hook(splitting.check_running)
     chunks: list[Chunk] = []
     for part in own:
         parameters = [home.parameter for home in homes if part in home.parts]

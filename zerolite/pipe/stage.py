@@ -8,10 +8,11 @@ no other rank waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from zerolite.comm import HostLinks, recorder
+from zerolite.comm.flight import blocked
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
 
@@ -50,6 +52,50 @@ class Step:
 
     work: Work
     failure: Exception | None = None  # the first on this rank; computations are left out from then on
+    waiting: contextlib.AbstractContextManager[None] | None = None  # for a message, as far as the watchdog is to know
+
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Around a schedule: what is no computation waits for other ranks, until one fails."""
+        self.pause(False)
+        try:
+            yield
+        except RuntimeError as error:
+            waiting, self.waiting = self.waiting, None
+            if waiting is not None:
+                waiting.__exit__(type(error), error, error.__traceback__)  # raises it, explained
+            raise
+        finally:
+            self.pause(True)
+
+    def pause(self, computing: bool) -> None:
+        """A computation begins, or has ended."""
+        if computing and self.waiting is not None:
+            self.waiting.__exit__(None, None, None)
+        self.waiting = None
+        if not computing:
+            self.waiting = blocked(("message", TAG, 0, None, 0))
+            self.waiting.__enter__()
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def computation(method: Method) -> Method:
+    """``method`` of a stage computes, and does not wait."""
+
+    @functools.wraps(method)
+    def compute(stage: ChunkStage, *args: Any, **kwargs: Any) -> Any:
+        step = stage.step
+        if step.waiting is None:  # a plan, which has no messages
+            return method(stage, *args, **kwargs)
+        step.pause(True)
+        try:
+            return method(stage, *args, **kwargs)
+        finally:
+            step.pause(False)
+
+    return compute  # type: ignore[return-value]
 
 
 @dataclass
@@ -241,8 +287,10 @@ class ChunkStage(PipelineStage):
 
     # ---------------------------------------------------------------- computations
 
+    @computation
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """What the schedule hands on: the outputs, for a next stage on this rank."""
+        """What the schedule hands on to a next stage on this rank, which has no message; it would hold other outputs
+        longer than their backward needs them."""
         flight = self._flights.setdefault(fwd_chunk_id, _Flight())
         if self.step.failure is None and not self._before.dead:
             try:
@@ -256,7 +304,7 @@ class ChunkStage(PipelineStage):
             flight.received = ()
             if self.is_last or self.next_here is not None:
                 del self._flights[fwd_chunk_id]
-        return outputs
+        return outputs if self.next_here is not None else ()
 
     def _forward(self, flight: _Flight, index: int) -> None:
         work = self.step.work
@@ -300,6 +348,7 @@ class ChunkStage(PipelineStage):
         if self.step.failure is None:
             self.step.failure = error
 
+    @computation
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -320,6 +369,7 @@ class ChunkStage(PipelineStage):
         if full_backward and self.is_first:
             del self._flights[bwd_chunk_id]
 
+    @computation
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
             return

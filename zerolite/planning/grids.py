@@ -23,11 +23,8 @@ from zerolite.planning.make import (
     plan_of_stages,
 )
 from zerolite.planning.places import Grid, ring_between_nodes
-from zerolite.planning.result import GridComparison, GridRow, Plan, Traffic
+from zerolite.planning.result import GridComparison, GridRow, Plan, Stage, Traffic
 from zerolite.planning.settings import with_blocks
-
-FEW = 2
-"""Micro-batches for each stage after which a schedule repeats itself, but for one that keeps all of them."""
 
 _ONCE = "stats", "loss", "shared_gradients", "initial_sync"
 """Purposes of what is sent once a step, however many micro-batches there are."""
@@ -116,9 +113,8 @@ class _Search:
         loss: Callable[..., torch.Tensor] | None,
         speeds: Speeds,
     ) -> None:
-        self._config, self._world_size, self._nodes, self._memory, self._speeds = (
-            config, world_size, nodes, memory, speeds,
-        )  # fmt: skip
+        self._config, self._world_size, self._nodes = config, world_size, nodes
+        self._memory, self._speeds = memory, speeds
         self._job = lambda config: job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)
         self._rows: list[GridRow] = []
         self._refused: list[tuple[str, Exception]] = []
@@ -128,23 +124,29 @@ class _Search:
         limit = self._memory[0] or 0
         candidates = sorted(self._candidates(), key=lambda one: (one.bound, one.stage))
         too_large = [one for one in candidates if one.states > limit]
-        slower, fitting = 0, set()
-        for one in candidates:
-            best = min((row.seconds for row in self._rows if row.plan.fits), default=None)
-            if one in too_large or one.grid in fitting or self._is_hopeless(one):
-                continue
-            if best is not None and one.bound >= best:
-                slower += 1
-                continue
-            row = self._planned(one)
-            if row is not None and row.plan.fits:
-                fitting.add(one.grid)  # a higher stage of ZeRO sends more
-        self._rows.sort(key=lambda row: (not row.plan.fits, row.seconds))
+        waiting = [one for one in candidates if one.states <= limit]
+        while True:
+            waiting = self._try_all(waiting)
+            if self._settle(candidates):
+                break
         chosen = 0 if self._rows and self._rows[0].plan.fits else None
-        if not self._rows and self._refused:
+        if not self._rows and self._refused and not too_large:
             raise self._refused[0][1]
-        notes = [*left_out_lines(self._refused), *_counted(too_large, slower)]
+        notes = [*left_out_lines(self._refused), *_counted(too_large, len(waiting))]
         return GridComparison(rows=self._rows, chosen=chosen, left_out=notes, speeds=self._speeds)
+
+    def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Gives those that cannot be faster than the best."""
+        slower = []
+        for one in candidates:
+            fitting = [row for row in self._rows if row.plan.fits]
+            if any(row.name == str(one.grid) for row in fitting) or self._is_hopeless(one):
+                continue  # a higher stage of ZeRO sends more
+            if any(row.seconds <= one.bound for row in fitting):
+                slower.append(one)
+            else:
+                self._try(one)
+        return slower
 
     def _plan_base(self) -> Plan:
         """At the config's own grid: for the number of parameters, what each of them takes, and the operations."""
@@ -152,7 +154,7 @@ class _Search:
         if config.zero_optimization.stage == "auto":
             config = with_blocks(config, zero_optimization={"stage": 1})
         job = self._job(config)
-        outcomes = run_stages(job, range(job.grid.pipe)) if job.grid.pipe > 1 else {0: run(job)}
+        outcomes = run_stages(job, range(job.grid.pipe), 1, 1) if job.grid.pipe > 1 else {0: run(job, 1, 1)}
         return plan_of_stages(job, outcomes, self._nodes, *self._memory)
 
     # ---------------------------------------------------------------- what there is
@@ -189,7 +191,7 @@ class _Search:
 
     @property
     def _flops(self) -> float:
-        """Of each rank, in a step; all grids have as many."""
+        """Of each rank, in a step, on average; all grids have as many."""
         counts = [stage.flops or 0 for stage in self._base.stages] or [self._base.flops or 0]
         return sum(counts) / len(counts)
 
@@ -215,21 +217,30 @@ class _Search:
     def _refused_grids(self) -> set[Grid]:
         return {error.grid for _, error in self._refused if isinstance(error, _GridRefusedError)}
 
-    def _planned(self, one: Candidate) -> GridRow | None:
+    def _try(self, one: Candidate) -> None:
         try:
-            made = self._plan(one, few=True)
-            if made.fits and self._is_abridged(one):
-                made = self._plan(one, few=False)
+            self._rows.append(self._row(one, few=True))
         except (RefusedError, ConfigError) as error:
             self._refused.append((one.name, _GridRefusedError(one.grid, error)))
-            return None
-        slowest = max((stage.traffic for stage in made.stages), key=_time_of(self._speeds), default=made.traffic)
-        seconds = self._speeds.seconds(self._flops, one.waiting, slowest)
-        self._rows.append(GridRow(name=str(one.grid), plan=made, seconds=seconds))
-        return self._rows[-1]
 
-    def _is_abridged(self, one: Candidate) -> bool:
-        return one.grid.pipe > 2
+    def _settle(self, candidates: Sequence[Candidate]) -> bool:
+        """Sort the rows, and plan all stages of the first, until it stays the first. False if one of them has turned
+        out not to fit: then others may be the fastest."""
+        known = {(str(one.grid), one.stage): one for one in candidates}
+        while True:
+            self._rows.sort(key=lambda row: (not row.plan.fits, row.seconds))
+            plan = self._rows[0].plan if self._rows else None
+            if plan is None or not plan.fits or len(plan.stages) in (0, plan.pipeline_stages):
+                return True
+            self._rows[0] = self._row(known[self._rows[0].name, plan.stage], few=False)
+            if not self._rows[0].plan.fits:
+                return False
+
+    def _row(self, one: Candidate, few: bool) -> GridRow:
+        made = self._plan(one, few)
+        ranks = [(stage.flops, stage.traffic) for stage in made.stages] or [(made.flops, made.traffic)]
+        times = [self._speeds.seconds(flops or 0, one.waiting, traffic) for flops, traffic in ranks]
+        return GridRow(name=str(one.grid), plan=made, seconds=max(one.bound, *times))
 
     def _plan(self, one: Candidate, few: bool) -> Plan:
         """few: of the first and the last stage alone, which have the most micro-batches and the head."""
@@ -242,23 +253,22 @@ class _Search:
             "parameters": self._base.parameters,
             "trained_parameters": self._base.trained_parameters,
             "accumulation": one.config.gradient_accumulation_steps or 1,
-            "traffic": _longer(made.traffic, times, one.stage),
-            "stages": [
-                stage.model_copy(update={"traffic": _longer(stage.traffic, times, one.stage)}) for stage in made.stages
-            ],
+            **_longer(made, times, one.stage),
+            "stages": [stage.model_copy(update=_longer(stage, times, one.stage)) for stage in made.stages],
             "bubble": one.waiting if one.grid.pipe > 1 else None,
         }
         return made.model_copy(update=update)
 
     def _shortened(self, job: Job) -> tuple[Job, Fraction]:
-        """``job`` with as few micro-batches as give the same peak, and how many times as many there are."""
-        steps = job.config.gradient_accumulation_steps or 1
-        block = job.config.pipeline
-        few = steps if block.schedule == "gpipe" and job.grid.pipe > 1 else FEW * job.grid.pipe * block.chunks_per_rank
-        if steps <= few or steps % job.grid.pipe or job.config.train_micro_batch_size_per_gpu is None:
+        """``job`` with as few micro-batches as give the same peak, and how many times as many there are: from then on a
+        schedule repeats itself, but for one that keeps all of them."""
+        steps, size = job.config.gradient_accumulation_steps or 1, job.config.train_micro_batch_size_per_gpu
+        block, pipe = job.config.pipeline, job.grid.pipe
+        few = {"gpipe": steps, "1f1b": pipe + 2}.get(block.schedule, 2 * pipe * block.chunks_per_rank)
+        few = few if pipe > 1 else 2
+        if steps <= few or size is None:
             return job, Fraction(1)
-        size = job.config.train_micro_batch_size_per_gpu * few * job.grid.data
-        sizes = {"gradient_accumulation_steps": few, "train_batch_size": size}
+        sizes = {"gradient_accumulation_steps": few, "train_batch_size": size * few * job.grid.data}
         return job.with_config(job.config.model_copy(update=sizes)), Fraction(steps, few)
 
 
@@ -270,13 +280,11 @@ class _GridRefusedError(Exception):
         self.grid = grid
 
 
-def _time_of(speeds: Speeds) -> Callable[[Sequence[Traffic]], float]:
-    return lambda traffic: speeds.seconds(0.0, 0.0, traffic)
-
-
-def _longer(rows: Sequence[Traffic], times: Fraction, stage: int) -> list[Traffic]:
-    """``rows`` of a step with so many times as many micro-batches."""
-    return [row if times == 1 or _is_once(row, stage) else _several(row, times) for row in rows]
+def _longer(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
+    """What differs in a step with so many times as many micro-batches."""
+    flops = None if made.flops is None else int(made.flops * times)
+    traffic = [row if times == 1 or _is_once(row, stage) else _several(row, times) for row in made.traffic]
+    return {"flops": flops, "traffic": traffic}
 
 
 def _is_once(row: Traffic, stage: int) -> bool:

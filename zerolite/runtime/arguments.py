@@ -116,9 +116,10 @@ def check_trained(trained: list[torch.nn.Parameter], names: dict[int, str], meta
 
 
 def optimizer_maker(
-    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups
+    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups, cut: bool = False
 ) -> Callable[[Groups], Optimizer] | Optimizer:
-    """The user's instance, or a function from param groups to an optimizer; refused where it cannot work."""
+    """The user's instance, or a function from param groups to an optimizer; refused where it cannot work. cut: ranks
+    have parts of layers."""
     if optimizer is not None and config.optimizer is not None:
         raise ConfigError(
             [
@@ -161,6 +162,11 @@ def optimizer_maker(
         raise ValueError(
             f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. "
             f"{reason} Use stage 0 for it."
+        )
+    if cut and reason is not None:
+        raise ValueError(
+            f"tensor_parallel gives each rank a part of the parameters of a layer to update. {reason} Use an optimizer "
+            "that updates each element by itself, such as AdamW."
         )
     return made
 

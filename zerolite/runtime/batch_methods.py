@@ -62,7 +62,7 @@ class BatchMethods:
         that do not have the last layers). compute_loss: False gives the outputs alone. Called on all ranks."""
         batches = self._batches_of(data_iter, "eval_batch")
         engine = cast("Engine", self)
-        training = engine._module.training
+        training = [module for module in engine._module.modules() if module.training]
         engine._module.eval()
         try:
             if self.runner is not None:
@@ -75,7 +75,8 @@ class BatchMethods:
                 if compute_loss:
                     losses.append(micro.loss(made, self.loss_fn).float().reshape(()))
         finally:
-            engine._module.train(training)
+            for module in training:  # those that the user has put in eval mode stay there
+                module.training = True
         if not compute_loss:
             return outputs
         loss = engine.mean_over_data(torch.stack(losses).mean())

@@ -126,7 +126,7 @@ def build_engine(
     check_initialize(resolved, model, optimizer, groups, comm, device, **others)
     if not policy.shard_parameters:
         make_whole(model)
-    make_inner = optimizer_maker(optimizer, resolved, policy, groups)
+    make_inner = optimizer_maker(optimizer, resolved, policy, groups, topology.tensor.world_size > 1)
     if isinstance(make_inner, torch.optim.Optimizer) and make_inner is not optimizer:  # a function has made it just now
         check_made_optimizer(make_inner, model, comm, device)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
@@ -319,7 +319,8 @@ class _Assembly:
     def _checkpoint_activations(self, engine: Engine) -> list[Any]:
         """Before other hooks of forward, which then see what they see where the model itself calls the checkpoint."""
         settings, known, pipeline = self.config.activation_checkpointing, weakref.ref(engine), self.pipeline
-        attached = attach(self.model, settings, self.device, functools.partial(_print_checkpointing, known))
+        tensor = self.topology.tensor if self.topology.tensor.world_size > 1 else None
+        attached = attach(self.model, settings, self.device, functools.partial(_print_checkpointing, known), tensor)
         engine.activation_checkpointing = attached
         engine.memory_parts = dataclasses.replace(engine.memory_parts, activations=attached.memory)
         if settings.profile:

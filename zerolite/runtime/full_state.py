@@ -46,12 +46,24 @@ def _partitioned(module: torch.nn.Module, prefix: str) -> list[str]:
     return found
 
 
+def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
+    """The names of a module's parameters of which this rank has a part."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [prefix + key for key, parameter in named if cut_of(parameter) is not None]
+
+
 def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     found = [] if _allowed else _partitioned(module, prefix)
     if found:
         raise RuntimeError(
             f"state_dict: parameters are partitioned and would come out empty: {_listed(found)}. Call "
             "engine.full_state_dict(), or do it inside zerolite.zero.GatheredParameters(module)."
+        )
+    found = [] if _allowed else _cut(module, prefix)
+    if found:
+        raise RuntimeError(
+            f"state_dict: this rank has parts of parameters, cut by tensor parallelism: {_listed(found)}. Call "
+            "engine.full_state_dict() on all ranks, which gives the whole ones."
         )
 
 
@@ -62,6 +74,12 @@ def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -
             f"load_state_dict: parameters are partitioned and cannot take whole values: {_listed(found)}. Call "
             "engine.load_full_state_dict(state), or do it inside zerolite.zero.GatheredParameters(module, "
             "modifier_rank=0)."
+        )
+    found = [] if _allowed else _cut(module, prefix)
+    if found:
+        raise RuntimeError(
+            f"load_state_dict: this rank has parts of parameters, cut by tensor parallelism, which cannot take whole "
+            f"values: {_listed(found)}. Call engine.load_full_state_dict(state) on all ranks."
         )
 
 
@@ -77,6 +95,26 @@ def guard_state_dict(model: torch.nn.Module) -> None:
     """:func:`guard_module` for all modules of ``model``."""
     for module in model.modules():
         guard_module(module)
+
+
+def guard_parts(model: torch.nn.Module, topology: Topology) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of ``model``, of which this rank has a part, raise RuntimeError where
+    it would be taken for the whole: of all modules with cut parameters, and of a stage as a whole. For good."""
+    if topology.tensor.world_size > 1:
+        guard_state_dict(model)
+    if topology.pipe.world_size > 1:
+        stage = f"this rank has stage {topology.pipe.rank + 1} of {topology.pipe.world_size} of the model only"
+        model.register_state_dict_pre_hook(functools.partial(_refuse_stage, f"state_dict: {stage}", _WHOLE))
+        model.register_load_state_dict_pre_hook(functools.partial(_refuse_stage, f"load_state_dict: {stage}", _INTO))
+
+
+_WHOLE = "Call engine.full_state_dict() on all ranks, which gives the whole one."
+_INTO = "Call engine.load_full_state_dict(state) on all ranks, which takes the whole one's."
+
+
+def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -> None:
+    if not _allowed:
+        raise RuntimeError(f"{what}. {remedy}")
 
 
 @torch.no_grad()

@@ -29,7 +29,8 @@ class GradStats:
     were not finite. used: indices of parameters that got a gradient on any rank. weight: the sum of the backwards'
     weights, per rank on average; None if they have none. mixed: some ranks' have and others' have not. agreed: whether
     all ranks that gave a number to be compared gave the same. elsewhere: whether a gradient is not finite on ranks with
-    other parts of the model. inputs_agree: whether ranks with parts of the same layers were given the same inputs.
+    other parts of the model. unused_elsewhere: parameters there that got no gradient. inputs_agree: whether the ranks
+    of each copy of the model were given the same inputs.
     """
 
     norm: float
@@ -40,6 +41,7 @@ class GradStats:
     mixed: bool = False
     agreed: bool = True
     elsewhere: bool = False
+    unused_elsewhere: int = 0
     inputs_agree: bool = True
 
     @property
@@ -50,8 +52,8 @@ class GradStats:
         """Raises RuntimeError, on all ranks, if there is no right gradient of these inputs."""
         if not self.inputs_agree:
             raise RuntimeError(
-                "tensor_parallel: expected the same batch on all ranks that share layers, got different ones in this "
-                f"step; {SAME_BATCH}"
+                "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "
+                f"pipeline), got different ones in this step; {SAME_BATCH}"
             )
 
 
@@ -59,15 +61,11 @@ class GradStats:
 class Across:
     """The ranks that hold the rest of the model.
 
-    model: one rank of each part, stage × tensor. place, places: this rank's stage, of how many. compares: whether its
-    inputs are compared with those of the same stage. counts(index): whether this rank's squares of a parameter are in
-    the norm: of what several of them hold, the first one's are.
+    model: one rank of each part, stage × tensor; all of them are given the same inputs. counts(index): whether this
+    rank's squares of a parameter are in the norm: of what several of them hold, the first one's are.
     """
 
     model: Communicator
-    place: int
-    places: int
-    compares: bool
     counts: Callable[[int], bool]
 
 
@@ -83,13 +81,13 @@ class StatsVector:
         world_size: int,
         used: set[int],
         weight: float | None,
-        compared: bool = False,
+        spread: bool = False,
     ) -> None:
-        """used, weight: what this rank has put in. compared: whether inputs were; then the last value but one is above
-        0 if they differed."""
-        self._compared = values[-2:-1] if compared else None
-        self._values = torch.cat([values[:-2], values[-1:]]) if compared else values
-        self._different: HostRead | None = None
+        """used, weight: what this rank has put in. spread: the model has parts on other ranks; two more values in
+        front of the sum: whether inputs differed, and how many of their parameters got no gradient."""
+        self._of_others = values[-3:-1] if spread else None
+        self._values = torch.cat([values[:-3], values[-1:]]) if spread else values
+        self._others: HostRead | None = None
         self._own = (used, weight)
         self._count = count
         self._world_size = world_size
@@ -111,7 +109,7 @@ class StatsVector:
         """Begin the copy to the host, behind the work queued so far."""
         if self._read is None:
             self._read = HostRead(self._values)
-            self._different = None if self._compared is None else HostRead(self._compared)
+            self._others = None if self._of_others is None else HostRead(self._of_others)
 
     def get(self) -> GradStats:
         """Read on the host; waits for the device if :meth:`start_read`'s copy has not arrived."""
@@ -128,6 +126,7 @@ class StatsVector:
         ranks = torch.nonzero(values[2 * n : 2 * n + self._world_size]).flatten().tolist()
         weight, weighted, unweighted, *votes, total = values[-7:].tolist()
         number, first, second = (int(vote) for vote in votes)
+        different, unused = (0.0, 0.0) if self._others is None else self._others.get().tolist()
         return GradStats(
             norm=math.sqrt(total) if math.isfinite(total) else total,
             bad_parameters=tuple(bad),
@@ -137,7 +136,8 @@ class StatsVector:
             mixed=bool(weighted and unweighted),
             agreed=number * second == first**2,  # of equal terms only (Cauchy and Schwarz)
             elsewhere=not math.isfinite(total) and not bad,
-            inputs_agree=self._different is None or not self._different.get().any(),
+            unused_elsewhere=int(unused),
+            inputs_agree=not different,
         )
 
 
@@ -168,10 +168,12 @@ class StatsCollector:
         """comm: the data ranks. across: the others, where the model has parts."""
         self._across = across
         self._inputs: torch.Tensor | None = None  # a hash of what forwards were given since the last step
-        self._counted = None
+        self._counted: torch.Tensor | None = None  # 1 for parameters whose squares count
+        self._wanted: torch.Tensor | None = None  # 1 for parameters with elements
         if across is not None:
-            counted = [float(across.counts(index)) for index in range(len(layout.slots))]
-            self._counted = torch.tensor(counted, dtype=torch.float64, device="cpu").to(device)
+            masks = [[float(across.counts(slot.index)), float(slot.numel > 0)] for slot in layout.slots]
+            made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(device)
+            self._counted, self._wanted = made[:, 0], made[:, 1]
         self._count = len(layout.slots)
         self._fragments = list(fragments)
         self._comm = comm
@@ -232,7 +234,9 @@ class StatsCollector:
         ``weight``: whether this rank's backwards have weights (None: it had none), and their sum. Called once per step,
         on all ranks."""
         count, comm = self._count, self._comm
-        values = torch.zeros(2 * count + comm.world_size + 6, dtype=torch.float64, device=self._device)
+        numbers_of_inputs = comm.world_size if self._across is not None else 0
+        size = 2 * count + comm.world_size + numbers_of_inputs + 6
+        values = torch.zeros(size, dtype=torch.float64, device=self._device)
         numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
         if numbers == [0, 0, 1, 1, 0, 0]:  # nearly always
             values[-4:-2] = 1.0
@@ -245,43 +249,40 @@ class StatsCollector:
         values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
         if probes:
             values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()
+        if self._across is not None and self._inputs is not None:
+            values[2 * count + comm.world_size + comm.rank] = (self._inputs % 1_048_573).double() + 1.0
+        self._inputs = None
         comm.all_reduce(values, tag="stats").wait()
         # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
         # two ranks.
         own = values[:count] if self._counted is None else values[:count] * self._counted
         total = own.sum().reshape(1)
-        compared = self._across is not None and self._across.compares
         if self._across is not None:
-            total = self._over_the_model(total, self._across)
+            total = self._over_the_model(values, total, self._across)
         summed = torch.cat([values, total])
-        return StatsVector(summed, count, comm.world_size, used, weight if weighted else None, compared)
+        return StatsVector(summed, count, comm.world_size, used, weight if weighted else None, self._across is not None)
 
     def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What a forward is given, on the ranks that compare it."""
-        if self._across is None or not self._across.compares:
+        """What a forward is given, where the model has parts."""
+        if self._across is None:
             return
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
             own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
             self._inputs = own if self._inputs is None else self._inputs * 31 + own
 
-    def _over_the_model(self, total: torch.Tensor, across: Across) -> torch.Tensor:
-        """``total`` [1] over all parts of the model; before it, if inputs are compared, how many stages' differed."""
-        places = across.places if across.compares else 0
-        values = torch.zeros(1 + 3 * places, dtype=torch.float64, device=self._device)
-        values[:1] = total
-        if places and self._inputs is not None:
-            number = (self._inputs % 1_048_573).double()
-            values[1 + 3 * across.place : 4 + 3 * across.place] = torch.stack(
-                [torch.ones_like(number), number, number**2]
-            )
-        self._inputs = None
-        across.model.all_reduce(values, tag="stats").wait()
-        if not places:
-            return values
-        votes = values[1:].view(places, 3)
-        different = (votes[:, 0] * votes[:, 2] != votes[:, 1] ** 2).sum().double().reshape(1)
-        return torch.cat([different, values[:1]])
+    def _over_the_model(self, values: torch.Tensor, total: torch.Tensor, across: Across) -> torch.Tensor:
+        """``total`` [1] over all parts of the model, and before it: in how many of its copies inputs differed between
+        ranks, and how many parameters of other parts got no gradient. values: those of the data ranks."""
+        count, ranks = self._count, self._comm.world_size
+        assert self._wanted is not None
+        unused = ((values[count : 2 * count] == 0) * self._wanted).sum().reshape(1)
+        inputs = values[2 * count + ranks : 2 * count + 2 * ranks]
+        over = torch.cat([total, unused, inputs, inputs**2])
+        across.model.all_reduce(over, tag="stats").wait()
+        numbers, squares = over[2 : 2 + ranks], over[2 + ranks :]
+        different = (squares * across.model.world_size != numbers**2).sum().double().reshape(1)
+        return torch.cat([different, over[1:2] - unused, over[:1]])
 
     def _plan(self, dtypes: tuple[torch.dtype | None, ...]) -> list[_Launch]:
         """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not

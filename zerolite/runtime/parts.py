@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.comm import Topology
+from zerolite.accelerator import is_dry_run
+from zerolite.comm import HostGroup, Topology
 from zerolite.config import ZeroliteConfig
 from zerolite.runtime.agreement import check_agreement, describe_config, describe_process, joined
+from zerolite.runtime.full_state import guard_parts
 from zerolite.runtime.micro_batch import LossFunction
 
 if TYPE_CHECKING:
@@ -34,9 +36,32 @@ def part_of_model(
 
         staged = pipe.prepare(model, config.pipeline, topology, device, loss_fn)
     if topology.tensor.world_size > 1:
-        from zerolite import tensor_parallel
-
-        tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device)
+        _cut(model, config, topology, device)
+    guard_parts(model, topology)
     if staged is not None:
         loss_fn = staged.loss_fn
     return staged if topology.pipe.world_size > 1 else None, loss_fn
+
+
+def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
+    """A plan may be wrong, or match nothing, on one stage alone: all of them raise."""
+    from zerolite import tensor_parallel
+    from zerolite.tensor_parallel.plan import unmatched
+
+    stages = topology.pipe.world_size
+    if stages == 1 or is_dry_run():
+        tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=stages > 1)
+        return
+    unused: list[str] = []
+    error: ValueError | None = None
+    try:
+        unused = tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=True)
+    except ValueError as wrong:
+        error = wrong
+    told = HostGroup(topology.pipe, "tensor parallelism").gather((None if error is None else str(error), unused))
+    for stage, (said, _) in enumerate(told):
+        if said is not None:
+            raise error or ValueError(f"{said} (stage {stage + 1} of {stages})")
+    nowhere = set.intersection(*(set(of_stage) for _, of_stage in told))
+    if nowhere:
+        raise ValueError(f"tensor_parallel.plan: {unmatched(min(nowhere), ())}, on any stage")

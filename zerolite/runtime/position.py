@@ -205,6 +205,8 @@ class Names:
 
 def describe(entry: Entry, names: Names | None) -> str:
     """A collective in words, the same on all ranks that launch the same one."""
+    if entry.op == "message":
+        return "a message from another stage of the pipeline"
     if isinstance(entry.what, int):
         numel, dtype, tensors = entry.what, entry.dtype, 1
         members = names.of_bucket(entry.key) if names is not None else []
@@ -227,6 +229,7 @@ _TAGS = {
     "initial_sync": "the start",
     "control": "engine.join()",
     "tensor": "parts of a layer",
+    "loss": "the mean loss",
     "shared_gradients": "gradients that several parts share",
 }
 

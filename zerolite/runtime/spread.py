@@ -32,11 +32,15 @@ def spread_over(
             return False
         return cut_of(parameter) is not None or topology.tensor.rank == 0
 
-    across = Across(
-        topology.model, topology.pipe.rank, topology.pipe.world_size, topology.tensor.world_size > 1, counts
-    )
+    across = Across(topology.model, counts)
     trained = buffer.parameters
     partial = tuple(i for i, p in enumerate(trained) if is_partial(p) and cut_of(p) is None)
+    away = [i for i in partial if reducer.resting.away(buffer.layout.slots[i].bucket)]
+    if away:
+        raise ValueError(
+            f"zero_optimization.offload_optimizer: expected no parameter whose gradient tensor-parallel ranks must sum "
+            f"on the device, got '{buffer.layout.slots[away[0]].name}'; leave the block out"
+        )
     groups = [SharedGradients(topology.tensor, partial)]
     tied = [(index, ties[id(parameter)]) for index, parameter in enumerate(trained) if id(parameter) in ties]
     for index, tie in sorted(tied, key=lambda entry: str(entry[1].key)):

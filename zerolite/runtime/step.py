@@ -319,7 +319,7 @@ class StepPipeline:
         outcome.check_inputs()
         divisor = self._own_divisor() * mean_weight(outcome)
         if outcome.finite or not self._options.check_finite:
-            self.unused.check(outcome.used, self._buffer.layout.slots)
+            self.unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
             norm = outcome.norm / divisor
             factor = (clip_coefficient(norm, self._max_norm) if self._max_norm else 1.0) / divisor
             self._update_buckets(factor, outcome.used, None, publish)

@@ -80,8 +80,13 @@ class UnusedParameters:
         self._fine = fine
         self._last_used: frozenset[int] | None = None
 
-    def check(self, used: frozenset[int], slots: Sequence[Slot]) -> None:
-        """Raises RuntimeError, on all ranks."""
+    def check(self, used: frozenset[int], slots: Sequence[Slot], elsewhere: int = 0) -> None:
+        """elsewhere: unused parameters of other parts of the model. Raises RuntimeError, on all ranks."""
+        if elsewhere and not self._fine and len(used) == len(slots):
+            raise RuntimeError(
+                f"zero_optimization.ignore_unused_parameters is false and {elsewhere} parameters in other parts of the "
+                "model got no gradient; the ranks that have them name them"
+            )
         if len(used) == len(slots):
             self._last_used = used
             return

@@ -9,7 +9,7 @@ from torch import nn
 
 from zerolite.tensor_parallel.fused import FUSED_GATE, FUSED_KEY_VALUE
 from zerolite.tensor_parallel.owners import FUSED_ATTENTION, SEPARATE_ATTENTION
-from zerolite.tensor_parallel.plan import PlanError, Style, linear_like, matches, parse_style
+from zerolite.tensor_parallel.plan import NoPlan, PlanError, Style, is_container, linear_like, matches, parse_style
 
 logger = logging.getLogger("zerolite")
 
@@ -34,8 +34,8 @@ _HEADS_OF_MODELS = ("colwise_gather_output", "colwise_rep")
 
 
 def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Style], bool]:
-    """Patterns and styles, and whether patterns may match nothing. Raises PlanError if no plan is known, with the
-    reason."""
+    """Patterns and styles, and whether patterns may match nothing. Raises NoPlan if nothing is known, with the reason,
+    and PlanError if it is ambiguous."""
     own = _plan_of_the_models(modules)
     if own:
         return own, True
@@ -138,7 +138,7 @@ def _plan_of_the_structure(model: nn.Module, modules: Mapping[str, nn.Module]) -
         for parent, names in parents.items():
             plan.update(_styles_in(parent, names, modules))
     if not plan:
-        raise PlanError(
+        raise NoPlan(
             f'expected a model whose layers the plan "auto" knows, got {type(model).__name__}: it brings no plan '
             "(base_model_tp_plan), and has no list of blocks with attention or feed-forward layers of known names; "
             'write tensor_parallel.plan, as {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}'
@@ -151,18 +151,16 @@ def _plan_of_the_structure(model: nn.Module, modules: Mapping[str, nn.Module]) -
 
 
 def _blocks(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The members of outermost lists of modules of one class each."""
+    """The members of outermost lists that have members themselves."""
     lists: list[str] = []
     for name, module in modules.items():
-        if any(name.startswith(f"{outer}.") for outer in lists) or not isinstance(
-            module, (nn.ModuleList, nn.Sequential)
-        ):
+        is_list = isinstance(module, nn.Sequential) or is_container(module)
+        if not is_list or any(not outer or name.startswith(f"{outer}.") for outer in lists):
             continue
-        members = list(module.named_children())
-        if name and members and all(type(member) is type(members[0][1]) for _, member in members):
-            if not linear_like(members[0][1]) and not isinstance(members[0][1], nn.Embedding):
-                lists.append(name)
-                yield from (f"{name}.{child}" for child, _ in members)
+        members = [child for child, member in module.named_children() if any(True for _ in member.children())]
+        if members:
+            lists.append(name)
+            yield from (f"{name}.{child}" if name else child for child in members)
 
 
 def _styles_in(parent: str, names: list[str], modules: Mapping[str, nn.Module]) -> dict[str, Style]:

@@ -8,21 +8,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from zerolite.comm import Communicator
-from zerolite.cuts import is_partial, mark_partial, names_of
+from zerolite.cuts import is_partial, mark_partial
 from zerolite.runtime.initial_sync import broadcast_into, synchronize_tensors
 from zerolite.runtime.precision import map_tensors
-from zerolite.runtime.zero.partitioned_parameter import handle_of
-from zerolite.tensor_parallel import fused, sequence
+from zerolite.tensor_parallel import fused, matching, sequence
 from zerolite.tensor_parallel import owners as owning
-from zerolite.tensor_parallel.auto import auto_plan
 from zerolite.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
+    CutLayer,
     VocabParallelHead,
-    _Cut,
     cut_column,
     cut_embedding,
     cut_head,
@@ -34,11 +29,7 @@ from zerolite.tensor_parallel.plan import (
     Match,
     PlanError,
     Style,
-    embedding_like,
-    linear_like,
     matches,
-    parse_style,
-    resolve,
     unmatched,
 )
 from zerolite.tensor_parallel.regions import Outside, Region, SeenInputs
@@ -67,7 +58,7 @@ def apply(
 
     settings: plan, patterns of module names and styles, or "auto"; divide, "auto" or patterns of attributes;
     sequence_parallel. device: where collectives are done. stage: the model is a part of a pipeline, in which other
-    patterns than here may match; those that match nothing are returned.
+    patterns than here may match; those that match nothing are returned (["auto"] if nothing is known of this part).
 
     Raises PlanError, a ValueError, if plan and model do not go together, on all ranks and before anything is changed.
     Called by ``zerolite.initialize`` on all ranks of ``comm``, after the model has been divided into stages and before
@@ -76,13 +67,13 @@ def apply(
     if comm.world_size == 1:
         return []
     modules = dict(model.named_modules(remove_duplicate=False))
-    _check_model(model)
-    found, unused = _matches(model, modules, settings.plan, stage)
-    layers = _layers(found, modules, comm)
+    matching.check_model(model)
+    found, unused = matching.find_matches(model, modules, settings.plan, stage)
+    layers = matching.find_layers(found, modules)
     owners = owning.pair(layers, modules)
     _set_sizes(layers, owners, comm)
     divided = _divided(owners, modules, settings.divide, comm.world_size)
-    made = _made_in_parts(modules, comm)
+    made = matching.made_in_parts(modules, comm)
     runs = sequence.find_runs([*owners, *made], modules) if settings.sequence_parallel else []
     partial = _partial(found, owners, modules, bool(runs))
     _synchronize(model, comm, device)
@@ -97,153 +88,6 @@ def apply(
     if any(isinstance(module, VocabParallelHead) for module in modules.values()):
         model.register_forward_hook(_gather_what_leaves)
     return unused
-
-
-def _check_model(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if handle_of(parameter) is not None:
-            raise PlanError(
-                f"expected whole parameters to cut, got '{name}', which zero.Init has already spread over the ranks; "
-                "build the model outside of zerolite.zero.Init to use tensor_parallel"
-            )
-
-
-def _matches(
-    model: nn.Module, modules: Mapping[str, nn.Module], given: Any, stage: bool
-) -> tuple[dict[str, Match], list[str]]:
-    names = [name for name in modules if name]
-    names += [name for name in _names_elsewhere(model) if name not in modules]
-    if isinstance(given, str) and any(isinstance(module, _Cut) for module in modules.values()):
-        return {}, []  # the model's author has written it in parts
-    if isinstance(given, str):
-        plan, optional = auto_plan(model, modules)
-    else:
-        plan, optional = {pattern: parse_style(pattern, style) for pattern, style in given.items()}, False
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    layers = {pattern: style for pattern, style in plan.items() if style.kind not in ("whole", "partial")}
-    others = {pattern: style for pattern, style in plan.items() if pattern not in layers}
-    found, unused = resolve(layers, names, optional or stage)
-    rest, unused_rest = resolve(others, [*names, *parameters], optional or stage)
-    both = {**found, **rest}
-    for name in found.keys() & rest.keys():
-        both[name] = _more_specific(name, found[name], rest[name])
-    return both, [] if optional else [*unused, *unused_rest]
-
-
-def _names_elsewhere(model: nn.Module) -> list[str]:
-    """The modules in the whole model that have a parameter of this stage as their weight."""
-    names = [names_of(parameter) or () for parameter in model.parameters()]
-    return [name.removesuffix(".weight") for several in names for name in several if name.endswith(".weight")]
-
-
-def _more_specific(name: str, one: Match, other: Match) -> Match:
-    plan = {one.pattern: one.style, other.pattern: other.style}
-    return resolve(plan, [name])[0][name]
-
-
-def _layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module], comm: Communicator) -> list[Layer]:
-    """The layers to be cut, each once. Raises PlanError for those that cannot be."""
-    layers: dict[int, Layer] = {}
-    for name, match in found.items():
-        module = modules.get(name)
-        if match.style.kind in ("whole", "partial") or module is None or isinstance(module, _Cut):
-            continue
-        _check_layer(name, module, match)
-        style = Style("vocab") if isinstance(module, nn.Embedding) else match.style
-        before = layers.get(id(module))
-        if before is not None and before.style != style:
-            raise PlanError(
-                f"expected one style for the module that is both '{before.name}' and '{name}', got {before.style} and "
-                f"{style}; give them the same"
-            )
-        if before is None and module._parameters["weight"] is not None:
-            layers[id(module)] = Layer(name, module, style)
-    _add_tied(layers, found, modules)
-    return list(layers.values())
-
-
-def _made_in_parts(modules: Mapping[str, nn.Module], comm: Communicator) -> list[Owner]:
-    """Of the columns and rows that the model's author has written as such, as far as they belong together."""
-    layers = []
-    for name, module in modules.items():
-        if isinstance(module, _Cut) and module.comm.world_size != comm.world_size:
-            raise PlanError(
-                f"expected layers in {comm.world_size} parts, as tensor_parallel.size says, got '{name}' in "
-                f"{module.comm.world_size}"
-            )
-        if isinstance(module, RowParallelLinear):
-            layers.append(Layer(name, module, Style("row", input_is_parallel=module.input_is_parallel)))
-        elif isinstance(module, ColumnParallelLinear) and not isinstance(module, VocabParallelHead):
-            layers.append(Layer(name, module, Style("column", gather_output=module.gather_output)))
-    try:
-        return owning.pair(layers, modules)
-    except PlanError:
-        return []  # the author knows what happens between them
-
-
-def _check_layer(name: str, module: nn.Module, match: Match) -> None:
-    kind = match.style.kind
-    what = f"'{name}' (pattern '{match.pattern}', style {kind})"
-    if parametrize.is_parametrized(module) or "weight" not in module._parameters:
-        raise PlanError(f"expected a layer with a weight of its own as {what}, got {_description(module)}")
-    if isinstance(module, nn.Embedding) and kind in ("vocab", "row"):
-        if not embedding_like(module):
-            raise PlanError(f"expected an nn.Embedding as {what}, got {_description(module)}")
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(module, option):
-                raise PlanError(f"expected an embedding without {option} as {what}; remove it or the pattern")
-    elif not linear_like(module) or isinstance(module, nn.Embedding):
-        raise PlanError(f"expected an nn.Linear{_or_embedding(kind)} as {what}, got {_description(module)}")
-
-
-def _or_embedding(kind: str) -> str:
-    return " or nn.Embedding" if kind == "vocab" else ""
-
-
-def _description(module: nn.Module) -> str:
-    name = type(module).__name__
-    if isinstance(module, nn.MultiheadAttention):
-        return f"{name}, which keeps query, key and value in one parameter; write attention with nn.Linear layers"
-    if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
-        return f"{name}, a layer with adapters (LoRA); merge them, or remove the pattern"
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        return f"{name}, which has a forward of its own or a weight that is computed"
-    return f"{name}; cut are nn.Linear, nn.Embedding and transformers' Conv1D"
-
-
-def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> None:
-    """An embedding and a head with one weight are both cut where one is, though it is in another stage. Raises
-    PlanError for another module that has a weight which is cut, and for different styles."""
-    styles: dict[int, tuple[str, Style]] = {}
-    for layer in layers.values():
-        known = styles.setdefault(id(layer.module._parameters["weight"]), (layer.name, layer.style))
-        if known[1] != layer.style:
-            raise PlanError(_DIFFERENT.format(known[1], known[0], layer.style, layer.name))
-    for name, module in modules.items():
-        for key, parameter in module._parameters.items():
-            if parameter is None or id(module) in layers or isinstance(module, _Cut):
-                continue
-            where, style = styles.get(id(parameter)) or _style_elsewhere(parameter, found)
-            if style is None:
-                continue
-            can_be = embedding_like(module) or linear_like(module)
-            if style.kind != "vocab" or key != "weight" or not can_be:
-                raise PlanError(_DIFFERENT.format(style, where, "none", name))
-            layers[id(module)] = Layer(name, module, style)
-            logger.info("tensor_parallel: '%s' has the weight of '%s' and is cut with it", name, where)
-
-
-_DIFFERENT = (
-    "expected the same style wherever a weight is used, got {} for '{}' and {} for '{}', which has the same weight"
-)
-
-
-def _style_elsewhere(parameter: nn.Parameter, found: Mapping[str, Match]) -> tuple[str, Style | None]:
-    for name in names_of(parameter) or ():
-        match = found.get(name.removesuffix(".weight"))
-        if match is not None and match.style.kind == "vocab":
-            return name, match.style
-    return "", None
 
 
 def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communicator) -> None:
@@ -271,7 +115,7 @@ def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communica
                     f"layer of {layer.inputs} inputs and {layer.outputs} outputs); choose another size, or remove it "
                     "from the plan"
                 )
-    if comm.rank == 0:
+    if comm.main:
         for how, names in said.items():
             logger.info("tensor_parallel: %s is cut in %s", _shortened(names), how)
 
@@ -406,7 +250,7 @@ def _guard(owner: Owner, region: Region) -> bool:
     """Refuse modules with whole parameters inside ``region``; whether there are any."""
     found = False
     for name, module in owner.module.named_modules():
-        if isinstance(module, _Cut) or module is owner.module:
+        if isinstance(module, CutLayer) or module is owner.module:
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and not is_partial(parameter):

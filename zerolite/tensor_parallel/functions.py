@@ -122,10 +122,11 @@ def _sum(x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
 
 def _all_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     size = comm.world_size
-    part = x.detach().contiguous()
+    part = x.detach()
     full = part.new_empty((size, *part.shape))
-    if sends(part, comm):
-        comm.gather_shards([full.view(-1)], [part.view(-1)], TAG).wait()
+    full[comm.rank].copy_(part)
+    if sends(full, comm):  # not gather_shards, whose tensors the record of what is in flight keeps
+        comm.all_gather(full.view(-1), TAG).wait()
     return full.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 
 

@@ -68,7 +68,7 @@ def cut_parameter(parameter: nn.Parameter | None, cut: Cut) -> None:
     set_cut(parameter, cut)
 
 
-class _Cut(nn.Module):
+class CutLayer(nn.Module):
     """What the layers have in common. A copy of the layer talks to the same ranks, and holds the same parts."""
 
     comm: Communicator
@@ -86,7 +86,7 @@ class _Cut(nn.Module):
         return made
 
 
-class ColumnParallelLinear(_Cut, nn.Linear):
+class ColumnParallelLinear(CutLayer, nn.Linear):
     """``nn.Linear`` of which this rank computes some outputs: rows of the weight, [out_features / ranks, in_features].
 
     The input, [..., in_features], is the same on all ranks (with ``sequence``: a part of it along that dimension). The
@@ -152,7 +152,7 @@ class VocabParallelHead(ColumnParallelLinear):
         return VocabParallelLogits.of(local, self.comm, self.vocabulary)
 
 
-class RowParallelLinear(_Cut, nn.Linear):
+class RowParallelLinear(CutLayer, nn.Linear):
     """``nn.Linear`` of which this rank reads some inputs: columns of the weight, [out_features, in_features / ranks].
 
     The input is this rank's [..., in_features / ranks], or with input_is_parallel=False all of it. The output, [...,
@@ -196,7 +196,7 @@ class RowParallelLinear(_Cut, nn.Linear):
         return f"{nn.Linear.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
 
 
-class VocabParallelEmbedding(_Cut, nn.Embedding):
+class VocabParallelEmbedding(CutLayer, nn.Embedding):
     """``nn.Embedding`` of which this rank holds a run of rows, [ceil(num_embeddings / ranks), embedding_dim]; the last
     ranks are padded. Takes indices of any shape, and gives their vectors, [..., embedding_dim], on all ranks."""
 
@@ -320,7 +320,7 @@ def _become(
         module.nx, module.nf = inputs, outputs  # type: ignore[assignment]
 
 
-def along_sequence(module: _Cut, dim: int) -> None:
+def along_sequence(module: CutLayer, dim: int) -> None:
     """From now on what is outside of the layer's region is cut along ``dim`` of the inputs or outputs, the sequence."""
     module.sequence = dim
     bias = module._parameters.get("bias")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from zerolite.tensor_parallel.plan import PlanError, Style
+from zerolite.tensor_parallel.plan import PlanError, Style, is_container
 
 HEADS = (
     "heads n_head n_heads nhead num_heads num_head n_local_heads num_attention_heads num_q_heads num_query_heads "
@@ -98,12 +98,12 @@ def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owne
         name = max(groups, key=lambda name: (name.count(".") + bool(name), name))
         group = groups.pop(name)
         columns, rows = _by_kind(group)
-        if columns and rows and not _is_list(modules[name]):
+        if columns and rows and not is_container(modules[name]):
             owners.append(Owner(name, modules[name], columns, rows, dict(_holders(name, group, modules))))
             continue
         above = name.rpartition(".")[0]
         alone = not (columns and rows)
-        if not name or (alone and _is_list(modules[above])):
+        if not name or (alone and is_container(modules[above])):
             raise PlanError(_unpaired(columns, rows, name))
         groups.setdefault(above, []).extend(group)
     return owners
@@ -111,10 +111,6 @@ def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owne
 
 def _by_kind(group: Sequence[Layer]) -> tuple[list[Layer], list[Layer]]:
     return [one for one in group if one.style.kind == "column"], [one for one in group if one.style.kind == "row"]
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _holders(name: str, group: Sequence[Layer], modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -20,6 +20,10 @@ class PlanError(ValueError):
     """The plan and the model do not go together."""
 
 
+class NoPlan(PlanError):
+    """Nothing is known of the model."""
+
+
 @dataclass(frozen=True)
 class Style:
     """kind: "column", "row", "vocab", "whole" or "partial" (whole, but each rank sees the gradient of its part only).
@@ -163,6 +167,11 @@ def unmatched(pattern: str, names: Iterable[str]) -> str:
 def _examples(names: Iterable[str]) -> str:
     some = [name for name in names if name][:8]
     return f"the model has {', '.join(repr(name) for name in some)}" if some else "the model has no submodules"
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether nobody calls it, only its members: nn.ModuleList and the like."""
+    return type(module).forward is nn.Module.forward
 
 
 def linear_like(module: nn.Module) -> bool:

@@ -17,15 +17,13 @@ from zerolite.comm import Communicator
 from zerolite.cuts import cut_of, mark_partial
 from zerolite.runtime.precision import map_tensors
 from zerolite.tensor_parallel import functions
-from zerolite.tensor_parallel.layers import _Cut, along_sequence
+from zerolite.tensor_parallel.layers import CutLayer, along_sequence
 from zerolite.tensor_parallel.owners import Owner
-from zerolite.tensor_parallel.plan import PlanError
+from zerolite.tensor_parallel.plan import PlanError, is_container
 from zerolite.tensor_parallel.regions import Region
 
 DIM = 1
 """Of hidden states, [batch, sequence, width]: the one that is cut."""
-
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_runs(owners: Sequence[Owner], modules: Mapping[str, nn.Module]) -> list[list[str]]:
@@ -43,17 +41,21 @@ def find_runs(owners: Sequence[Owner], modules: Mapping[str, nn.Module]) -> list
     return runs
 
 
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) or is_container(module)
+
+
 def _block_of(name: str, modules: Mapping[str, nn.Module]) -> str:
     parts = name.split(".")
     for depth in range(1, len(parts)):
         above = ".".join(parts[:depth])
-        if isinstance(modules[above], _LISTS):
+        if _is_list(modules[above]):
             return ".".join(parts[: depth + 1])
-    return parts[0] if isinstance(modules[""], _LISTS) else name
+    return parts[0] if _is_list(modules[""]) else name
 
 
 def _runs(container: str, members: set[str], modules: Mapping[str, nn.Module]) -> Iterator[list[str]]:
-    if not isinstance(modules[container], _LISTS):
+    if not _is_list(modules[container]):
         yield from ([name] for name in sorted(members))
         return
     run: list[str] = []
@@ -94,7 +96,7 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
             if random:
                 _RandomParts(comm.rank).watch(block)
             for module in block.modules():
-                if isinstance(module, _Cut) and not isinstance(module, nn.Embedding):
+                if isinstance(module, CutLayer) and not isinstance(module, nn.Embedding):
                     along_sequence(module, DIM)
             for parameter in block.parameters():
                 if cut_of(parameter) is None:

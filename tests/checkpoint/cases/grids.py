@@ -18,6 +18,7 @@ from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
 from zerolite.cuts import Cut, cut_of, mark_partial, set_cut, set_names
 from zerolite.runtime.build import Arguments, build_engine
+from zerolite.runtime.full_state import guard_parts
 
 VOCABULARY, WIDTH, HEADS = 7, 6, 8
 GRIDS: dict[int, list[Grid]] = {
@@ -145,7 +146,7 @@ def make_engine(
     resolved = load_config(settings).resolve(topology.data.world_size)
     decays = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
     others = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() <= 1]
-    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": decays, "weight_decay": 0.1 * seed}, {"params": others, "weight_decay": 0.0}]
     made = getattr(torch.optim, optimizer)(groups) if isinstance(optimizer, str) else optimizer(groups)
     arguments = Arguments(optimizer=made)
     return build_engine(model, resolved, arguments, topology, CPU)
@@ -289,6 +290,10 @@ def refusals_within(directory: str) -> dict[str, str]:
         train(engine, 0, 1)
         said[f"save, {name}"] = message(lambda engine=engine: engine.save_checkpoint(f"{directory}/again"))
         train(engine, 1, 2)
+        guard_parts(engine.module, engine.topology)
+        said[f"state dict, {name}"] = message(engine.module.state_dict)
+        said[f"load state dict, {name}"] = message(lambda engine=engine: engine.module.load_state_dict({}))
+        engine.load_full_state_dict(engine.full_state_dict())
         engine.save_checkpoint(f"{directory}/after the step")
     return said
 
@@ -401,7 +406,8 @@ def gpt(grid: Grid, stage: int, seed: int, precision: str | None, **more: Any) -
         "steps_per_print": 1_000_000,
     }
     if precision is not None:
-        config[precision] = {"enabled": True}
+        # So small a scale that no grid overflows: those with fewer micro-batches for each rank do so earlier.
+        config[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
     model = models.build(Gpt, seed=seed + torch.distributed.get_rank())
     return zerolite.initialize(model, on_grid(config, grid, **more))
 

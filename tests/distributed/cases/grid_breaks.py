@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,7 +98,9 @@ def compare(
     optimizer = plain_optimizer(whole, config, arguments)
     scheduler = arguments.get("lr_scheduler")
     data, accumulation = engine.data_parallel_world_size, engine.gradient_accumulation_steps
-    result: dict[str, Any] = {key: [] for key in ("losses", "norms", "lrs", "wanted_losses", "wanted_norms", "wanted_lrs")}
+    result: dict[str, Any] = {
+        key: [] for key in ("losses", "norms", "lrs", "wanted_losses", "wanted_norms", "wanted_lrs")
+    }
     for step in range(steps):
         before(engine.module, engine.optimizer, step) if step else None
         before(whole, optimizer, step) if step else None
@@ -155,7 +160,9 @@ def poison(engine: Any, place: tuple[int, int, int], value: float) -> Any:
     return parameter.register_hook(spoil)
 
 
-def skips(config: dict[str, Any], place: tuple[int, int, int], value: float = float("nan"), **model: Any) -> dict[str, Any]:
+def skips(
+    config: dict[str, Any], place: tuple[int, int, int], value: float = float("nan"), **model: Any
+) -> dict[str, Any]:
     """Six steps; the gradients of the third are not finite on one rank."""
     engine = cases.make_engine(config, **model)
     norms, scales = [], []
@@ -192,9 +199,7 @@ def raises_inside(config: dict[str, Any], place: tuple[int, int, int], where: st
                 raise _Deliberate("on purpose")
 
         block = [m for m in engine.module.modules() if isinstance(m, cases.Block) and m.proj.weight is not None][-1]
-        handle = (
-            block.register_forward_hook(fail) if when == "forward" else block.proj.weight.register_hook(fail)
-        )
+        handle = block.register_forward_hook(fail) if when == "forward" else block.proj.weight.register_hook(fail)
     started = time.monotonic()
     said = message(lambda: engine.train_batch(batches(1, count, engine.data_parallel_rank)))
     seconds = time.monotonic() - started
@@ -290,3 +295,149 @@ def odd_windows(config: dict[str, Any]) -> dict[str, Any]:
     engine.optimizer.step()
     found["optimizer.step"] = engine.global_steps, cases.held(engine) == before
     return found
+
+
+# -------------------------------------------------------------------- other ways of training and looking
+
+
+def loops(config: dict[str, Any], kind: str, steps: int = 4) -> dict[str, Any]:
+    """Without a pipeline: kind "engine", "plain", "phases", "no_sync" or "module"."""
+    engine = cases.make_engine(config)
+    count = engine.gradient_accumulation_steps
+    losses, norms = [], []
+    for step in range(steps):
+        total = 0.0
+        for micro, batch in enumerate(batches(step, count, engine.data_parallel_rank)):
+            last = micro == count - 1
+            with engine.no_sync() if kind == "no_sync" and not last else contextlib.nullcontext():
+                loss = (engine.module if kind == "module" else engine)(*batch)
+                if kind in ("engine", "no_sync", "phases"):
+                    engine.backward(loss)
+                else:
+                    (loss / count).backward()
+            if kind == "engine" or (kind == "no_sync" and last):
+                engine.step()
+            total += loss.item() / count
+        if kind == "phases":
+            engine.reduce_gradients()
+            norms.append(engine.get_global_grad_norm())
+            engine.clip_gradients(0.4)
+            engine.update()
+            engine.publish()
+            engine.zero_grad()
+        elif kind in ("plain", "module"):
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        elif kind == "no_sync":
+            pass
+        if kind != "phases":
+            norms.append(engine.get_global_grad_norm())
+        losses.append(engine.reduce(total))
+    return {"losses": losses, "norms": norms, **cases.told(engine)}
+
+
+def evaluation(config: dict[str, Any]) -> dict[str, Any]:
+    """eval_batch in several ways, and what training does afterwards."""
+    engine = cases.make_engine(config, dropout=0.2)
+    whole = models.build(cases.Gpt, dropout=0.2).eval()
+    count, rank = engine.gradient_accumulation_steps, engine.data_parallel_rank
+    with torch.no_grad():
+        losses = [whole(*b) for d in range(engine.data_parallel_world_size) for b in batches(5, count, d)]
+    found = {"wanted": torch.stack(losses).mean().item()}
+    found["eval_batch"] = engine.eval_batch(batches(5, count, rank)).item()
+    with torch.inference_mode():
+        found["inference"] = engine.eval_batch(batches(5, count, rank)).item()
+    found["training"] = all(m.training for m in engine.module.modules())
+    loss, logits = engine.eval_batch(batches(5, count, rank), return_logits=True)
+    found["with logits"] = loss.item()
+    found["logits"] = None if logits is None else [tuple(x.shape) for x in logits]
+    found["step"] = engine.train_batch(batches(0, count, rank)).isfinite().item()
+    return found
+
+
+def two_engines(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All alive at once, trained in turn."""
+    engines = [cases.make_engine(config) for config in configs]
+    runs: list[dict[str, Any]] = [{"losses": [], "norms": []} for _ in engines]
+    for step in range(3):
+        for engine, run in zip(engines, runs, strict=True):
+            made = cases.train_engine(engine, 1, step)
+            run["losses"] += made["losses"]
+            run["norms"] += made["norms"]
+    return [run | cases.told(engine) for engine, run in zip(engines, runs, strict=True)]
+
+
+def state_dicts(config: dict[str, Any]) -> dict[str, Any]:
+    """The module's own state dict goes out and in between steps: training from there is as it was."""
+    engine = cases.make_engine(config)
+    cases.train_engine(engine, 2)
+    with zerolite.zero.GatheredParameters(engine.module, modifier_rank=0):
+        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    before = cases.held(engine)
+    full = engine.full_state_dict()
+    cases.train_engine(engine, 1, 2)
+    changed = cases.held(engine) != before
+    if config["zero_optimization"]["stage"] < 3:
+        engine.module.load_state_dict(state)
+        loaded = cases.held(engine) == before
+    else:
+        loaded = True
+    engine.load_full_state_dict(full)
+    return {
+        "changed": changed,
+        "loaded": loaded,
+        "whole": cases.held(engine) == before,
+        **cases.train_engine(engine, 1, 3),
+    }
+
+
+def offloaded(config: dict[str, Any]) -> dict[str, Any]:
+    engine = cases.make_engine(config)
+    first = cases.train_engine(engine, 2)
+    engine.offload_states()
+    said = message(
+        lambda: engine.train_batch(batches(2, engine.gradient_accumulation_steps, engine.data_parallel_rank))
+    )
+    engine.reload_states()
+    second = cases.train_engine(engine, 2, 2)
+    return {
+        "losses": first["losses"] + second["losses"],
+        "norms": first["norms"] + second["norms"],
+        "said": said,
+    } | cases.told(engine)
+
+
+def init_context(config: dict[str, Any]) -> str:
+    def make() -> None:
+        with zerolite.zero.Init(config_dict_or_path=config):
+            model = models.build(cases.Gpt)
+        zerolite.initialize(model, config)
+
+    return message(make)
+
+
+def dropouts(config: dict[str, Any], steps: int = 20, how: str = "", dropout: float = 0.3) -> dict[str, Any]:
+    """With dropout inside and outside of what is cut."""
+    engine = cases.make_engine(config, dropout=dropout)
+    if how:
+        for block in engine.module.blocks:
+            checkpointed(block, how)
+    return cases.train_engine(engine, steps)
+
+
+def checkpointed(block: nn.Module, how: str) -> None:
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    forward = block.forward
+    block.forward = lambda x: torch_checkpoint(forward, x, use_reentrant=how == "reentrant")  # type: ignore[method-assign]
+
+
+def printed(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+    torn = io.StringIO()
+    with contextlib.redirect_stdout(torn):
+        engine = cases.make_engine(config)
+        cases.train_engine(engine, steps)
+        writes = engine.step_log is not None
+        engine = None
+        gc.collect()
+    return {"lines": torn.getvalue(), "writes": writes}

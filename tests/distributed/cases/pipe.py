@@ -49,6 +49,22 @@ class Pair(nn.Module):
         return torch.tanh(self.inner(x)) * ids.unsqueeze(-1), (ids + 1) % 3
 
 
+class Shift(nn.Module):
+    """A buffer and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.arange(WIDTH) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+def buffers() -> list[Any]:
+    shift, norm = LayerSpec(Shift), LayerSpec(nn.BatchNorm1d, WIDTH, affine=False)
+    return [LayerSpec(Block), shift, norm, LayerSpec(Block), LayerSpec(Block), norm, shift]
+
+
 def scaled(x: Tensor) -> Tensor:
     """A layer that is a function."""
     return x * 1.5
@@ -94,6 +110,7 @@ KINDS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Any], Callable[...
     "blocks": (blocks, float_batch, F.mse_loss),
     "tied": (tied, token_batch, cross_entropy),
     "pairs": (pairs, pair_batch, F.mse_loss),
+    "buffers": (buffers, float_batch, F.mse_loss),
     "modules": (
         lambda: [Block(), nn.ReLU(inplace=True), Block(), nn.ReLU(inplace=True), Block()],
         float_batch,
@@ -142,7 +159,9 @@ def train(
     result: dict[str, Any] = {"losses": [], "norms": [], "wanted_losses": [], "wanted_norms": [], "evals": []}
     for step in range(steps):
         batches = batches_of(make, step, micro_batches, data, lengths)
-        result["evals"].append((engine.eval_batch(iter(batches[rank])).item(), reference_loss(whole, loss_fn, batches)))
+        wanted_loss = reference_loss(whole.eval(), loss_fn, batches)
+        whole.train()
+        result["evals"].append((engine.eval_batch(iter(batches[rank])).item(), wanted_loss))
         with record() as recorder:
             result["losses"].append(engine.train_batch(iter(batches[rank])).item())
         result["norms"].append(engine.get_global_grad_norm())
@@ -155,6 +174,8 @@ def train(
     return result | {
         "parameters": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
         "wanted": wanted,
+        "buffers": {name: b.clone() for name, b in engine.module.named_buffers()},
+        "wanted_buffers": {name.removeprefix("layers." * sequential): b for name, b in whole.named_buffers()},
         "calls": [(call.op, call.tag, call.numel) for call in recorder.calls],
         "micro_steps": engine.micro_steps,
     }
@@ -251,6 +272,23 @@ class Opened(nn.Module):
         return cross_entropy(self.head(x), targets)
 
 
+class Normed(nn.Module):
+    """Statistics in modules without parameters, in the first part and in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.before = nn.BatchNorm1d(WIDTH, affine=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.behind = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.before(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.behind(x), targets)
+
+
 class Masked(Block):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * mask
@@ -286,6 +324,7 @@ def hf_batch(generator: torch.Generator, length: int) -> dict[str, Tensor]:
 NAMED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "TiedGpt": (TiedGpt, token_batch),
     "Checkpointed": (Checkpointed, token_batch),
+    "Normed": (Normed, float_batch),
     "Opened": (Opened, token_batch),
     "example": (lambda: models.example_gpt(4), token_batch),
     "gpt2": (gpt2, hf_batch),
@@ -329,7 +368,8 @@ def train_named(
     result: dict[str, Any] = {"losses": [], "norms": [], "wanted_losses": [], "wanted_norms": [], "evals": []}
     for step in range(steps):
         batches = batches_of(make, step, micro_batches, data, lengths)
-        wanted = named_loss(whole, batches, loss_fn)
+        wanted = named_loss(whole.eval(), batches, loss_fn)
+        whole.train()
         result["evals"].append((engine.eval_batch(iter(batches[rank])).item(), wanted))
         with record() as recorder:
             result["losses"].append(engine.train_batch(iter(batches[rank])).item())
@@ -341,6 +381,8 @@ def train_named(
     return result | {
         "parameters": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
         "wanted": {name: p.detach().clone() for name, p in whole.named_parameters()},
+        "whole": engine.full_state_dict(),
+        "wanted_whole": whole.state_dict(),
         "calls": [(call.op, call.tag, call.numel) for call in recorder.calls],
         "micro_steps": engine.micro_steps,
     }

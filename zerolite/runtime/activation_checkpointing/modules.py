@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.runtime.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.runtime.activation_checkpointing.clock import Tell
@@ -51,10 +52,15 @@ class Attached:
 
 
 def attach(
-    model: torch.nn.Module, settings: ActivationCheckpointingConfig, device: torch.device, tell: Tell
+    model: torch.nn.Module,
+    settings: ActivationCheckpointingConfig,
+    device: torch.device,
+    tell: Tell,
+    group: Communicator | None = None,
 ) -> Attached:
     """Let calls of ``zerolite.checkpointing.checkpoint`` inside ``model``'s forward do as ``settings`` say, and
-    checkpoint the modules that they name. device: the one that computes. tell: is given the times of each step.
+    checkpoint the modules that they name. device: the one that computes. tell: is given the times of each step. group:
+    of the ranks on which activations are equal, where ``zerolite.checkpointing.configure`` names none.
 
     Before other hooks are put on the modules, which then see what they see where the model itself calls the checkpoint:
     a forward, and once more inside backward. Raises ConfigError for patterns that match no module, and for TorchScript.
@@ -62,7 +68,7 @@ def attach(
     chosen = list(_chosen(model, settings.modules))
     attached = Attached(None)
     if settings.model_copy(update={"modules": ()}) != type(settings)():
-        attached.checkpointing = Checkpointing(settings, device, group_of_parts, tell)
+        attached.checkpointing = Checkpointing(settings, device, lambda: group_of_parts() or group, tell)
         enter = _Enter(attached.checkpointing)
         attached.handles.append(model.register_forward_pre_hook(enter, prepend=True))
         attached.handles.append(model.register_forward_hook(_leave, always_call=True))

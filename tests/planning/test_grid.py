@@ -1,0 +1,280 @@
+"""Plans of tensor and pipeline parallelism: the arithmetic of grids, plans against real runs, and the search."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.planning.jobs import KINDS, settings
+from tests.planning.test_dry_run import Call
+from tests.planning.test_plan_is_right import CASES, assert_right
+from tests.pool import Pools
+from zerolite.config import ConfigError
+from zerolite.pipe.order import orders
+from zerolite.planning.bubble import bubble
+from zerolite.planning.command import parse_command_line
+from zerolite.planning.errors import PlanError
+from zerolite.planning.grids import Speeds, compare_grids
+from zerolite.planning.make import plan
+from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
+from zerolite.planning.report import render_plan
+from zerolite.planning.report_grid import render_grids
+from zerolite.planning.result import GridComparison, Plan
+from zerolite.planning.terminal import Screen
+from zerolite.planning.traffic import summarize
+
+# -------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 2), (4, 4), (4, 8), (8, 64)])
+def test_the_bubble_of_one_part_for_each_rank(ranks: int, micro_batches: int) -> None:
+    """(p - 1) / (m + p - 1): Narayanan et al., 2021, section 2.2, as a share of the whole step."""
+    expected = (ranks - 1) / (micro_batches + ranks - 1)
+    for schedule in ("gpipe", "1f1b"):
+        assert bubble(orders(schedule, ranks, 1, micro_batches)) == pytest.approx(expected)
+
+
+def test_more_parts_make_the_bubble_smaller() -> None:
+    """Interleaved: (p - 1) / v instead of p - 1 (the same, section 2.3)."""
+    assert bubble(orders("interleaved_1f1b", 4, 2, 8)) == pytest.approx((3 / 2) / (8 + 3 / 2))
+    least = [bubble(orders(schedule, 4, 2, 8)) for schedule in ("zero_bubble", "zbv", "dualpipev")]
+    assert max(least) < 0.1 < bubble(orders("interleaved_1f1b", 4, 2, 8))
+
+
+def test_every_computation_is_in_the_order_once() -> None:
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 2), ("zbv", 2)):
+        done = [action for order in orders(schedule, 2, chunks, 4) for action in order]
+        forwards = {(a.part, a.micro_batch) for a in done if a.kind == "forward"}
+        assert len(done) == len(set(done))
+        assert forwards == {(part, index) for part in range(2 * chunks) for index in range(4)}
+
+
+def test_orders_that_never_end() -> None:
+    action = SimpleNamespace(kind="backward", part=0, micro_batch=0)
+    with pytest.raises(ValueError, match="wait for ever"):
+        bubble([[action]])
+
+
+def test_which_part_of_a_ring_leaves_the_node() -> None:
+    grid = Grid(pipe=2, data=2, tensor=4)
+    assert [grid.place(rank) for rank in (0, 5, 15)] == [(0, 0, 0), (0, 1, 1), (1, 1, 3)]
+    assert [grid.rank(*grid.place(rank)) for rank in range(16)] == list(range(16))
+    assert ring_between_nodes(grid, 2, "tensor") == ring_between_nodes(grid, 4, "tensor") == 0
+    assert ring_between_nodes(grid, 8, "tensor") == Fraction(1, 2)  # 2 ranks a node: every other link
+    assert (ring_between_nodes(grid, 2, "data"), ring_between_nodes(grid, 4, "data")) == (0, 1)
+    assert ring_between_nodes(Grid(data=8), 2, "data") == Fraction(1, 4)
+    assert messages_between_nodes(grid, 2, 0) == 1  # a stage is a node
+    assert messages_between_nodes(grid, 1, 0) == 0
+    four = Grid(pipe=4)
+    assert [messages_between_nodes(four, 2, stage) for stage in range(4)] == [0, Fraction(1, 2), Fraction(1, 2), 0]
+    assert messages_between_nodes(four, 2, 3, looped=True) == Fraction(1, 2)
+
+
+def test_traffic_by_dimension() -> None:
+    calls = [
+        Call("all_reduce", "tensor", 1000, "tensor", 4),
+        Call("send", "pipe", 100, "pipe", 2),
+        Call("receive", "pipe", 100, "pipe", 2),
+        Call("all_reduce", "stats", 80, "data", 2),
+        Call("all_reduce", "stats", 80, "model", 8),
+    ]
+    rows = {(row.op, row.dimension): row for row in summarize(calls, Grid(2, 2, 4), 2)}
+    amounts = {key: (row.sent, row.inter_node) for key, row in rows.items()}
+    assert amounts == {
+        ("all_reduce", "tensor"): (1500, 0),
+        ("send", "pipe"): (100, 100),
+        ("receive", "pipe"): (0, 0),
+        ("all_reduce", "data"): (80, 0),
+        ("all_reduce", "model"): (140, 35),
+    }
+
+
+# -------------------------------------------------------------------- plans
+
+
+def planned(kind: str, world: int, rank: int | None = None, nodes: int | None = None, **more: Any) -> Plan:
+    job = KINDS[kind]
+    return plan(job.make, settings(**more), world, rank=rank, nodes=nodes, device="cpu", batch=job.batch, loss=job.loss)
+
+
+TENSOR = {"tensor_parallel": {"size": 2}}
+
+
+def pipeline(schedule: str = "1f1b", chunks: int | None = None, stages: int = 2) -> dict[str, Any]:
+    return {"pipeline": {"stages": stages, "schedule": schedule, **({"chunks": chunks} if chunks else {})}}
+
+
+PEAK = 0.03
+"""When a bucket goes relative to what the model allocates depends on the other ranks, by a bucket or two."""
+
+
+def check(pools: Pools, world: int, kind: str, **setting: Any) -> None:
+    """Plans of all ranks against a real run."""
+    ranks = pools(world).run(f"{CASES}:measured", {"kind": kind, "shared_memory": True, **setting}, timeout=180)
+    for rank, measured in enumerate(ranks):
+        assert_right(planned(kind, world, rank, **setting), measured, PEAK, PEAK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensor_parallelism(pools: Pools, world: int, stage: int) -> None:
+    check(pools, world, "even gpt", stage=stage, buckets="small", **TENSOR)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_in_16_bits(pools: Pools) -> None:
+    check(pools, 2, "even gpt", stage=1, buckets="small", precision="bf16", accumulation=2, **TENSOR)
+
+
+@pytest.mark.slow
+def test_sequence_parallelism(pools: Pools) -> None:
+    blocks = {"tensor_parallel": {"size": 2, "sequence_parallel": True}}
+    check(pools, 2, "even gpt", stage=1, buckets="small", **blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("gpipe", None), ("1f1b", None), ("interleaved_1f1b", 2), ("zero_bubble", 2), ("zbv", 2)],
+)
+def test_pipelines(pools: Pools, schedule: str, chunks: int | None, stage: int) -> None:
+    check(pools, 2, "layers", stage=stage, buckets="small", accumulation=4, **pipeline(schedule, chunks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_pipeline_of_a_model_that_is_divided_by_names(pools: Pools, schedule: str) -> None:
+    check(pools, 2, "even gpt", stage=1, buckets="small", accumulation=4, **pipeline(schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_four_ranks(pools: Pools, stage: int) -> None:
+    check(pools, 4, "even gpt", stage=stage, buckets="small", accumulation=4, **TENSOR, **pipeline())
+    check(pools, 4, "layers", stage=stage, buckets="small", accumulation=4, **pipeline())
+    check(pools, 4, "layers", stage=stage, buckets="small", accumulation=4, **pipeline(stages=4))
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def rows() -> Tensor:
+    return torch.ones(2, 8)
+
+
+def small(**blocks: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "Adam"},
+        **blocks,
+    }
+
+
+def test_a_plan_has_every_stage() -> None:
+    made = plan(stack, small(**pipeline()), 4, nodes=2, batch=rows, device_memory=10**6)
+    assert (made.grid, made.data_parallel, made.parameters, made.rank_parameters) == ("pipe 2 × data 2", 2, 288, 144)
+    assert [(stage.stage, stage.rank, stage.rank_parameters) for stage in made.stages] == [(0, 0, 144), (1, 2, 144)]
+    assert made.peak == max((stage.peak for stage in made.stages), key=lambda peak: peak.bytes)
+    assert made.bubble == pytest.approx(1 / 5)
+    sends = [row for stage in made.stages for row in stage.traffic if row.op == "send"]
+    assert [(row.count, row.nbytes, row.dimension, row.inter_node) for row in sends] == [(4, 256, "pipe", 256)] * 2
+    text = render_plan(made, Screen())
+    assert "pipe 2 × data 2" in text and "20.0 % of a step" in text and "1 (rank 2)" in text
+    assert Plan.model_validate_json(made.model_dump_json()) == made
+
+
+@pytest.mark.slow
+def test_without_a_batch_a_pipeline_has_its_states() -> None:
+    made, with_batch = (plan(stack, small(**pipeline()), 2, device="cpu", batch=batch) for batch in (None, rows))
+    assert [stage.states for stage in made.stages] == [stage.states for stage in with_batch.stages]
+
+
+@pytest.mark.slow
+def test_activations_in_flight() -> None:
+    """All forwards first hold those of all micro-batches, one forward and one backward those of as many as stages."""
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        made = planned("layers", 2, stage=1, buckets="small", accumulation=8, **pipeline(schedule))
+        peaks[schedule] = [stage.peak.items["activations"] for stage in made.stages]
+    assert peaks["gpipe"][0] > 2.5 * peaks["1f1b"][0]
+    assert peaks["gpipe"][1] > 3 * peaks["1f1b"][1]
+
+
+def test_what_cannot_be_planned_is_said() -> None:
+    with pytest.raises(ConfigError, match="multiple of pipeline.stages × tensor_parallel.size = 3 × 1 = 3, got 4"):
+        plan(stack, small(**pipeline(stages=3)), 4)
+    with pytest.raises(ConfigError, match="expected 0 or 1 with a pipeline"):
+        plan(stack, small(zero_optimization={"stage": 3}, **pipeline()), 4)
+    with pytest.raises(PlanError, match="the engine refuses this job: .*8"):
+        plan(stack, small(**pipeline(stages=8)), 8)
+
+
+# -------------------------------------------------------------------- the search
+
+
+@pytest.mark.slow
+def test_the_fastest_grid_that_fits_is_proposed() -> None:
+    job = KINDS["even gpt"]
+    config = settings(stage=1, buckets="auto", accumulation=4)
+    given: dict[str, Any] = {"batch": job.batch, "nodes": 2, "device": "cpu"}
+    roomy = compare_grids(job.make, config, 4, device_memory=10**9, **given)
+    assert roomy.chosen == 0 and roomy.rows[0].plan.fits
+    assert [row.seconds for row in roomy.rows] == sorted(row.seconds for row in roomy.rows)
+    samples = {row.plan.accumulation * row.plan.data_parallel for row in roomy.rows}
+    assert samples == {16}
+    tight = compare_grids(job.make, config, 4, device_memory=roomy.rows[0].plan.peak.bytes - 1, **given)
+    assert all(row.plan.fits is (row.plan.peak.bytes < roomy.rows[0].plan.peak.bytes) for row in tight.rows)
+    none = compare_grids(job.make, config, 4, device_memory=1000, **given)
+    assert none.chosen is None and "model states alone do not fit" in none.left_out[-1]
+    assert "No grid is left" in render_grids(none, Screen())
+    text = render_grids(roomy, Screen())
+    assert "<- fastest" in text and "The fastest that fits in 1.00 GB is pipe" in text
+    assert GridComparison.model_validate_json(roomy.model_dump_json()) == roomy
+
+
+@pytest.mark.slow
+def test_slow_networks_make_pipelines_worth_their_bubble() -> None:
+    job = KINDS["even gpt"]
+    config = settings(stage=1, buckets="auto", accumulation=4)
+    given: dict[str, Any] = {"batch": job.batch, "nodes": 2, "device": "cpu", "device_memory": 10**9}
+    fast, slow = (
+        compare_grids(job.make, config, 2, speeds=Speeds(1e12, 1e12, between), **given) for between in (1e15, 1e6)
+    )
+    assert (fast.rows[0].plan.pipeline_stages, slow.rows[0].plan.pipeline_stages) == (1, 2)
+
+
+@pytest.mark.slow
+def test_few_micro_batches_stand_for_many() -> None:
+    """What the search scales is what a plan of the whole step says."""
+    job = KINDS["even gpt"]
+    config = settings(stage=1, buckets="auto", accumulation=8)
+    found = compare_grids(job.make, config, 2, device_memory=10**9, batch=job.batch, device="cpu", nodes=2)
+    row = next(row for row in found.rows if row.plan.pipeline_stages == 2)
+    made = planned("even gpt", 2, nodes=2, stage=0, buckets="auto", accumulation=16, **pipeline())
+    assert [(s.traffic, s.flops, s.peak.bytes) for s in row.plan.stages] == [
+        (s.traffic, s.flops, s.peak.bytes) for s in made.stages
+    ]
+
+
+def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = ["--model", "m:f", "--config", "{}", "--world-size", "4"]
+    batch = ["--input-spec", "int64[1]", "--device-memory", "1GB"]
+    for more, sentence in (
+        (["--grids"], "--grids needs --device-memory, and --batch or --input-spec"),
+        (["--grids", "--compare", *batch], "leave out --compare"),
+        (["--grids", "--rank", "1", *batch], "leave out --rank"),
+        (["--speeds", "1,1GB,1GB"], "--speeds is for --grids"),
+        (["--speeds", "fast", "--grids", *batch], "expected three amounts a second"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_command_line([*begin, *more])
+        assert sentence in capsys.readouterr().err

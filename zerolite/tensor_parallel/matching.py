@@ -1,0 +1,197 @@
+"""Which layers of a model a plan cuts: checked, before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from zerolite.comm import Communicator
+from zerolite.cuts import names_of
+from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.tensor_parallel import owners as owning
+from zerolite.tensor_parallel.auto import auto_plan
+from zerolite.tensor_parallel.layers import ColumnParallelLinear, CutLayer, RowParallelLinear, VocabParallelHead
+from zerolite.tensor_parallel.owners import Layer, Owner
+from zerolite.tensor_parallel.plan import (
+    Match,
+    NoPlan,
+    PlanError,
+    Style,
+    embedding_like,
+    linear_like,
+    parse_style,
+    resolve,
+)
+
+logger = logging.getLogger("zerolite")
+
+
+def check_model(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if handle_of(parameter) is not None:
+            raise PlanError(
+                f"expected whole parameters to cut, got '{name}', which zero.Init has already spread over the ranks; "
+                "build the model outside of zerolite.zero.Init to use tensor_parallel"
+            )
+
+
+def find_matches(
+    model: nn.Module, modules: Mapping[str, nn.Module], given: Any, stage: bool
+) -> tuple[dict[str, Match], list[str]]:
+    names = [name for name in modules if name]
+    names += [name for name in _names_elsewhere(model) if name not in modules]
+    used = _used_by_functions(model)
+    names += [name for name in used if name not in names]
+    if isinstance(given, str) and any(isinstance(module, CutLayer) for module in modules.values()):
+        return {}, []  # the model's author has written it in parts
+    if isinstance(given, str):
+        try:
+            plan, optional = auto_plan(model, modules)
+        except NoPlan:
+            if not stage:
+                raise
+            return {}, [given]
+    else:
+        plan, optional = {pattern: parse_style(pattern, style) for pattern, style in given.items()}, False
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    layers = {pattern: style for pattern, style in plan.items() if style.kind not in ("whole", "partial")}
+    others = {pattern: style for pattern, style in plan.items() if pattern not in layers}
+    found, unused = resolve(layers, names, optional or stage)
+    rest, unused_rest = resolve(others, [*names, *parameters], optional or stage)
+    both = {**found, **rest}
+    for name in found.keys() & rest.keys():
+        both[name] = _more_specific(name, found[name], rest[name])
+    wrong = [name for name in used if name in both and both[name].style.kind not in ("whole", "partial")]
+    if wrong:
+        raise PlanError(
+            f"expected layers that are only called to cut, got '{wrong[0]}', which the forward_fn of a TiedLayerSpec "
+            "uses in a way of its own; leave it out of tensor_parallel.plan"
+        )
+    return both, [] if optional else [*unused, *unused_rest]
+
+
+def _used_by_functions(model: nn.Module) -> list[str]:
+    """The tied layers of a PipelineModule that are not only called."""
+    places: Any = getattr(model, "first_places", ())
+    specs: Any = getattr(model, "specs", ()) if getattr(model, "is_pipeline_module", False) else ()
+    return [f"layers.{places[at]}" for at, spec in enumerate(specs) if getattr(spec, "forward_fn", None) is not None]
+
+
+def _names_elsewhere(model: nn.Module) -> list[str]:
+    """The modules in the whole model that have a parameter of this stage as their weight."""
+    names = [names_of(parameter) or () for parameter in model.parameters()]
+    return [name.removesuffix(".weight") for several in names for name in several if name.endswith(".weight")]
+
+
+def _more_specific(name: str, one: Match, other: Match) -> Match:
+    plan = {one.pattern: one.style, other.pattern: other.style}
+    return resolve(plan, [name])[0][name]
+
+
+def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> list[Layer]:
+    """The layers to be cut, each once. Raises PlanError for those that cannot be."""
+    layers: dict[int, Layer] = {}
+    for name, match in found.items():
+        module = modules.get(name)
+        if match.style.kind in ("whole", "partial") or module is None or isinstance(module, CutLayer):
+            continue
+        _check_layer(name, module, match)
+        style = Style("vocab") if isinstance(module, nn.Embedding) else match.style
+        before = layers.get(id(module))
+        if before is not None and before.style != style:
+            raise PlanError(
+                f"expected one style for the module that is both '{before.name}' and '{name}', got {before.style} and "
+                f"{style}; give them the same"
+            )
+        if before is None and module._parameters["weight"] is not None:
+            layers[id(module)] = Layer(name, module, style)
+    _add_tied(layers, found, modules)
+    return list(layers.values())
+
+
+def made_in_parts(modules: Mapping[str, nn.Module], comm: Communicator) -> list[Owner]:
+    """Of the columns and rows that the model's author has written as such, as far as they belong together."""
+    layers = []
+    for name, module in modules.items():
+        if isinstance(module, CutLayer) and module.comm.world_size != comm.world_size:
+            raise PlanError(
+                f"expected layers in {comm.world_size} parts, as tensor_parallel.size says, got '{name}' in "
+                f"{module.comm.world_size}"
+            )
+        if isinstance(module, RowParallelLinear):
+            layers.append(Layer(name, module, Style("row", input_is_parallel=module.input_is_parallel)))
+        elif isinstance(module, ColumnParallelLinear) and not isinstance(module, VocabParallelHead):
+            layers.append(Layer(name, module, Style("column", gather_output=module.gather_output)))
+    try:
+        return owning.pair(layers, modules)
+    except PlanError:
+        return []  # the author knows what happens between them
+
+
+def _check_layer(name: str, module: nn.Module, match: Match) -> None:
+    kind = match.style.kind
+    what = f"'{name}' (pattern '{match.pattern}', style {kind})"
+    if parametrize.is_parametrized(module) or "weight" not in module._parameters:
+        raise PlanError(f"expected a layer with a weight of its own as {what}, got {_description(module)}")
+    if isinstance(module, nn.Embedding) and kind in ("vocab", "row"):
+        if not embedding_like(module):
+            raise PlanError(f"expected an nn.Embedding as {what}, got {_description(module)}")
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise PlanError(f"expected an embedding without {option} as {what}; remove it or the pattern")
+    elif not linear_like(module) or isinstance(module, nn.Embedding):
+        raise PlanError(f"expected an nn.Linear{_or_embedding(kind)} as {what}, got {_description(module)}")
+
+
+def _or_embedding(kind: str) -> str:
+    return " or nn.Embedding" if kind == "vocab" else ""
+
+
+def _description(module: nn.Module) -> str:
+    name = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return f"{name}, which keeps query, key and value in one parameter; write attention with nn.Linear layers"
+    if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
+        return f"{name}, a layer with adapters (LoRA); merge them, or remove the pattern"
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return f"{name}, which has a forward of its own or a weight that is computed"
+    return f"{name}; cut are nn.Linear, nn.Embedding and transformers' Conv1D"
+
+
+def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> None:
+    """An embedding and a head with one weight are both cut where one is, though it is in another stage. Raises
+    PlanError for another module that has a weight which is cut, and for different styles."""
+    styles: dict[int, tuple[str, Style]] = {}
+    for layer in layers.values():
+        known = styles.setdefault(id(layer.module._parameters["weight"]), (layer.name, layer.style))
+        if known[1] != layer.style:
+            raise PlanError(_DIFFERENT.format(known[1], known[0], layer.style, layer.name))
+    for name, module in modules.items():
+        for key, parameter in module._parameters.items():
+            if parameter is None or id(module) in layers or isinstance(module, CutLayer):
+                continue
+            where, style = styles.get(id(parameter)) or _style_elsewhere(parameter, found)
+            if style is None:
+                continue
+            can_be = embedding_like(module) or linear_like(module)
+            if style.kind != "vocab" or key != "weight" or not can_be:
+                raise PlanError(_DIFFERENT.format(style, where, "none", name))
+            layers[id(module)] = Layer(name, module, style)
+            logger.info("tensor_parallel: '%s' has the weight of '%s' and is cut with it", name, where)
+
+
+_DIFFERENT = (
+    "expected the same style wherever a weight is used, got {} for '{}' and {} for '{}', which has the same weight"
+)
+
+
+def _style_elsewhere(parameter: nn.Parameter, found: Mapping[str, Match]) -> tuple[str, Style | None]:
+    for name in names_of(parameter) or ():
+        match = found.get(name.removesuffix(".weight"))
+        if match is not None and match.style.kind == "vocab":
+            return name, match.style
+    return "", None
