@@ -109,15 +109,16 @@ def pipeline(schedule: str = "1f1b", chunks: int | None = None, stages: int = 2)
     return {"pipeline": {"stages": stages, "schedule": schedule, **({"chunks": chunks} if chunks else {})}}
 
 
+BUCKET = 4 * 5_000
 PEAK = 0.03
 """When a bucket goes relative to what the model allocates depends on the other ranks, by a bucket or two."""
 
 
-def check(pools: Pools, world: int, kind: str, **setting: Any) -> None:
+def check(pools: Pools, world: int, kind: str, held: int = 0, **setting: Any) -> None:
     """Plans of all ranks against a real run."""
     ranks = pools(world).run(f"{CASES}:measured", {"kind": kind, "shared_memory": True, **setting}, timeout=180)
     for rank, measured in enumerate(ranks):
-        assert_right(planned(kind, world, rank, **setting), measured, PEAK, PEAK)
+        assert_right(planned(kind, world, rank, **setting), measured, PEAK, PEAK, held)
 
 
 @pytest.mark.slow
@@ -151,13 +152,13 @@ def test_pipelines(pools: Pools, schedule: str, chunks: int | None, stage: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_pipeline_of_a_model_that_is_divided_by_names(pools: Pools, schedule: str) -> None:
-    check(pools, 2, "even gpt", stage=1, buckets="small", accumulation=4, **pipeline(schedule))
+    check(pools, 2, "even gpt", BUCKET, stage=1, buckets="small", accumulation=4, **pipeline(schedule))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_four_ranks(pools: Pools, stage: int) -> None:
-    check(pools, 4, "even gpt", stage=stage, buckets="small", accumulation=4, **TENSOR, **pipeline())
+    check(pools, 4, "even gpt", BUCKET, stage=stage, buckets="small", accumulation=4, **TENSOR, **pipeline())
     check(pools, 4, "layers", stage=stage, buckets="small", accumulation=4, **pipeline())
     check(pools, 4, "layers", stage=stage, buckets="small", accumulation=4, **pipeline(stages=4))
 

@@ -16,9 +16,11 @@ from examples.gpt.model import GPT, GPTConfig
 from tests.distributed.cases.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
 from zerolite.comm import dry_communicator
 from zerolite.cuts import Cut, cut_of, is_partial, set_names
-from zerolite.tensor_parallel import PlanError, RowParallelLinear, apply
+from zerolite.tensor_parallel import PlanError, RowParallelLinear, VocabParallelLogits, apply
 from zerolite.tensor_parallel.layers import cut_of_parts, cut_of_rows
+from zerolite.tensor_parallel.owners import Owner
 from zerolite.tensor_parallel.plan import STYLES, Style, matches, parse_style, resolve
+from zerolite.tensor_parallel.sequence import find_runs
 
 MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -421,6 +423,9 @@ def test_the_layers_of_a_pipeline_are_understood() -> None:
     assert [name for name in parts_of(cut(piped)) if "weight" in name] == [
         f"layers.{place}.c_{name}.weight" for place in (1, 3) for name in ("attn", "proj")
     ]
+    modules = dict(PipelineModule([nn.Embedding(9, 32), Nano(), Nano(), nn.LayerNorm(32)]).named_modules())
+    owners = [Owner(f"layers.{place}", modules[f"layers.{place}"], [], [], {}) for place in (1, 2)]
+    assert find_runs(owners, modules) == [["layers.1", "layers.2"]]
 
 
 def test_a_stage_without_layers_to_cut() -> None:
@@ -441,3 +446,11 @@ def test_a_weight_that_a_function_uses() -> None:
     model.build(range(3))
     with pytest.raises(PlanError, match=r"got 'layers\.0', which the forward_fn of a TiedLayerSpec uses"):
         cut(model, {"layers.0": "vocab", "layers.*.c_attn": "column", "layers.*.c_proj": "row"})
+
+
+def test_logits_on_another_device_are_gathered_first() -> None:
+    """Its ranks may have nothing to gather them with there."""
+    comm = dry_communicator("gloo", 0, 2)
+    logits = VocabParallelLogits.of(torch.zeros(3, 4), comm, 7)
+    assert type(logits.to(torch.float64)) is VocabParallelLogits and type(logits.cpu()) is VocabParallelLogits
+    assert type(logits.to("meta")) is torch.Tensor and logits.to("meta").shape == (3, 7)

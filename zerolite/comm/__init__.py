@@ -11,7 +11,15 @@ from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
 from zerolite.comm.shared_store import SharedStore
-from zerolite.comm.topology import DeviceMesh, Topology, create_topology, data_topology, dry_topology, stages_communicator
+from zerolite.comm.topology import (
+    DeviceMesh,
+    Topology,
+    create_topology,
+    data_topology,
+    dry_topology,
+    make_stage_groups,
+    stages_communicator,
+)
 
 __all__ = [
     "CollectiveCall",
@@ -37,6 +45,7 @@ __all__ = [
     "init_distributed",
     "keep_track",
     "local_rank",
+    "make_stage_groups",
     "ranks_of_job",
     "record",
     "second_communicator",

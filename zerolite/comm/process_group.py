@@ -7,9 +7,9 @@ import importlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,17 +56,47 @@ def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = "gather
     if key not in known:
         ranks = dist.get_process_group_ranks(parent)
         with blocked(("new_group", purpose, len(ranks), None, 0)):
-            known[key] = dist.new_group(
-                ranks,
-                timeout=_timeout_of(parent),
-                backend=backend,
-                use_local_synchronization=len(ranks) < dist.get_world_size(),  # only these ranks are here
-                group_desc=SECOND_GROUP,
-            )
+            known[key] = _new_group_within(parent, ranks, backend)
     return known[key]
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+def new_group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A process group of some of ``parent``'s ranks (numbers among all processes), with its timeout and backend; None
+    on
+    the others. Called on all ranks of ``parent``, in the order of their collectives."""
+    with blocked(("new_group", "stages", len(ranks), None, 0)):
+        return _new_group_within(parent, list(ranks), None)
+
+
+def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str | None) -> Any:
+    """torch calls a group that its members alone make by a hash of their ranks and of how many groups a rank has, and
+    waits for ever where they have different numbers: so the largest one is agreed on, and the rest is made up."""
+    everywhere = len(dist.get_process_group_ranks(parent)) == dist.get_world_size()
+    if everywhere and len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, timeout=timeout_of(parent), backend=backend, group_desc=SECOND_GROUP)
+    names: Any = dist.distributed_c10d._world.pg_names
+    on_host = any(device.type == "cpu" for device in parent._device_types)
+    most = torch.tensor([len(names)], device="cpu" if on_host else "cuda")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parent)
+    if dist.get_rank() not in ranks:
+        return None
+    made_up = [object() for _ in range(int(most) - len(names))]
+    names.update(dict.fromkeys(made_up, ""))
+    try:
+        return dist.new_group(
+            ranks,
+            timeout=timeout_of(parent),
+            backend=backend,
+            use_local_synchronization=True,  # only these ranks are here
+            group_desc=SECOND_GROUP,
+        )
+    finally:
+        for name in made_up:
+            del names[name]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long ranks of ``group`` wait for each other in a collective."""
     for device in group._device_types:
         timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
         if timeout is not None:

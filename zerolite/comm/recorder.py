@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One logical collective, or message between two stages. ``numel`` and ``nbytes`` count the full tensors that it concerns, on one rank;
-    ``dtype`` is the first one's."""
+    """One logical collective, or message between two stages. ``numel`` and ``nbytes`` count the full tensors that it
+    concerns, on one rank; ``dtype`` is the first one's."""
 
     op: str  # all_reduce | reduce_scatter | all_gather | broadcast | send | receive
     numel: int

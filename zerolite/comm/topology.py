@@ -10,7 +10,7 @@ pipe × data × tensor, tensor innermost: the ranks of one tensor group are neig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.create import create_communicator, dry_communicator
 from zerolite.comm.flight import blocked
-from zerolite.comm.process_group import SECOND_GROUP, keep_track
+from zerolite.comm.process_group import SECOND_GROUP, keep_track, new_group_within, timeout_of
 
 DIMENSIONS = ("pipe", "data", "tensor")
 
@@ -79,15 +79,18 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
         return dry_topology(_kind_of(world), world.rank, world.world_size, pipe, tensor)
     mesh, groups = _groups(world.group, device, pipe, tensor)
     made = {name: create_communicator(device, group) if group else Communicator() for name, group in groups.items()}
+    return _named(world, made, pipe, mesh)
+
+
+def _named(
+    world: Communicator, made: Mapping[str, Communicator], pipe: int, mesh: DeviceMesh | None = None
+) -> Topology:
+    """A copy of the model has a communicator of its own only where it has both dimensions."""
     for name, comm in made.items():
-        comm.dimension = name
+        comm.dimension, comm.main = name, world.main  # that of one rank is no main one by itself
     world.dimension = "world"
-    return Topology(world, made["data"], made["tensor"], made["pipe"], _model_of(made, pipe), mesh)
-
-
-def _model_of(made: Mapping[str, Communicator], pipe: int) -> Communicator:
-    """One of its own only where a copy of the model has both dimensions."""
-    return made.get("model") or made["tensor" if pipe == 1 else "pipe"]
+    model = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
+    return Topology(world, made["data"], made["tensor"], made["pipe"], model, mesh)
 
 
 def place(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:
@@ -107,10 +110,7 @@ def dry_topology(kind: str, rank: int, world_size: int, pipe: int = 1, tensor: i
     if pipe > 1 and tensor > 1:
         places["model"] = (pipe_rank * tensor + tensor_rank, pipe * tensor)
     made = {name: dry_communicator(kind, *of_dimension) for name, of_dimension in places.items()}
-    for name, comm in made.items():
-        comm.dimension = name
-    world.dimension = "world"
-    return Topology(world, made["data"], made["tensor"], made["pipe"], _model_of(made, pipe))
+    return _named(world, made, pipe)
 
 
 def _kind_of(world: Communicator) -> str:
@@ -127,6 +127,7 @@ class _Made:
         self.world: dist.ProcessGroup | None = None
         self.grids: dict[tuple[str, int, int], _Grid] = {}
         self.of_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.asked: set[tuple[dist.ProcessGroup, tuple[int, ...]]] = set()
 
     def of(self, world: dist.ProcessGroup) -> _Made:
         if self.world is not world:
@@ -140,6 +141,7 @@ class _Made:
         self.world = None
         self.grids.clear()
         self.of_ranks.clear()
+        self.asked.clear()
 
 
 _made = _Made()
@@ -152,33 +154,50 @@ def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: i
         size = dist.get_world_size(world)
         data = size // (pipe * tensor)
         ranks = torch.arange(size, device="cpu").view(pipe, data, tensor)
+        members = {name: ranks.movedim(place, -1).flatten(0, 1) for place, name in enumerate(DIMENSIONS)}
+        if pipe > 1 and tensor > 1:
+            members["model"] = ranks.movedim(1, 0).flatten(1)
+        # DeviceMesh would make them with torch's own timeout, whatever that of the world is.
+        timeout = timeout_of(world)
         with blocked(("new_group", "topology", size, None, 0)):
-            mesh = DeviceMesh(device.type, ranks, mesh_dim_names=DIMENSIONS)
-            groups: dict[str, dist.ProcessGroup | None] = {
-                name: mesh.get_group(name) if extent > 1 else None
-                for name, extent in zip(DIMENSIONS, (pipe, data, tensor), strict=True)
+            made = {
+                name: dist.new_subgroups_by_enumeration(of.tolist(), timeout, group_desc=SECOND_GROUP)[0]
+                for name, of in members.items()
             }
-            if pipe > 1 and tensor > 1:
-                models = [ranks[:, index, :].flatten().tolist() for index in range(data)]
-                groups["model"] = dist.new_subgroups_by_enumeration(models, group_desc=SECOND_GROUP)[0]
-        known[key] = mesh, groups
+        mesh = DeviceMesh.from_group([made[name] for name in DIMENSIONS], device.type, ranks, mesh_dim_names=DIMENSIONS)
+        known[key] = mesh, {name: group if members[name].shape[1] > 1 else None for name, group in made.items()}
     return known[key]
 
 
 def stages_communicator(topology: Topology, stages: tuple[int, ...], device: torch.device) -> Communicator:
     """Of this rank and those in its place of some other ``stages``, which are sorted and include its own. Called on all
-    ranks of these stages, in the same order."""
+    ranks of these stages, in the same order, after :func:`make_stage_groups`."""
     if len(stages) == topology.pipe.world_size:
         return topology.pipe
     if topology.pipe.group is None:
         comm = dry_communicator(_kind_of(topology.pipe), stages.index(topology.pipe.rank), len(stages))
         comm.dimension = "pipe"
         return comm
-    everybody = dist.get_process_group_ranks(topology.pipe.group)
-    ranks = tuple(everybody[stage] for stage in stages)
-    if ranks not in _made.of_ranks:
-        with blocked(("new_group", "stages", len(stages), None, 0)):
-            _made.of_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=SECOND_GROUP)
-    comm = create_communicator(device, _made.of_ranks[ranks])
+    comm = create_communicator(device, _made.of_ranks[_ranks_of(topology.pipe.group, stages)])
     comm.dimension = "pipe"
     return comm
+
+
+def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) -> None:
+    """Make what :func:`stages_communicator` needs for each of these combinations of stages, sorted. Called on all ranks
+    of ``topology.pipe``, with equal arguments."""
+    pipe = topology.pipe.group
+    for stages in several:
+        if pipe is None or len(stages) == topology.pipe.world_size:
+            continue
+        ranks = _ranks_of(pipe, stages)
+        if (pipe, stages) not in _made.asked:
+            _made.asked.add((pipe, stages))
+            made = new_group_within(pipe, ranks)
+            if made is not None:
+                _made.of_ranks[ranks] = made
+
+
+def _ranks_of(pipe: dist.ProcessGroup, stages: Sequence[int]) -> tuple[int, ...]:
+    everybody = dist.get_process_group_ranks(pipe)
+    return tuple(everybody[stage] for stage in stages)

@@ -328,6 +328,15 @@ def _pipelines_sum_on_the_device(config: ZeroliteConfig) -> Iterator[Contradicti
             )
 
 
+def _pipelines_have_no_forward_to_count(config: ZeroliteConfig) -> Iterator[Contradiction]:
+    if config.flops_profiler.enabled and config.pipeline.stages > 1:
+        yield Contradiction(
+            ("flops_profiler.enabled", "pipeline.stages"),
+            f"expected false with pipeline.stages = {config.pipeline.stages}, where no rank runs the whole forward of "
+            "the model, got true; leave it out (`zerolite plan` counts)",
+        )
+
+
 def _parts_are_of_equal_activations(config: ZeroliteConfig) -> Iterator[Contradiction]:
     if config.activation_checkpointing.partition_activations and config.tensor_parallel.sequence_parallel:
         yield Contradiction(
@@ -361,4 +370,5 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _elasticity_is_for_data,
     _pipelines_sum_on_the_device,
     _parts_are_of_equal_activations,
+    _pipelines_have_no_forward_to_count,
 )

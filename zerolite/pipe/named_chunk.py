@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerolite.pipe.boundary import leaves_of, shapes_of
 from zerolite.pipe.chunks import NOT_WHOLE
 from zerolite.pipe.homes import Home
-from zerolite.pipe.skeleton import Call, Calls, Labelling, Labels, Skeleton, filled
+from zerolite.pipe.skeleton import Call, Calls, Labelling, Labels, Skeleton, caches_restored, filled
 from zerolite.runtime.micro_batch import LossFunction, MicroBatch
 from zerolite.runtime.precision import Precision, map_tensors
 
@@ -111,6 +111,10 @@ class NamedChunk:
     def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
         splitting = self._splitting
         splitting.precision, splitting.device, splitting.loss_fn = precision, device, loss_fn
+        splitting.buffers = {
+            path: {name: buffer.to(device) for name, buffer in buffers.items()}
+            for path, buffers in splitting.buffers.items()
+        }
 
     def prepare(self, batch: MicroBatch) -> None:
         self._plan = self._splitting.plan(batch)
@@ -265,7 +269,7 @@ class _Rehearsal:
             given = (batch.args, batch.kwargs, batch.target)
             args, kwargs, target = given if mode is None else map_tensors(mode.from_tensor, given)
             try:
-                with self._labelling, precision.autocast_context(device):
+                with caches_restored(), self._labelling, precision.autocast_context(device):
                     outputs = model(*args, **kwargs)
                     if splitting.loss_fn is None:
                         outputs = MicroBatch(args, kwargs, target).loss(outputs, None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerolite.accelerator import is_dry_run
-from zerolite.comm import Communicator, HostGroup, Topology, stages_communicator
+from zerolite.comm import Communicator, HostGroup, Topology, make_stage_groups, stages_communicator
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.cuts import set_names
 from zerolite.pipe import partition
@@ -91,6 +91,9 @@ def prepare(
         divide = functools.partial(function, model, settings, len(ranks), own)
     chunks, homes = _agreed(host, divide)
     ties = _ties(homes, ranks, topology.pipe.rank)
+    if not is_dry_run():
+        shared_by = {tie.ranks for tie in ties}
+        make_stage_groups(topology, sorted(shared_by.union(*host.gather(shared_by))))
     for tie in ties if not is_dry_run() else ():
         shared = stages_communicator(topology, tie.ranks, device)
         synchronize_tensors([tie.parameter], shared, device, "initial_sync")
@@ -177,7 +180,7 @@ def _refuse_names(settings: PipelineConfig, what: str) -> None:
 def _bounds(model: PipelineModule, host: HostGroup, device: torch.device, parts: int) -> list[int]:
     """Where ``model`` is divided, by what its first rank says, which measures; and the seed of its layers."""
     said: Any = None
-    if host.rank == 0:
+    if host.rank == 0 or host.group is None:  # or alone, as in a dry run
         seed = torch.initial_seed() if model.base_seed is None else model.base_seed
         try:
             said = (seed, _bounds_here(model, device, parts))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zerolite.accelerator import is_dry_run, is_fake
 from zerolite.comm import ControlChannel, HostGroup, HostLinks, Topology
 from zerolite.comm.ranks import name_ranks
 from zerolite.pipe.boundary import leaves_of, number_of, sampled_hash, shapes_of
@@ -18,9 +19,14 @@ from zerolite.runtime.micro_batch import LossFunction, MicroBatch
 from zerolite.runtime.precision import HALF, GraphBoundary, Precision, map_tensors
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.held_gradient import HeldGradient
 
 FINE, ENDED, FAILED = 0, 1, 2
 LOSS_TAG = "loss"
+WITHOUT_VALUES = (
+    "pipeline.split: the model keeps tensors from one forward to the next outside of its modules (a global cache), and "
+    "has kept one of the run without values; let it compute them anew, or keep them in buffers"
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class PipelineRunner:
     def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, given: RunnerParts) -> None:
         """chunks: this rank's, ascending, of ``parts``. schedule: its name in the config. Raises ValueError if it
         cannot be made of so many micro-batches."""
+        self.on_loss: Callable[[torch.Tensor], None] = lambda loss: None  # of each step, before its update
         self._parts, self._chunks = given, list(chunks)
         topology = given.topology
         pipe, group = topology.pipe, topology.pipe.group
@@ -77,6 +84,7 @@ class PipelineRunner:
             self._run_stages("train_batch", work)
         counters.micro_steps = before + parts.micro_batches  # and not passes, of which each part has one
         loss = self._mean_over_world(work)
+        self.on_loss(loss)
         parts.pipeline.step()
         return loss
 
@@ -141,8 +149,16 @@ class PipelineRunner:
             self._meeting.end(call, step.failure)
         except Exception:
             if work.training:
-                self._parts.pipeline.zero_grad()
+                self._drop_gradients()
             raise
+
+    def _drop_gradients(self) -> None:
+        """Of a step that has failed, also what a backward in two halves has left in ``p.grad``."""
+        self._parts.pipeline.zero_grad()
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                if parameter.grad is not None and type(parameter.grad) is not HeldGradient:
+                    parameter.grad = None
 
     def _mean_over_world(self, work: _Work) -> torch.Tensor:
         """The mean loss over micro-batches and data ranks: the ranks with the last part have it."""
@@ -169,12 +185,15 @@ class _Work:
 
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         with self._parts.precision.autocast_context(self._parts.device):
-            return chunk.forward(received, single, self._batches[index])
+            outputs = chunk.forward(received, single, self._batches[index])
+        if any(is_fake(tensor) for tensor in leaves_of(outputs)) and not is_dry_run():
+            raise RuntimeError(WITHOUT_VALUES)
+        return outputs
 
     def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
         outputs = map_tensors(lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
-        if self.keeps_outputs:
-            self.outputs.append(outputs)
+        if self.keeps_outputs:  # parts of logits too: they are looked at on some ranks only
+            self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
         if not self.computes_loss:
             return None
         loss = self._batches[index].loss(outputs, self._parts.loss_fn)

@@ -7,6 +7,9 @@ parameter into all that is computed from it, through views, detached and integer
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +41,8 @@ class Skeleton:
             return known
         copied: nn.Module = object.__new__(type(module))
         self._modules[id(module)] = copied
-        vars(copied).update(vars(module) | vars(nn.Module()))
+        own = {name: copy.copy(v) if type(v) in (dict, list, set) else v for name, v in vars(module).items()}
+        vars(copied).update(own | vars(nn.Module()))  # what a forward caches stays with the copy
         copied.training = module.training
         for name, child in module._modules.items():
             copied._modules[name] = None if child is None else self._copy(child)
@@ -81,6 +85,21 @@ class Skeleton:
             finally:
                 for tensors, old in zip(places, before, strict=True):
                     tensors.update(old)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def caches_restored() -> Iterator[None]:
+    """What functools.lru_cache and cache have kept inside is forgotten afterwards: tensors without memory, which
+    somebody would be given for real ones."""
+    caches = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
+    before = [cache.cache_info().currsize for cache in caches]
+    try:
+        yield
+    finally:
+        for cache, size in zip(caches, before, strict=True):
+            library = str(getattr(cache, "__module__", "")).partition(".")[0]
+            if library not in ("torch", "zerolite", "sympy") and cache.cache_info().currsize > size:
+                cache.cache_clear()
 
 
 _SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}

@@ -470,7 +470,7 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
     made = schedule_class(name)
     own: Any = stages[0] if name in ONE_PART else list(stages)
     try:
-        schedule = made(own, micro_batches, loss_fn=_no_loss, scale_grads=False)
+        schedule = made(own, micro_batches, loss_fn=_no_loss)
     except ValueError as error:
         raise ValueError(
             f'gradient_accumulation_steps: {micro_batches} micro-batches cannot be scheduled as "{name}" on '

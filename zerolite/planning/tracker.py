@@ -270,6 +270,8 @@ class MemoryTracker(TorchDispatchMode):
     # ---------------------------------------------------------------- inside
 
     def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:  # of a model's structure alone, which has no memory in a real run either
+            return
         if not is_fake(tensor) or tensor.layout is not torch.strided:
             for inner in _plain(tensor):
                 self._see_storage(inner.untyped_storage())

@@ -304,6 +304,8 @@ class _Assembly:
         pipeline.on_settled = lambda norm: _print_progress(known(), norm)
         hooks = _watch_loading(model, pipeline)
         hooks += self._checkpoint_activations(engine)
+        if engine.runner is not None:
+            engine.runner.on_loss = functools.partial(_log_loss, known)
         self.monitoring = start_monitoring(engine, model, pipeline, reducer, self.scaler, self.topology)
         hooks += self.monitoring.hooks
         self.fp32.attach()
@@ -487,6 +489,12 @@ def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -
     """Those of the trained parameters ``indices`` that ``model`` no longer has."""
     there = {id(parameter) for parameter in model.parameters()}
     return [index for index in indices if id(buffer.parameters[index]) not in there]
+
+
+def _log_loss(known: weakref.ref[Engine], loss: torch.Tensor) -> None:
+    engine = known()
+    if engine is not None and engine.step_log is not None:
+        engine.step_log.add_loss(loss, 1.0, engine.global_steps, first=True)
 
 
 def _refuse_step(known: weakref.ref[Engine]) -> None:

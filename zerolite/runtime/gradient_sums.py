@@ -37,6 +37,7 @@ class GradientSums:
         self._reducer = reducer
         self._rank = rank
         self._summed = False
+        self._fragments = {group.indices: self._fragments_of(group) for group in self._groups}
 
     @torch.no_grad()
     def run(self) -> None:
@@ -46,16 +47,17 @@ class GradientSums:
         self._summed = True
         for group in self._groups:
             parts = self._parts(group)
-            flags = [float(index in self._reducer.used) for index in group.indices]
+            flags = [index in self._reducer.used for index in group.indices]
             like = parts[0] if parts else self._reducer.parameters[group.indices[0]].detach()
-            flat = own(torch.cat([*parts, like.new_tensor(flags)]), BUCKETS)
+            uses = like.new_ones(len(flags)) if all(flags) else like.new_tensor(flags)
+            flat = own(torch.cat([*parts, uses]), BUCKETS)
             group.comm.all_reduce(flat, "shared_gradients").wait()
             *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
             for part, total in zip(parts, totals, strict=True):
                 part.copy_(total)
             if not all(flags):  # somebody else may have used it
                 known = zip(group.indices, host_values(used), strict=True)
-                self._reducer.used.update(index for index, uses in known if uses)
+                self._reducer.used.update(index for index, users in known if users)
 
     @torch.no_grad()
     def reopen(self) -> None:
@@ -73,15 +75,14 @@ class GradientSums:
 
     def _parts(self, group: SharedGradients) -> list[torch.Tensor]:
         """Where this rank's gradients of the group are, flat, in the order of its indices."""
-        reducer = self._reducer
-        sharded = reducer.keeps_shards
-        layout = reducer.layout
-        wanted = {index: place for place, index in enumerate(group.indices)}
-        fragments = layout.fragments(self._rank) if sharded else layout.full_fragments()
-        found: list[tuple[int, Fragment]] = sorted(
-            ((wanted[f.slot.index], f) for f in fragments if f.slot.index in wanted), key=lambda entry: entry[0]
-        )
+        sharded = self._reducer.keeps_shards
         return [
-            reducer.reduced(f.slot.bucket).narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)
-            for _, f in found
+            self._reducer.reduced(f.slot.bucket).narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)
+            for f in self._fragments[group.indices]
         ]
+
+    def _fragments_of(self, group: SharedGradients) -> list[Fragment]:
+        layout = self._reducer.layout
+        wanted = {index: place for place, index in enumerate(group.indices)}
+        fragments = layout.fragments(self._rank) if self._reducer.keeps_shards else layout.full_fragments()
+        return sorted((f for f in fragments if f.slot.index in wanted), key=lambda f: wanted[f.slot.index])

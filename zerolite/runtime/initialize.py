@@ -25,7 +25,7 @@ from zerolite.runtime.arguments import OptimizerLike
 from zerolite.runtime.build import Arguments, build_engine, check_model
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.micro_batch import LossFunction
-from zerolite.runtime.parts import part_of_model
+from zerolite.runtime.parts import known_here, part_of_model
 from zerolite.runtime.watchdog import start_watchdog
 
 
@@ -73,6 +73,7 @@ def initialize(
     trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
+    resolved = known_here(model, resolved, topology)
     resolved = choose_stage(model, resolved, arguments, topology, device)
     check_memory(model, resolved, arguments, topology, device)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged)

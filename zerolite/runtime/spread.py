@@ -9,6 +9,7 @@ import torch
 
 from zerolite.comm import Topology, stages_communicator
 from zerolite.cuts import cut_of, is_partial
+from zerolite.runtime.agreement import Description, check_agreement
 from zerolite.runtime.grad_stats import Across
 from zerolite.runtime.gradient_sums import GradientSums, SharedGradients
 from zerolite.runtime.zero.buffer import ParameterBuffer
@@ -44,5 +45,8 @@ def spread_over(
     groups = [SharedGradients(topology.tensor, partial)]
     tied = [(index, ties[id(parameter)]) for index, parameter in enumerate(trained) if id(parameter) in ties]
     for index, tie in sorted(tied, key=lambda entry: str(entry[1].key)):
-        groups.append(SharedGradients(stages_communicator(topology, tuple(tie.ranks), device), (index,)))
+        shared = stages_communicator(topology, tuple(tie.ranks), device)
+        dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(trained[index].dtype)}}
+        check_agreement(Description(dtype), shared, device, "zerolite.initialize: stages compute in different dtypes")
+        groups.append(SharedGradients(shared, (index,)))
     return across, GradientSums(groups, reducer, topology.data.rank)

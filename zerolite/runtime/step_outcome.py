@@ -82,13 +82,9 @@ class UnusedParameters:
 
     def check(self, used: frozenset[int], slots: Sequence[Slot], elsewhere: int = 0) -> None:
         """elsewhere: unused parameters of other parts of the model. Raises RuntimeError, on all ranks."""
-        if elsewhere and not self._fine and len(used) == len(slots):
-            raise RuntimeError(
-                f"zero_optimization.ignore_unused_parameters is false and {elsewhere} parameters in other parts of the "
-                "model got no gradient; the ranks that have them name them"
-            )
         if len(used) == len(slots):
             self._last_used = used
+            self._check_elsewhere(elsewhere)
             return
         if used != self._last_used:
             gone = self.gone([index for index in range(len(slots)) if index not in used])
@@ -109,6 +105,14 @@ class UnusedParameters:
                 "gradient on any rank: "
                 f"{', '.join(unused[:8])}{' …' if len(unused) > 8 else ''}. Use them in the loss, freeze them, or "
                 "set the key to true."
+            )
+        self._check_elsewhere(elsewhere)
+
+    def _check_elsewhere(self, count: int) -> None:
+        if count and not self._fine:
+            raise RuntimeError(
+                f"zero_optimization.ignore_unused_parameters is false and {count} parameters in other parts of the "
+                "model got no gradient; the ranks that have them name them"
             )
 
 

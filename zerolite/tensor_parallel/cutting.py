@@ -253,7 +253,7 @@ def _guard(owner: Owner, region: Region) -> bool:
         if isinstance(module, CutLayer) or module is owner.module:
             continue
         for key, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and not is_partial(parameter):
+            if not is_partial(parameter):  # of frozen ones too: they may be trained from some step on
                 full = f"{owner.name}.{name}" if owner.name else name
                 module.register_forward_pre_hook(Outside(region, full, key).check)
                 found = True

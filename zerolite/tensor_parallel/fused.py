@@ -27,7 +27,7 @@ def column_sizes(layer: Layer, owner: Owner | None) -> tuple[list[int], str]:
     others = [one for one in owner.columns if one.parent == layer.parent and one is not layer]
     thirds = layer.outputs == 3 * layer.inputs and layer.outputs not in near and layer.inputs in near
     if layer.last_name in FUSED_ATTENTION or thirds:
-        has_query = any(one.outputs in near for one in others)
+        has_query = any(one.last_name in SEPARATE_ATTENTION and one.outputs in near for one in others)
         return _halves(layer) if has_query else _attention(layer, type(owner.holder_of(layer)), near)
     if layer.last_name in FUSED_KEY_VALUE:
         return _halves(layer)

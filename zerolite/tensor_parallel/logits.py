@@ -192,7 +192,9 @@ def _asked_of_the_part(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
 @_keeps(Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.contiguous, Tensor.clone, Tensor.detach)
 @_keeps(Tensor.to, Tensor.type_as, torch.clone, torch.detach, Tensor.cpu, Tensor.cuda, Tensor.tanh, torch.tanh)
 def _same_shape(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
-    return state.like(func(state.local, *_gathered(args), **_gathered(kwargs)))
+    made = func(state.local, *_gathered(args), **_gathered(kwargs))
+    # On another device the ranks may have nothing to gather it with: it is gathered before.
+    return state.like(made) if made.device == state.local.device else NotImplemented
 
 
 @_keeps(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div)

@@ -10,6 +10,7 @@ heads, is given an input that tells the width of this rank's part.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zerolite.accelerator import is_fake
+from zerolite.cuts import is_partial
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: neighbouring ranks get distant seeds
 _MASK = (1 << 63) - 1
@@ -65,7 +67,8 @@ class Outside:
     def check(self, module: nn.Module, args: object) -> None:
         """A forward pre-hook. Raises RuntimeError inside a region: the gradients of the module's parameters would be
         parts that nobody adds."""
-        if self.region.open and torch.is_grad_enabled():
+        trained = any(p.requires_grad and not is_partial(p) for p in module.parameters(recurse=False))
+        if self.region.open and trained and torch.is_grad_enabled():
             raise RuntimeError(
                 f"tensor_parallel: expected layers without whole parameters between a column and its row, got "
                 f"'{self.name}' with '{self.parameter}', of which each rank would see the gradient of its part only; "
@@ -114,7 +117,7 @@ class SeenInput(Tensor):
 
     @staticmethod
     def of(whole: Tensor, shape: Sequence[int]) -> Tensor:
-        seen: Any = Tensor._make_wrapper_subclass(SeenInput, shape, dtype=whole.dtype, device=whole.device)
+        seen: Any = _Seen.apply(whole, shape)
         seen.whole = whole
         return seen
 
@@ -123,11 +126,34 @@ class SeenInput(Tensor):
         if func in _TOLD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is Tensor.detach and any(f.function == "detach_variable" for f in inspect.stack(0)[1:4]):
+            raise RuntimeError(_REFUSED)  # a reentrant checkpoint would compute with the shape of the whole
         return func(*_whole(args), **_whole(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return func(*_whole(args), **_whole(kwargs or {}))
+
+
+_REFUSED = (
+    "tensor_parallel: expected the input of a module that splits it into heads to be used by ordinary operations, got "
+    "an autograd function or a reentrant checkpoint inside of that module's forward; checkpoint the module from outside, "
+    "or with use_reentrant=False"
+)
+
+
+class _Seen(torch.autograd.Function):
+    """Autograd functions take a tensor past ``__torch_function__``: it must require a gradient as the whole one does,
+    so that what comes back to it is not lost."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, shape: Sequence[int]) -> Tensor:
+        made: Tensor = Tensor._make_wrapper_subclass(SeenInput, shape, dtype=whole.dtype, device=whole.device)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise RuntimeError(_REFUSED)
 
 
 _TOLD = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]

@@ -371,6 +371,8 @@ def misfits(grid: Grid, directory: str, state: dict[str, Any]) -> dict[str, str]
 class Rows(torch.optim.Optimizer):
     """Keeps one number for each row."""
 
+    zerolite_elementwise = True
+
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests import models
+from zerolite.comm import record
 from zerolite.cuts import cut_of
 from zerolite.zero import GatheredParameters
 
@@ -155,3 +156,43 @@ def grids(world: int) -> list[Grid]:
     """All of ``world`` ranks with sizes that are powers of two."""
     sizes = [1, 2, 4]
     return [grid for grid in itertools.product(sizes, sizes, sizes) if grid[0] * grid[1] * grid[2] == world]
+
+
+# -------------------------------------------------------------------- what travels, and what memory holds
+
+
+def memory(config: dict[str, Any], tied: bool) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """This rank's place, and bytes by item behind two steps."""
+    engine = make_engine(config, tied=tied)
+    train_engine(engine, 2)
+    items: dict[str, int] = engine.memory_report().items
+    return engine.topology.place, {name: nbytes for name, nbytes in items.items() if nbytes}
+
+
+def traffic(config: dict[str, Any], tied: bool = False) -> list[tuple[str, str, str, int, int]]:
+    """The collectives and messages of the third step: op, tag, dimension, elements, bytes."""
+    engine = make_engine(config, tied=tied)
+    train_engine(engine, 2)
+    with record() as recorder:
+        engine.train_batch(micro_batches(2, engine.gradient_accumulation_steps, engine.data_parallel_rank))
+    return [(call.op, call.tag, call.dimension, call.numel, call.nbytes) for call in recorder.calls]
+
+
+def in_flight(config: dict[str, Any]) -> int:
+    """The most micro-batches whose backward through this rank's first block had not come yet."""
+    engine = make_engine(config)
+    alive, most = [0], [0]
+
+    def begins(module: nn.Module, args: Any, output: Tensor) -> None:
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        output.register_hook(ends)
+
+    def ends(gradient: Tensor) -> None:
+        alive[0] -= 1
+
+    block = next(m for n, m in engine.module.named_modules() if isinstance(m, Block) and m.norm.weight is not None)
+    block.register_forward_hook(begins)
+    train_engine(engine, 2)
+    assert alive[0] == 0
+    return most[0]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import zerolite
 from tests import models, reference
 from tests.distributed.cases import grid as cases
-from tests.distributed.configs import ADAMW, SGD
 
 Change = Callable[[nn.Module, Any, int], None]
 
@@ -181,7 +180,7 @@ class _Deliberate(Exception):
     pass
 
 
-def raises_inside(config: dict[str, Any], place: tuple[int, int, int], where: str, when: str) -> dict[str, Any]:
+def raises_inside(config: dict[str, Any], place: tuple[int, int, int], when: str) -> dict[str, Any]:
     """The second step raises on one rank in a forward (or backward) of one of its blocks; then training goes on."""
     import time
 
@@ -257,6 +256,7 @@ def wrong_use(config: dict[str, Any]) -> dict[str, str]:
         "module": message(lambda: engine.module(*batch)),
         "optimizer": message(lambda: engine.optimizer.step()),
         "no_sync": message(lambda: engine.no_sync().__enter__()),
+        "boundary": message(lambda: engine.set_gradient_accumulation_boundary(False)),
     }
 
     def join() -> None:
@@ -441,3 +441,54 @@ def printed(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
         engine = None
         gc.collect()
     return {"lines": torn.getvalue(), "writes": writes}
+
+
+# -------------------------------------------------------------------- Hugging Face
+
+
+def hugging_face(family: str, tied: bool = True) -> nn.Module:
+    """Small, four layers; heads that two and four ranks can share."""
+    import transformers
+
+    common = {"vocab_size": 37, "tie_word_embeddings": tied, "use_cache": False}
+    if family == "GPT2":
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(n_embd=16, n_layer=4, n_head=4, n_positions=16, **dropout, **common)
+        return transformers.GPT2LMHeadModel(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **common)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def tokens(step: int, micro: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * micro + rank)
+    ids = torch.randint(0, 37, (2, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def train_hugging_face(config: dict[str, Any], family: str, tied: bool = True, steps: int = 3) -> dict[str, Any]:
+    torch.manual_seed(7)
+    whole = hugging_face(family, tied)
+    model = copy.deepcopy(whole)
+    engine = zerolite.initialize(model, config)
+    optimizer = plain_optimizer(whole, config, {})
+    count, data = engine.gradient_accumulation_steps, engine.data_parallel_world_size
+    result: dict[str, Any] = {
+        key: [] for key in ("losses", "norms", "lrs", "wanted_losses", "wanted_norms", "wanted_lrs")
+    }
+    for step in range(steps):
+        own = (tokens(step, micro, engine.data_parallel_rank) for micro in range(count))
+        result["losses"].append(engine.train_batch(own).item())
+        result["norms"].append(engine.get_global_grad_norm())
+        optimizer.zero_grad()
+        losses = []
+        for rank in range(data):
+            for micro in range(count):
+                loss = whole(**tokens(step, micro, rank)).loss
+                (loss / (data * count)).backward()
+                losses.append(loss.detach())
+        result["wanted_losses"].append(torch.stack(losses).mean().item())
+        result["wanted_norms"].append(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.4).item())
+        optimizer.step()
+    return result | cases.told(engine) | {"wanted": {n: p.detach().clone() for n, p in whole.named_parameters()}}
