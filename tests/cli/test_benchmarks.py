@@ -179,7 +179,6 @@ def test_host_overhead_measures_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_watchdog_counts_what_a_step_launches_and_times_a_note() -> None:
     done = run("watchdog.py", "--layers", "3", "--rounds", "2")
     assert done.returncode == 0, done.stdout + done.stderr

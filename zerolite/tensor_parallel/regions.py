@@ -137,8 +137,8 @@ class SeenInput(Tensor):
 
 _REFUSED = (
     "tensor_parallel: expected the input of a module that splits it into heads to be used by ordinary operations, got "
-    "an autograd function or a reentrant checkpoint inside of that module's forward; checkpoint the module from outside, "
-    "or with use_reentrant=False"
+    "an autograd function or a reentrant checkpoint inside of that module's forward; checkpoint the module from "
+    "outside, or with use_reentrant=False"
 )
 
 
