@@ -123,6 +123,7 @@ def test_grids_and_options(pools: Pools, world: int, settings: dict[str, Any]) -
         (2, {"kind": "Checkpointed", "schedule": "zbv"}),
         (2, {"kind": "Opened"}),
         (2, {"kind": "Normed"}),
+        (2, {"kind": "Caching"}),
         (2, {"kind": "TiedGpt", "schedule": "interleaved_1f1b"}),
         (2, {"kind": "TiedGpt", "schedule": "zero_bubble", "pipeline": {"split": ["blocks.1", "blocks.2", "head"]}}),
         (2, {"kind": "example", "loss": True}),

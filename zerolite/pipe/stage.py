@@ -163,8 +163,9 @@ class ChunkStage(PipelineStage):
         self.has_backward = step.work.training
 
     def end(self) -> None:
-        """When it has run, or was left by an exception."""
+        """When it has run, or was left by an exception. Micro-batches and losses are the runner's again."""
         self._flights.clear()
+        del self.step
 
     # ---------------------------------------------------------------- what torch prepares, and needs not here
 

@@ -73,7 +73,7 @@ def _attention(layer: Layer, kind: type[nn.Module], reads: set[int]) -> tuple[li
             'known; write {"style": "column", "parts": 3} if they are one behind the other, and "parts": 1 if each '
             "head's are"
         )
-    for query in sorted(reads, key=lambda width: width != layer.inputs):
+    for query in sorted(reads, key=lambda width: (width != layer.inputs, width)):
         rest = layer.outputs - query
         if rest > 0 and rest % 2 == 0 and rest // 2 <= query:
             return [query, rest // 2, rest // 2], "query, key and value"

@@ -27,6 +27,9 @@ FUSED_ATTENTION = (
 SEPARATE_ATTENTION = "q k v q_proj k_proj v_proj query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin".split()
 
 
+_ATTENTION = frozenset((*FUSED_ATTENTION, *SEPARATE_ATTENTION))
+
+
 @dataclass
 class Layer:
     """One that is cut."""
@@ -67,7 +70,7 @@ class Owner:
     @property
     def is_attention(self) -> bool:
         names = {layer.last_name for layer in self.columns}
-        return bool(names & {*FUSED_ATTENTION, *SEPARATE_ATTENTION} or self.numbers(HEADS))
+        return bool(names & _ATTENTION or self.numbers(HEADS))
 
     def holder_of(self, layer: Layer) -> nn.Module:
         """The module in which ``layer`` is."""
@@ -146,8 +149,9 @@ def head_width(owner: Owner) -> int | None:
     for _, _, value in owner.numbers(HEAD_WIDTHS):
         if any(read % value == 0 for read in reads):
             return value
+    attention = {size for one in owner.columns if one.last_name in _ATTENTION for size in one.sizes}
     for _, _, heads in owner.numbers(HEADS):
-        for read in reads & parts or reads:
+        for read in sorted(reads & attention or reads & parts or reads):
             if read % heads == 0:
                 return read // heads
     return None
@@ -156,7 +160,7 @@ def head_width(owner: Owner) -> int | None:
 def check_heads(owner: Owner, size: int) -> None:
     """Raise PlanError if a cut would go through a head."""
     width = head_width(owner) if owner.is_attention else None
-    named = [layer for layer in owner.columns if layer.last_name in (*FUSED_ATTENTION, *SEPARATE_ATTENTION)]
+    named = [layer for layer in owner.columns if layer.last_name in _ATTENTION]
     for layer in named or owner.columns:
         for part in layer.sizes:
             if width is not None and part % width == 0 and part // width % size:
