@@ -143,6 +143,23 @@ def test_one_rank_without_memory_stops_all(pools: Pools) -> None:
         assert f"at ZeRO stage {stage} on 2 ranks" in results[0]["error"]
 
 
+PARTS = [
+    pytest.param({"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}, id="pipeline"),
+    pytest.param({"tensor_parallel": {"size": 2, "plan": {"0": "column", "1": "row"}}}, id="tensor"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", PARTS)
+def test_ranks_with_other_parts_of_the_model_agree(pools: Pools, parts: dict[str, Any]) -> None:
+    """Each plans its own part, none of which is whole; all take the same stage, or stop together."""
+    results = pools(2).run(CASE, {"config": config("auto", **parts), "free": [PLENTY, 22 * NUMEL]})
+    assert [result["stage"] for result in results] == [0, 0]
+    results = pools(2).run(CASE, {"config": config(1, **parts), "free": [PLENTY, NUMEL]})
+    assert len({result["error"] for result in results}) == 1
+    assert "on rank 1 of 2" in results[0]["error"] and "=2" in results[0]["error"]
+
+
 def test_auto_is_for_initialize_alone() -> None:
     from zerolite.config import load_config
 

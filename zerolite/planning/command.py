@@ -374,8 +374,9 @@ def _write_files(made: Plan | Comparison | GridComparison, options: argparse.Nam
             Path(options.json).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if options.png is not None:
             from zerolite.planning.picture import draw
+            from zerolite.planning.result import GridComparison
 
-            assert not isinstance(made, GridComparison)
+            assert not isinstance(made, GridComparison), "--grids comes without a picture"
             draw(made, Path(options.png))
     except OSError as error:
         raise PlanError(f"{error.filename} cannot be written ({error.strerror})") from error

@@ -269,6 +269,8 @@ class _Run:
                     self._staged, loss_fn = part_of_model(model, job.config, topology, device, loss_fn)
             staged = self._staged
             if job.batch is None:
+                if staged is not None:
+                    _unhook(model)  # what refuses that a stage is called
                 walk_through_parameters(model)
                 staged, loss_fn = staged and _Unscheduled(staged), None
             tracker.item, tracker.place = OTHER, DEVICE
@@ -315,6 +317,12 @@ class _Run:
                 yield
         finally:
             self._mode.stepping = False
+
+
+def _unhook(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            hooks.clear()
 
 
 class _Unscheduled:

@@ -82,7 +82,7 @@ from zerolite.runtime.zero.transfers import Transfers
 from zerolite.runtime.zero.weak_hook import WeakHook
 
 if TYPE_CHECKING:
-    from zerolite.pipe import Staged
+    from zerolite.pipe.prepare import Staged
 
 
 def check_model(model: Any) -> None:
@@ -280,7 +280,7 @@ class _Assembly:
         return engine
 
     def _runner(self, staged: Staged, boundary: GraphBoundary) -> Any:
-        from zerolite.pipe import RunnerParts  # only where there is a pipeline
+        from zerolite.pipe.runner import RunnerParts  # only where there is a pipeline
 
         parts = RunnerParts(
             pipeline=self.pipeline,

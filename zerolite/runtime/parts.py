@@ -15,7 +15,7 @@ from zerolite.runtime.full_state import guard_parts
 from zerolite.runtime.micro_batch import LossFunction
 
 if TYPE_CHECKING:
-    from zerolite.pipe import Staged
+    from zerolite.pipe.prepare import Staged
 
 
 def part_of_model(
@@ -33,9 +33,9 @@ def part_of_model(
         different = "zerolite.initialize: the ranks hold different configs or versions"
         check_agreement(described, topology.world, device, different)
     if topology.pipe.world_size > 1 or getattr(model, "is_pipeline_module", False):
-        from zerolite import pipe
+        from zerolite.pipe.prepare import prepare
 
-        staged = pipe.prepare(model, config.pipeline, topology, device, loss_fn)
+        staged = prepare(model, config.pipeline, topology, device, loss_fn)
     if topology.tensor.world_size > 1:
         _cut(model, config, topology, device)
     guard_parts(model, topology)

@@ -281,7 +281,7 @@ def lifetime() -> list[Any]:
         parent = dist.group.WORLD  # a user may hold it longer
         assert parent is not None
         group = process_group.second_group(parent, "gloo")
-        timeout = process_group._timeout_of(group)
+        timeout = process_group.timeout_of(group)
         alive = weakref.ref(group)
         del group
         zerolite.destroy()
