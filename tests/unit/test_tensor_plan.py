@@ -478,3 +478,12 @@ def test_a_block_that_has_attention_and_the_rest_in_one(plan: Any) -> None:
     found = cut_of(block.qkv.weight)
     assert found is not None and found.ranges == ((0, 8, 8), (8, 24, 8), (16, 40, 8)), "each of query, key and value"
     assert block.heads == 2 and cut_of(block.up.weight).ranges == ((0, 32, 32),)
+
+
+def test_blocks_in_a_list_inside_of_a_dict() -> None:
+    """As in nanoGPT: what is in no forward of its own is never called, so nothing can be cut there."""
+    model = nn.Module()
+    model.transformer = nn.ModuleDict({"h": nn.ModuleList(Plain() for _ in range(2)), "norm": nn.LayerNorm(8)})
+    modules = dict(model.named_modules())
+    owners = [Owner(f"transformer.h.{place}", modules[f"transformer.h.{place}"], [], [], {}) for place in range(2)]
+    assert find_runs(owners, modules) == [["transformer.h.0", "transformer.h.1"]]

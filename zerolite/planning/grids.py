@@ -118,11 +118,12 @@ class _Search:
         self._job = lambda config: job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)
         self._rows: list[GridRow] = []
         self._refused: list[tuple[str, Exception]] = []
+        self._of_tensor: dict[int, float] = {}  # seconds, by the number of tensor ranks
         self._base = self._plan_base()
 
     def result(self) -> GridComparison:
         limit = self._memory[0] or 0
-        candidates = sorted(self._candidates(), key=lambda one: (one.bound, one.stage))
+        candidates = list(self._candidates())
         too_large = [one for one in candidates if one.states > limit]
         waiting = [one for one in candidates if one.states <= limit]
         while True:
@@ -137,16 +138,30 @@ class _Search:
 
     def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Gives those that cannot be faster than the best."""
-        slower = []
-        for one in candidates:
+        waiting, slower = list(candidates), []
+        while waiting:
+            one = min(waiting, key=lambda one: (self._bound(one), one.stage))
+            waiting.remove(one)
             fitting = [row for row in self._rows if row.plan.fits]
             if any(row.name == str(one.grid) for row in fitting) or self._is_hopeless(one):
                 continue  # a higher stage of ZeRO sends more
-            if any(row.seconds <= one.bound for row in fitting):
+            if any(row.seconds <= self._bound(one) for row in fitting):
                 slower.append(one)
             else:
                 self._try(one)
         return slower
+
+    def _bound(self, one: Candidate) -> float:
+        """With what tensor parallelism is known to send by now: of each rank the same on all grids with as many tensor
+        ranks, which have as many samples for as many layers."""
+        return one.bound + self._of_tensor.get(one.grid.tensor, 0.0)
+
+    def _note_tensor(self, plan: Plan) -> None:
+        ranks = [stage.traffic for stage in plan.stages] or [plan.traffic]
+        over = [[row for row in traffic if row.dimension == "tensor"] for traffic in ranks]
+        least = min(self._speeds.seconds(0.0, 0.0, rows) for rows in over)
+        size = plan.tensor_parallel
+        self._of_tensor[size] = min(least, self._of_tensor.get(size, least))
 
     def _plan_base(self) -> Plan:
         """At the config's own grid: for the number of parameters, what each of them takes, and the operations."""
@@ -238,15 +253,18 @@ class _Search:
 
     def _row(self, one: Candidate, few: bool) -> GridRow:
         made = self._plan(one, few)
+        self._note_tensor(made)
         ranks = [(stage.flops, stage.traffic) for stage in made.stages] or [(made.flops, made.traffic)]
         times = [self._speeds.seconds(flops or 0, one.waiting, traffic) for flops, traffic in ranks]
         return GridRow(name=str(one.grid), plan=made, seconds=max(one.bound, *times))
 
     def _plan(self, one: Candidate, few: bool) -> Plan:
-        """few: of the first and the last stage alone, which have the most micro-batches and the head."""
+        """few: of the first stage, which has the most micro-batches, of the last, which has the head, and of one
+        between them, which all others are like."""
         job, times = self._shortened(self._job(one.config))
         warm_up = WARM_UP if one.stage == 3 else 1
-        stages = range(one.grid.pipe) if not few else sorted({0, one.grid.pipe - 1})
+        pipe = one.grid.pipe
+        stages = range(pipe) if not few else sorted({0, pipe // 2, pipe - 1})
         outcomes = run_stages(job, stages, 1, warm_up) if one.grid.pipe > 1 else {0: run(job, 1, warm_up)}
         made = plan_of_stages(job, outcomes, self._nodes, *self._memory)
         update = {

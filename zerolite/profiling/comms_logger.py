@@ -101,9 +101,12 @@ class CommsLogger:
 
     def watch(self, comm: Communicator) -> None:
         """Measure what ``comm`` launches from now on."""
-        comm.watch(_OfRanks(self, comm.world_size))
+        comm.watch(self if comm.world_size == self._ranks else _OfRanks(self, comm.world_size))
 
-    def launch(self, entry: Raw, start: Callable[[], Pending], ranks: int) -> Pending:
+    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
+        return self.measure(entry, start, self._ranks)
+
+    def measure(self, entry: Raw, start: Callable[[], Pending], ranks: int) -> Pending:
         """One collective of so many ranks. Called by what watches their communicator."""
         op, tag, what, dtype, _ = entry
         if not self._config.measures(op):
@@ -194,13 +197,13 @@ class CommsLogger:
 
 
 class _OfRanks:
-    """What watches one communicator for a logger."""
+    """What watches a communicator of another number of ranks for a logger."""
 
     def __init__(self, logger: CommsLogger, ranks: int) -> None:
         self._logger, self._ranks = logger, ranks
 
     def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
-        return self._logger.launch(entry, start, self._ranks)
+        return self._logger.measure(entry, start, self._ranks)
 
 
 def _line(kind: Kind, times: Times) -> str:

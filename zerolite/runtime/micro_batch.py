@@ -41,8 +41,8 @@ class MicroBatch:
         return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, target)
 
     def loss(self, outputs: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        """The loss: of ``loss_fn``, or what the model has returned: a scalar, a tuple that begins with one, or an
-        object or mapping with a ``loss``. Raises ValueError for anything else."""
+        """The loss: of ``loss_fn``, or what the model has returned: a scalar, a tuple with one scalar in it or that
+        begins with one, or an object or mapping with a ``loss``. Raises ValueError for anything else."""
         if loss_fn is not None:
             return _scalar(loss_fn(outputs, self.target), "the loss_fn")
         if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -50,7 +50,8 @@ class MicroBatch:
         elif not isinstance(outputs, torch.Tensor) and getattr(outputs, "loss", None) is not None:
             outputs = outputs.loss
         elif isinstance(outputs, (tuple, list)) and outputs:
-            outputs = outputs[0]
+            scalars = [item for item in outputs if isinstance(item, torch.Tensor) and item.numel() == 1]
+            outputs = scalars[0] if len(scalars) == 1 else outputs[0]
         return _scalar(outputs, "the model")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +68,24 @@ def cut_parameter(parameter: nn.Parameter | None, cut: Cut) -> None:
     set_cut(parameter, cut)
 
 
+class Edge(Protocol):
+    """Where sequences are cut: see sequence.py."""
+
+    began: bool
+
+
+_NOT_CUT = (
+    "tensor_parallel.sequence_parallel: expected the first of the blocks whose layers are cut to be called by the "
+    "model, so that the sequence is cut there, got a layer in it that was called without; leave sequence_parallel out"
+)
+
+
 class CutLayer(nn.Module):
     """What the layers have in common. A copy of the layer talks to the same ranks, and holds the same parts."""
 
     comm: Communicator
     region: Region | None = None  # that it begins or ends
+    edge: Edge | None = None  # where the sequence is cut
     sequence: int | None = None  # the dimension along which its inputs or outputs outside of the region are cut
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -118,6 +131,8 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x = seen_input(x)
         if self.sequence is not None:
+            if self.edge is not None and not self.edge.began:
+                raise RuntimeError(_NOT_CUT)
             x = functions.shared_all_gather(x, self.comm, self.sequence)
         else:
             x = functions.shared_copy(x, self.comm)
@@ -320,9 +335,10 @@ def _become(
         module.nx, module.nf = inputs, outputs  # type: ignore[assignment]
 
 
-def along_sequence(module: CutLayer, dim: int) -> None:
-    """From now on what is outside of the layer's region is cut along ``dim`` of the inputs or outputs, the sequence."""
-    module.sequence = dim
+def along_sequence(module: CutLayer, dim: int, edge: Edge) -> None:
+    """From now on what is outside of the layer's region is cut along ``dim`` of the inputs or outputs, the sequence, by
+    what stands at ``edge``."""
+    module.sequence, module.edge = dim, edge
     bias = module._parameters.get("bias")
     if isinstance(module, RowParallelLinear) and bias is not None:
         mark_partial(bias)

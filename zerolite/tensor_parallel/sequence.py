@@ -46,12 +46,13 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _block_of(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The outermost module in a list that is called: lists inside of lists are not."""
     parts = name.split(".")
-    for depth in range(1, len(parts)):
-        above = ".".join(parts[:depth])
-        if _is_list(modules[above]):
-            return ".".join(parts[: depth + 1])
-    return parts[0] if _is_list(modules[""]) else name
+    for depth in range(len(parts)):
+        block = ".".join(parts[: depth + 1])
+        if _is_list(modules[".".join(parts[:depth])]) and not is_container(modules[block]):
+            return block
+    return name
 
 
 def _runs(container: str, members: set[str], modules: Mapping[str, nn.Module]) -> Iterator[list[str]]:
@@ -97,7 +98,7 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
                 _RandomParts(comm.rank).watch(block)
             for module in block.modules():
                 if isinstance(module, CutLayer) and not isinstance(module, nn.Embedding):
-                    along_sequence(module, DIM)
+                    along_sequence(module, DIM, edge)
             for parameter in block.parameters():
                 if cut_of(parameter) is None:
                     mark_partial(parameter)
@@ -109,6 +110,7 @@ class _Edge:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.began = False
 
     def __deepcopy__(self, memo: Any) -> _Edge:
         return self
@@ -128,6 +130,7 @@ class _Edge:
                 f"tensor_parallel.size {self.comm.world_size}, got {hidden.shape[DIM]} (hidden states of shape "
                 f"{list(hidden.shape)}); pad the sequences"
             )
+        self.began = True
         part = functions.scatter(hidden, self.comm, DIM)
         return (
             tuple(part if value is hidden else value for value in args),
