@@ -64,6 +64,7 @@ def test_a_collective_is_waited_for_where_it_is_launched(device: Device) -> None
         {
             "op": "all_reduce",
             "tag": "gradients",
+            "ranks": 4,
             "nbytes": 4 * 10**6,
             "count": 1,
             "total_bytes": 4 * 10**6,
