@@ -398,7 +398,7 @@ def misfits() -> dict[str, tuple[dict[str, Any], str]]:
         "no style": (settings(TENSOR) | plan(head="colum"), "got 'colum'; known are column, row, vocab"),
         "one micro-batch": (
             settings(PIPE, count=1),
-            "gradient_accumulation_steps: 1 micro-batches cannot be scheduled",
+            "gradient_accumulation_steps: expected micro-batches that pipeline.schedule '1f1b' can run on 2 stages",
         ),
         "parts": (settings(PIPE, pipeline={"schedule": "interleaved_1f1b", "chunks": 4}), "at least 8 equal blocks"),
         "schedule": (settings(PIPE, pipeline={"schedule": "2f2b"}), 'pipeline.schedule: expected "gpipe" or "1f1b"'),

@@ -174,3 +174,9 @@ def test_nothing_is_kept(pools: Pools, sequence_parallel: bool) -> None:
     for found in pools(2).run(f"{CASES}:memory", {"sequence_parallel": sequence_parallel}):
         assert found["alive after"] == [] and found["alive without gradients"] == []
         assert found["growth"] < 500  # the smallest activation takes 1536; the record of fences grows by some numbers
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_that_is_written_with_the_layers(pools: Pools, stage: int) -> None:
+    for losses, wanted in pools(2).run(f"{CASES}:own_layers", {"stage": stage}):
+        assert losses == pytest.approx(wanted, rel=1e-6)

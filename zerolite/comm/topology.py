@@ -71,7 +71,7 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
     if world.world_size % model:
         raise ValueError(
             f"expected the number of processes to be a multiple of pipeline.stages × tensor_parallel.size, got "
-            f"{world.world_size} processes for {pipe} × {tensor} = {model}"
+            f"{world.world_size} processes for {pipe} × {tensor} = {model}; start a multiple of {model}, or lower one"
         )
     if model == 1:
         return data_topology(world)

@@ -474,8 +474,9 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
         schedule = made(own, micro_batches, loss_fn=_no_loss)
     except ValueError as error:
         raise ValueError(
-            f'gradient_accumulation_steps: {micro_batches} micro-batches cannot be scheduled as "{name}" on '
-            f"{stages[0].group_size} stages with {len(stages)} parts each: {error}"
+            f"gradient_accumulation_steps: expected micro-batches that pipeline.schedule {name!r} can run on "
+            f"{stages[0].group_size} stages with {len(stages)} parts each, got {micro_batches} ({error}); raise it to "
+            f"a multiple of {stages[0].group_size}, or use another schedule"
         ) from None
     by_index = {stage.stage_index: stage for stage in stages}
     for index, stage in by_index.items():

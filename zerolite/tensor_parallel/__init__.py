@@ -3,6 +3,8 @@
 :func:`apply` cuts a model that is written without it; the layers can also be used directly.
 """
 
+from zerolite.accelerator import default_device
+from zerolite.comm import Communicator, create_communicator, create_topology, init_distributed, local_rank
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from zerolite.tensor_parallel.cutting import apply
 from zerolite.tensor_parallel.functions import all_gather, copy, gather, reduce, reduce_scatter, scatter
@@ -14,6 +16,16 @@ from zerolite.tensor_parallel.layers import (
 )
 from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.plan import PlanError
+
+
+def tensor_ranks(size: int) -> Communicator:
+    """The ``size`` ranks that this one is to share layers with, for layers that are made before ``zerolite.initialize``
+    is called with that ``tensor_parallel.size``. Starts torch.distributed if it does not run. Raises ValueError if
+    ``size`` does not divide the number of ranks. Called on all ranks, in the same order."""
+    init_distributed()
+    device = default_device(local_rank())
+    return create_topology(create_communicator(device), device, tensor=size).tensor
+
 
 __all__ = [
     "ColumnParallelLinear",
@@ -29,5 +41,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "tensor_ranks",
     "vocab_parallel_cross_entropy",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerolite.comm import Communicator
-from zerolite.cuts import is_partial, mark_partial
+from zerolite.cuts import cut_of, is_partial, mark_partial
 from zerolite.runtime.initial_sync import broadcast_into, synchronize_tensors
 from zerolite.runtime.precision import map_tensors
 from zerolite.tensor_parallel import fused, matching, sequence
@@ -195,9 +195,9 @@ def _norms_of_heads(owner: Owner) -> Iterator[nn.Parameter]:
 
 
 def _synchronize(model: nn.Module, comm: Communicator, device: torch.device) -> None:
-    """The first rank's values and random numbers, everywhere."""
+    """The first rank's values and random numbers, everywhere; parts that are there already are each rank's own."""
     tensors = [*model.parameters(), *model.buffers()]
-    held = [tensor for tensor in tensors if not tensor.is_meta]
+    held = [tensor for tensor in tensors if not tensor.is_meta and cut_of(tensor) is None]
     synchronize_tensors(held, comm, device, "initial_sync")
     if comm.peers_agree:
         return

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+import zerolite
 from examples.gpt.model import GPT, GPTConfig
 from zerolite.comm import Communicator, create_communicator, record
 from zerolite.cuts import Cut, cut_of, is_partial
@@ -23,6 +24,7 @@ from zerolite.tensor_parallel import (
     VocabParallelEmbedding,
     VocabParallelLogits,
     apply,
+    tensor_ranks,
 )
 from zerolite.tensor_parallel.layers import cut_of_rows
 
@@ -431,3 +433,47 @@ def memory(sequence_parallel: bool) -> dict[str, Any]:
         return {"alive after": after, "alive without gradients": without, "growth": living[1] - living[0]}
     finally:
         gc.enable()
+
+
+class OwnLayers(nn.Module):
+    """Written with the layers themselves, as docs/tensor-parallelism.md shows."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(8, 12, comm=comm)
+        self.down = RowParallelLinear(12, 8, comm=comm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def own_layers(stage: int) -> tuple[list[float], list[float]]:
+    """Losses of three steps, of two engines one after the other on the same model, and those of the plain layers."""
+    ranks = tensor_ranks(2)
+    torch.manual_seed(10 + ranks.rank)
+    model = OwnLayers(ranks)
+    torch.manual_seed(10)
+    plain = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "tensor_parallel": {"size": 2},
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer, generator = torch.optim.SGD(plain.parameters(), 0.5), torch.Generator().manual_seed(3)
+    losses, wanted = [], []
+    for _ in range(2):
+        engine = zerolite.initialize(model, config)
+        for _ in range(3):
+            x = torch.randn(4, 8, generator=generator)
+            loss, expected = engine(x).pow(2).mean(), plain(x).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            wanted.append(float(expected.detach()))
+        del engine, loss
+        gc.collect()
+    return losses, wanted
