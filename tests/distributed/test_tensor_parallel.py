@@ -180,3 +180,10 @@ def test_nothing_is_kept(pools: Pools, sequence_parallel: bool) -> None:
 def test_a_model_that_is_written_with_the_layers(pools: Pools, stage: int) -> None:
     for losses, wanted in pools(2).run(f"{CASES}:own_layers", {"stage": stage}):
         assert losses == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_second_engine_on_the_same_model(pools: Pools, sequence: bool) -> None:
+    assert max(pools(2).run(f"{CASES}:again", {"sequence": sequence, "other": False})) < 1e-6
+    with pytest.raises(CaseFailed, match="as it was when the layers of .* were cut for an earlier engine"):
+        pools(2).run(f"{CASES}:again", {"sequence": sequence, "other": True})

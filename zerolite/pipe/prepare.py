@@ -72,6 +72,11 @@ def prepare(
     on all ranks, before anything else is made of the model.
     """
     stages = topology.pipe.world_size
+    if vars(model).get(_STAGED):
+        raise ValueError(
+            "pipeline: expected the whole model, got one of which an earlier zerolite.initialize has left a stage; make "
+            "it anew"
+        )
     chunks_each = settings.chunks_per_rank if stages > 1 else 1
     if stages > 1:
         schedule_class(settings.schedule)
@@ -90,6 +95,7 @@ def prepare(
         function: Any = _of_sequential if type(model) is nn.Sequential else split_by_names
         divide = functools.partial(function, model, settings, len(ranks), own)
     chunks, homes = _agreed(host, divide)
+    vars(model)[_STAGED] = stages > 1
     ties = _ties(homes, ranks, topology.pipe.rank)
     if not is_dry_run():
         shared_by = {tie.ranks for tie in ties}
@@ -100,6 +106,7 @@ def prepare(
     return Staged(model, loss_fn, ties, chunks, len(ranks), settings.schedule)
 
 
+_STAGED = "_zerolite_staged"
 _Divide = Callable[[], tuple[list[Chunk], list[Home]]]
 
 

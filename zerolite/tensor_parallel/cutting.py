@@ -73,7 +73,7 @@ def apply(
     owners = owning.pair(layers, modules)
     _set_sizes(layers, owners, comm)
     divided = _divided(owners, modules, settings.divide, comm.world_size)
-    made = matching.made_in_parts(modules, comm)
+    made = _not_connected(matching.made_in_parts(modules, comm), settings.sequence_parallel)
     runs = sequence.find_runs([*owners, *made], modules) if settings.sequence_parallel else []
     partial = _partial(found, owners, modules, bool(runs))
     _synchronize(model, comm, device)
@@ -88,6 +88,25 @@ def apply(
     if any(isinstance(module, VocabParallelHead) for module in modules.values()):
         model.register_forward_hook(_gather_what_leaves)
     return unused
+
+
+def _not_connected(made: Sequence[Owner], sequence_parallel: bool) -> list[Owner]:
+    """Without those that an earlier call has cut and connected: the model has had another engine. Raises PlanError if
+    sequences were treated otherwise then."""
+    new = []
+    for owner in made:
+        modules: list[Any] = [layer.module for layer in (*owner.columns, *owner.rows)]
+        if all(module.region is None for module in modules):
+            new.append(owner)
+            continue
+        before = any(module.sequence is not None for module in modules)
+        if before != sequence_parallel:
+            raise PlanError(
+                f"tensor_parallel.sequence_parallel: expected {str(before).lower()}, as it was when the layers of "
+                f"'{owner.name}' were cut for an earlier engine, got {str(sequence_parallel).lower()}; make the model "
+                "anew"
+            )
+    return new
 
 
 def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communicator) -> None:

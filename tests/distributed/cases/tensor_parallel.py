@@ -447,6 +447,26 @@ class OwnLayers(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+def again(sequence: bool, other: bool) -> float:
+    """How far the first loss of a second engine on a model that is cut already is from that of the plain one. other:
+    the second one is to treat sequences otherwise."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=8, layers=2, heads=2, width=8, vocabulary=12))
+    tokens = torch.randint(12, (2, 8))
+    expected = model(tokens, tokens).detach()
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    for sequence_parallel in (sequence, sequence != other):
+        block = {"size": 2, "sequence_parallel": sequence_parallel}
+        engine = zerolite.initialize(model, {**config, "tensor_parallel": block})
+        loss = engine(tokens, tokens)
+        engine.backward(loss)
+        engine.step()
+        found = float((loss.detach() - expected).abs() / expected)
+        del engine, loss
+        gc.collect()
+    return found
+
+
 def own_layers(stage: int) -> tuple[list[float], list[float]]:
     """Losses of three steps, of two engines one after the other on the same model, and those of the plain layers."""
     ranks = tensor_ranks(2)
