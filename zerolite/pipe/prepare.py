@@ -74,8 +74,8 @@ def prepare(
     stages = topology.pipe.world_size
     if vars(model).get(_STAGED):
         raise ValueError(
-            "pipeline: expected the whole model, got one of which an earlier zerolite.initialize has left a stage; make "
-            "it anew"
+            "pipeline: expected the whole model, got one of which an earlier zerolite.initialize has left a stage; "
+            "make it anew"
         )
     chunks_each = settings.chunks_per_rank if stages > 1 else 1
     if stages > 1:
