@@ -367,30 +367,6 @@ def two_engines(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [run | cases.told(engine) for engine, run in zip(engines, runs, strict=True)]
 
 
-def state_dicts(config: dict[str, Any]) -> dict[str, Any]:
-    """The module's own state dict goes out and in between steps: training from there is as it was."""
-    engine = cases.make_engine(config)
-    cases.train_engine(engine, 2)
-    with zerolite.zero.GatheredParameters(engine.module, modifier_rank=0):
-        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    before = cases.held(engine)
-    full = engine.full_state_dict()
-    cases.train_engine(engine, 1, 2)
-    changed = cases.held(engine) != before
-    if config["zero_optimization"]["stage"] < 3:
-        engine.module.load_state_dict(state)
-        loaded = cases.held(engine) == before
-    else:
-        loaded = True
-    engine.load_full_state_dict(full)
-    return {
-        "changed": changed,
-        "loaded": loaded,
-        "whole": cases.held(engine) == before,
-        **cases.train_engine(engine, 1, 3),
-    }
-
-
 def offloaded(config: dict[str, Any]) -> dict[str, Any]:
     engine = cases.make_engine(config)
     first = cases.train_engine(engine, 2)
