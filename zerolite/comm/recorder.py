@@ -13,7 +13,8 @@ import torch
 @dataclass(frozen=True)
 class CollectiveCall:
     """One logical collective, or message between two stages. ``numel`` and ``nbytes`` count the full tensors that it
-    concerns, on one rank; ``dtype`` is the first one's."""
+    concerns, on one rank; ``dtype`` is the first one's; ``key`` tells collectives of equal sizes apart, as in
+    :class:`~zerolite.comm.flight.Entry`."""
 
     op: str  # all_reduce | reduce_scatter | all_gather | broadcast | send | receive
     numel: int
@@ -23,6 +24,7 @@ class CollectiveCall:
     tensors: int = 1  # how many travel in this launch
     dimension: str = "data"  # of the grid of ranks: data | tensor | pipe | model | world
     ranks: int = 1  # how many take part
+    key: int = 0
 
 
 @dataclass
@@ -72,19 +74,21 @@ def unrecorded() -> Iterator[None]:
         active[:] = outside
 
 
-def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1) -> None:
+def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0) -> None:
     """Called by the communicator, once per logical collective."""
     if active:
         nbytes = tensor.numel() * tensor.element_size()
-        call = CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks)
+        call = CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key)
         for recorder in active:
             recorder.calls.append(call)
 
 
-def note_several(op: str, tensors: Sequence[torch.Tensor], tag: str, dimension: str = "data", ranks: int = 1) -> None:
+def note_several(
+    op: str, tensors: Sequence[torch.Tensor], tag: str, dimension: str = "data", ranks: int = 1, key: int = 0
+) -> None:
     """Called by the communicator for a collective over several tensors; one without any element is none."""
     if active and (numel := sum(tensor.numel() for tensor in tensors)):
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        call = CollectiveCall(op, numel, tensors[0].dtype, nbytes, tag, len(tensors), dimension, ranks)
+        call = CollectiveCall(op, numel, tensors[0].dtype, nbytes, tag, len(tensors), dimension, ranks, key)
         for recorder in active:
             recorder.calls.append(call)

@@ -47,6 +47,7 @@ from zerolite.runtime.build_stage3 import (
     watch_writes,
 )
 from zerolite.runtime.decisions import (
+    SKIPS_ON_DEVICE,
     communication_dtypes,
     loss_scaler,
     precision_of,
@@ -240,7 +241,7 @@ class _Assembly:
             comm,
             self.window,
             self.scaler,
-            step_options(config, numel),
+            step_options(config, numel, self.device.type in SKIPS_ON_DEVICE),
             self.device,
             self.transfers,
         )

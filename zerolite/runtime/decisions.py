@@ -14,6 +14,9 @@ from zerolite.runtime.step import StepOptions
 from zerolite.runtime.zero.bucket_state import ReductionOptions
 from zerolite.runtime.zero.stages import StagePolicy
 
+SKIPS_ON_DEVICE = {"cuda"}
+"""Types of device on which the host does not wait for a step's statistics. Tests add "cpu"."""
+
 
 def precision_of(config: ZeroliteConfig) -> Precision:
     if config.fp16.enabled:
@@ -119,11 +122,12 @@ def reduction_options(
     )
 
 
-def step_options(config: ZeroliteConfig, update_numel: int) -> StepOptions:
+def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool) -> StepOptions:
     return StepOptions(
         max_norm=config.gradient_clipping,
         check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         max_skipped_in_a_row=config.max_consecutive_skipped_steps,
         ignore_unused=config.zero_optimization.ignore_unused_parameters,
+        skip_on_device=skip_on_device,
         update_numel=update_numel,
     )

@@ -41,13 +41,15 @@ logger = logging.getLogger("zerolite")
 class StepOptions:
     """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients.
     max_skipped_in_a_row: raise after so many, 0 for never. ignore_unused: whether parameters without any gradient
-    are fine. update_numel: master elements that are updated in one call on the device where torch's optimizer does it;
-    a larger bucket is a call of its own."""
+    are fine. skip_on_device: let the device decide whether a step is skipped, where the optimizer can, so that the host
+    need not wait for the statistics. update_numel: master elements that are updated in one call on the device where
+    torch's optimizer does it; a larger bucket is a call of its own."""
 
     max_norm: float
     check_finite: bool
     max_skipped_in_a_row: int
     ignore_unused: bool
+    skip_on_device: bool = False
     update_numel: int = 0
 
 
@@ -105,6 +107,8 @@ class StepPipeline:
         self._device = device
         self.counters = StepCounters()
         self._unsettled: _Unsettled | None = None
+        self._minimum: float | None = None  # the loss scale, if the last step was skipped and it cannot fall further
+        self._failure: Exception | None = None  # found while an outcome was read; raised by the next update
         self._unpublished = False  # masters are ahead of the parameters
         self.commands: Commands = unannounced
         self.away = False  # engine.offload_states() has emptied what is worked on here
@@ -304,26 +308,26 @@ class StepPipeline:
 
     def _update(self, publish: bool) -> None:
         self.settle()
+        self._raise_failure()
         self._decide_on_trace()
         self.refresh_written()
         stats = self.stats()
         self._updated = True
         self._optimizer.mark_called()
-        if self._may_skip_on_device():
-            divisor = self._own_divisor()
-            self._update_without_reading(stats, divisor, publish)
-            stats.start_read()
-            self._unsettled = _Unsettled(stats, divisor)
+        if self._skips_on_device:
+            self._update_unread(stats, publish)
             return
         outcome = stats.get()
         outcome.check_inputs()
         divisor = self._own_divisor() * mean_weight(outcome)
-        if outcome.finite or not self._options.check_finite:
+        # Every rank reads the same statistics here, so either all of them launch the gathers of an update or none.
+        if self._applies(outcome):
             self.unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
             norm = outcome.norm / divisor
             factor = (clip_coefficient(norm, self._max_norm) if self._max_norm else 1.0) / divisor
             self._update_buckets(factor, outcome.used, None, publish)
         self._settle(outcome, divisor)
+        self._raise_if_hopeless(outcome)
 
     def refresh_written(self) -> None:
         """Masters follow the values that somebody has loaded into parameters, or put in their place by ``p.data =
@@ -411,14 +415,32 @@ class StepPipeline:
 
     def settle(self) -> None:
         """Read the outcome of the last step if that has not happened, and bring counters, scheduler and loss scale
-        up to date."""
-        if self._unsettled is not None:
-            unsettled, self._unsettled = self._unsettled, None
-            outcome = unsettled.stats.get()
+        up to date.
+
+        What is wrong with that step is raised by the next update and not here: each rank reads the outcome when it
+        first needs it (rank 0 to print a loss scale, say), and the others would wait for it in their next collective.
+        """
+        if self._unsettled is None:
+            return
+        unsettled, self._unsettled = self._unsettled, None
+        outcome = unsettled.stats.get()
+        if outcome.weight == 0 or outcome.mixed or not self._applies(outcome):
+            self._optimizer.method.forget_last()
+        try:
             outcome.check_inputs()
-            if outcome.weight == 0 or outcome.mixed or (self._options.check_finite and not outcome.finite):
-                self._optimizer.method.forget_last()
-            self._settle(outcome, unsettled.divisor * mean_weight(outcome))
+            divisor = unsettled.divisor * mean_weight(outcome)
+            if self._applies(outcome):
+                self.unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
+            self._settle(outcome, divisor)
+            self._raise_if_hopeless(outcome)
+        except (RuntimeError, FloatingPointError) as error:
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        """Called on all ranks, which have settled the same steps by then."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     @property
     def global_steps(self) -> int:
@@ -492,15 +514,20 @@ class StepPipeline:
         """The same without what only all ranks know."""
         return self.window_scale() / self._flush_factor
 
-    def _may_skip_on_device(self) -> bool:
-        """True on CUDA if the optimizer takes a skip flag there and no rank-dependent choice needs the host."""
-        if self._device.type != "cuda" or not self._optimizer.method.can_skip_on_device:
-            return False
-        if not self._sweep.all_on_device:
-            return False
-        return len(self._reducer.used) == len(self._buffer.layout.slots)
+    @property
+    def _skips_on_device(self) -> bool:
+        """Follows from config, optimizer and layout alone: which gradients came to this rank must not decide it,
+        because an update whose skip the host decides launches no gathers when it is skipped."""
+        options, method = self._options, self._optimizer.method
+        return options.skip_on_device and method.can_skip_on_device and self._sweep.all_on_device
 
-    def _update_without_reading(self, stats: StatsVector, divisor: float, publish: bool) -> None:
+    def _update_unread(self, stats: StatsVector, publish: bool) -> None:
+        """Update, or skip on the device, without reading the statistics: the same launches on every rank, whatever the
+        outcome. A rank that lacks gradients waits for the statistics to learn which parameters no rank has used, and
+        does nothing else with them."""
+        divisor = self._own_divisor()
+        lacks_some = len(self._reducer.used) < len(self._buffer.layout.slots)
+        used = stats.get().used if lacks_some else None
         total = stats.total_square()
         found_inf = ~torch.isfinite(total) | stats.mixed() if self._options.check_finite else None
         scale: float | torch.Tensor = divisor
@@ -511,7 +538,9 @@ class StepPipeline:
         factor: float | torch.Tensor = 1.0 / divisor if isinstance(scale, float) else (1.0 / scale).float()
         if self._max_norm:
             factor = (clip_coefficient_on_device(total.sqrt() / scale, self._max_norm) / scale).float()
-        self._update_buckets(factor, None, None if found_inf is None else found_inf.float(), publish)
+        self._update_buckets(factor, used, None if found_inf is None else found_inf.float(), publish)
+        stats.start_read()
+        self._unsettled = _Unsettled(stats, divisor)
 
     def _update_buckets(
         self,
@@ -546,17 +575,25 @@ class StepPipeline:
 
     def _settle(self, outcome: GradStats, divisor: float) -> None:
         self._agreed = outcome.agreed
-        skipped = self._options.check_finite and not outcome.finite
+        skipped = not self._applies(outcome)
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
         if skipped and self._comm.main:
             logger.warning("%s", self._describe(outcome))
         if not skipped:
             self.on_applied()
         change = self._scaler.update(skipped) if self._scaler else None
+        self._minimum = change.after if skipped and change is not None and change.at_minimum else None
         self.on_settled(norm)
-        if skipped:
-            minimum = change.after if change is not None and change.at_minimum else None
-            self.counters.raise_if_hopeless(self._describe(outcome), self._options.max_skipped_in_a_row, minimum)
+
+    def _applies(self, outcome: GradStats) -> bool:
+        """Whether a step with these gradients updates anything."""
+        return outcome.finite or not self._options.check_finite
+
+    def _raise_if_hopeless(self, outcome: GradStats) -> None:
+        """After :meth:`_settle`."""
+        if not self._applies(outcome):
+            limit = self._options.max_skipped_in_a_row
+            self.counters.raise_if_hopeless(self._describe(outcome), limit, self._minimum)
 
     def _describe(self, outcome: GradStats) -> str:
         return self.counters.describe_skip(outcome, self._buffer.layout.slots)

@@ -1,0 +1,226 @@
+"""Programs in which ranks differ in everything that they may differ in, and the collectives that each of them
+launches."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.training import counters, snapshot
+from zerolite.comm import record
+from zerolite.runtime.decisions import SKIPS_ON_DEVICE
+
+
+class Gated(nn.Module):
+    """A linear layer with a second weight that a rank may leave unused, so that all ranks run the same modules."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.extra = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: Tensor, use_extra: bool) -> Tensor:
+        hidden = torch.tanh(x @ self.weight)
+        return hidden + x @ self.extra if use_extra else hidden
+
+
+class Layers(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]``; ``extras`` says which of the three gated layers use their second weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.layers = nn.ModuleList(Gated(5) for _ in range(3))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, extras: tuple[bool, ...] = (True, True, True)) -> Tensor:
+        x = self.first(x)
+        for layer, use_extra in zip(self.layers, extras, strict=True):
+            x = layer(x, use_extra)
+        return self.last(self.gain * x)
+
+
+@contextlib.contextmanager
+def skipping_on_device(enabled: bool) -> Iterator[None]:
+    """Let engines that are made inside decide on the CPU as they do on CUDA."""
+    if enabled:
+        SKIPS_ON_DEVICE.add("cpu")
+    try:
+        yield
+    finally:
+        SKIPS_ON_DEVICE.discard("cpu")
+
+
+def make_engine(config: dict[str, Any], on_device: bool) -> Any:
+    with skipping_on_device(on_device):
+        return zerolite.initialize(models.build(Layers), config)
+
+
+def launched(recorder: Any) -> list[tuple[Any, ...]]:
+    """What must be equal on all ranks. Exchanges on the host are left out: which rank has finished shows in them."""
+    return [(c.op, c.nbytes, c.tag, c.key, c.tensors) for c in recorder.calls]
+
+
+def loss_of(
+    engine: Any, step: int, micro: int, extras: tuple[bool, ...] = (True, True, True), bad: bool = False
+) -> Tensor:
+    x, y = models.float_batch(step, micro, engine.rank)
+    loss = F.mse_loss(engine(x, extras).float(), y)
+    return loss * float("inf") if bad else loss
+
+
+# -------------------------------------------------------------------- one scenario at a time
+
+
+def overflow(config: dict[str, Any], scenario: str, on_device: bool) -> dict[str, Any]:
+    """Four steps. In the second, rank 0 overflows and rank 1 lacks a gradient: it uses fewer parameters, its batch has
+    weight 0, or it has no batch any more."""
+    engine = make_engine(config, on_device)
+    with record() as recorder:
+        if scenario == "join":
+            with engine.join():
+                for step in range(4 if engine.rank == 0 else 1):
+                    engine.backward(loss_of(engine, step, 0, bad=step == 1))
+                    engine.step()
+        else:
+            for step in range(4):
+                second = step == 1
+                extras = (True, not (second and engine.rank == 1 and scenario == "unused"), True)
+                weight = None
+                if scenario == "weight":
+                    weight = 0 if second and engine.rank == 1 else 4
+                engine.backward(loss_of(engine, step, 0, extras, bad=second and engine.rank == 0), weight=weight)
+                engine.step()
+    return {"launched": launched(recorder), "parameters": snapshot(engine), "counters": counters(engine)}
+
+
+def asked_by_one_rank(config: dict[str, Any], on_device: bool) -> dict[str, Any]:
+    """Rank 0 asks for what a skipped step has left, the others do not; the third skip in a row is one too many."""
+    engine = make_engine(config, on_device)
+    error, steps = "", 0
+    with record() as recorder:
+        try:
+            for steps in range(8):
+                extras = (True, engine.rank != 1, True)
+                engine.backward(loss_of(engine, steps, 0, extras, bad=engine.rank == engine.world_size - 1))
+                engine.step()
+                if engine.rank == 0:
+                    assert engine.skipped_steps == steps + 1
+                    assert engine.get_lr() and engine.loss_scale
+        except FloatingPointError as failure:
+            error = str(failure)
+    return {"launched": launched(recorder), "error": error, "steps": steps}
+
+
+# -------------------------------------------------------------------- random programs
+
+
+class Program:
+    """What all ranks do, drawn from one seed; and how a rank does it, drawn from the seed and its rank."""
+
+    def __init__(self, engine: Any, seed: int) -> None:
+        self.engine = engine
+        self.shared = random.Random(seed)
+        self.own = random.Random(1009 * seed + engine.rank + 1)
+        self.step = 0
+        self.scaled = True
+
+    def run(self, length: int) -> None:
+        actions = [self.engine_loop, self.plain_loop, self.phases, self.evaluation, self.dropped, self.joined]
+        for _ in range(length):
+            self.shared.choice(actions)()
+            if self.own.random() < 0.3:  # any rank, for itself
+                self.own.choice(
+                    [lambda: self.engine.skipped_steps, lambda: self.engine.loss_scale, self.engine.get_lr]
+                )()
+
+    def loss(self, micro: int = 0) -> Tensor:
+        own = self.own
+        extras = (own.random() < 0.8, own.random() < 0.8, own.random() < 0.8)
+        return loss_of(self.engine, self.step, micro, extras, bad=own.random() < 0.1)
+
+    def weights(self) -> bool:
+        return self.shared.random() < 0.3
+
+    def backward(self, micro: int, weighted: bool) -> None:
+        # Never 0 on all ranks, which is an error.
+        least = 1 if self.engine.rank == 0 else 0
+        self.engine.backward(self.loss(micro), weight=self.own.randint(least, 5) if weighted else None)
+
+    def micro_batches(self) -> None:
+        weighted = self.weights()
+        for micro in range(self.engine.gradient_accumulation_steps):
+            if self.shared.random() < 0.2:
+                self.evaluation()
+            self.backward(micro, weighted)
+            if micro + 1 < self.engine.gradient_accumulation_steps:
+                self.engine.step()
+        self.step += 1
+
+    def engine_loop(self) -> None:
+        self.micro_batches()
+        self.engine.step()
+
+    def plain_loop(self) -> None:
+        count = self.shared.randint(1, 3)
+        for micro in range(count):
+            (self.loss(micro) / count).backward()
+        self.engine.optimizer.step()
+        self.engine.optimizer.zero_grad()
+        self.step += 1
+
+    def phases(self) -> None:
+        self.micro_batches()
+        if self.shared.random() < 0.5:
+            self.engine.reduce_gradients()
+        if self.shared.random() < 0.5:
+            self.engine.clip_gradients(0.5)
+        if self.shared.random() < 0.5:
+            zerolite.get_full_grad(self.engine.module.last.weight)
+        self.engine.update()
+        self.engine.publish()
+        self.engine.zero_grad()
+
+    def evaluation(self) -> None:
+        self.engine.eval()
+        with torch.no_grad():
+            for micro in range(self.shared.randint(1, 2)):
+                loss_of(self.engine, self.step, 50 + micro)
+        self.engine.train()
+
+    def dropped(self) -> None:
+        self.backward(0, self.weights())
+        self.engine.zero_grad()
+
+    def joined(self) -> None:
+        if self.engine.world_size == 1:
+            return
+        weighted = self.weights()
+        most = self.shared.randint(1, 3)
+        finishes = self.shared.randrange(1, self.engine.world_size)
+        with self.engine.join():
+            for _ in range(0 if self.engine.rank == finishes else most):
+                for micro in range(self.engine.gradient_accumulation_steps):
+                    self.backward(micro, weighted)
+                    self.engine.step()
+        self.step += most
+
+
+def random_programs(config: dict[str, Any], seeds: list[int], length: int, on_device: bool) -> list[dict[str, Any]]:
+    """Each seed's program on an engine of its own."""
+    results = []
+    for seed in seeds:
+        engine = make_engine(config, on_device)
+        with record() as recorder:
+            Program(engine, seed).run(length)
+        results.append({"launched": launched(recorder), "parameters": snapshot(engine), "counters": counters(engine)})
+    return results

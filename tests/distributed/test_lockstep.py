@@ -1,0 +1,91 @@
+"""All ranks launch the same collectives in the same order, whatever gradients, losses and weights each of them has:
+NCCL compares nothing, and would exchange what ranks that have parted happen to send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.configs import ADAMW, PARTITIONED, config, dynamic_fp16
+from tests.distributed.test_parity import assert_same_bits
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.lockstep"
+STAGES = ["0", "1", "2", "3 defaults", "3 moving", "3 tight"]
+
+
+def setting(stage: str, precision: str, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    number, _, kind = stage.partition(" ")
+    if precision == "fp16":
+        more = {"fp16": dynamic_fp16(), **more}
+        precision = ""
+    return config(int(number), precision, accumulation, 0.4, ADAMW, zero=PARTITIONED.get(kind), **more)
+
+
+def assert_in_step(ranks: list[dict[str, Any]], what: str) -> None:
+    for rank, result in enumerate(ranks):
+        parted = [pair for pair in zip(ranks[0]["launched"], result["launched"], strict=False) if pair[0] != pair[1]]
+        assert not parted, f"{what}: rank 0 launches {parted[0][0]}, rank {rank} {parted[0][1]}"
+        assert len(result["launched"]) == len(ranks[0]["launched"]), f"{what}: rank {rank}"
+        if "parameters" in result:
+            assert_same_bits(result["parameters"], ranks[0]["parameters"], f"{what}: rank {rank} and rank 0")
+            assert result["counters"] == ranks[0]["counters"], what
+
+
+@pytest.mark.parametrize("scenario", ["unused", "weight", "join"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("stage", ["1", "2", "3 defaults"])
+def test_a_step_that_the_device_skips(pools: Pools, stage: str, precision: str, scenario: str) -> None:
+    """The rank that lacks a gradient launches what the others launch, and the numbers are those of a skip that the
+    host decides."""
+    kwargs = {"config": setting(stage, precision), "scenario": scenario}
+    ranks = pools(2).run(f"{CASES}:overflow", {**kwargs, "on_device": True})
+    by_host = pools(2).run(f"{CASES}:overflow", {**kwargs, "on_device": False})
+    assert_in_step(ranks, scenario)
+    assert ranks[0]["counters"]["skipped_steps"] == 1
+    for result, reference in zip(ranks, by_host, strict=True):
+        assert_same_bits(result["parameters"], reference["parameters"], "skipped on the device and by the host")
+        assert result["counters"] == reference["counters"]
+
+
+@pytest.mark.parametrize("stage", ["1", "3 defaults"])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_an_error_about_a_step_comes_in_the_same_place(pools: Pools, stage: str, on_device: bool) -> None:
+    """Also where one rank has read the outcome before the others."""
+    limited = setting(stage, "bf16", max_consecutive_skipped_steps=3)
+    ranks = pools(3).run(f"{CASES}:asked_by_one_rank", {"config": limited, "on_device": on_device})
+    assert_in_step(ranks, "asked")
+    for result in ranks:
+        assert result["steps"] == (3 if on_device else 2)
+        assert "max_consecutive_skipped_steps is 3" in result["error"]
+
+
+FAST = [("1", "bf16", True), ("2", "fp16", True), ("3 defaults", "fp32", True), ("3 tight", "bf16", True)]
+
+
+def _random_programs(pools: Pools, stage: str, precision: str, on_device: bool, seeds: list[int], world: int) -> None:
+    for accumulation in (1, 2):
+        kwargs = {
+            "config": setting(stage, precision, accumulation, max_consecutive_skipped_steps=0),
+            "seeds": seeds,
+            "length": 8,
+            "on_device": on_device,
+        }
+        ranks = pools(world).run(f"{CASES}:random_programs", kwargs)
+        for number, seed in enumerate(seeds):
+            assert_in_step([result[number] for result in ranks], f"accumulation {accumulation}, seed {seed}")
+
+
+@pytest.mark.parametrize(("stage", "precision", "on_device"), FAST)
+def test_random_programs(pools: Pools, stage: str, precision: str, on_device: bool) -> None:
+    _random_programs(pools, stage, precision, on_device, [1, 2, 3], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_many_random_programs(pools: Pools, stage: str, precision: str, on_device: bool, world: int) -> None:
+    _random_programs(pools, stage, precision, on_device, list(range(10, 22)), world)
