@@ -120,7 +120,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16), floating outputs come
         back in fp32."""
         self.refuse_pipeline("engine(...)")
-        if self._reducer.pass_open:
+        if self._reducer.pass_open:  # an exception has cut this rank's backward short: launch what the others have
             self._pipeline.end_backward(complete=False)
         if self.topology.tensor.world_size > 1:
             self._compare_inputs(_tensors_of((args, kwargs)))
@@ -202,7 +202,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         if it is empty. Called on all ranks.
         """
         self.refuse_pipeline("engine.step")
-        if flush and self._window.empty:
+        if flush and self._window.empty:  # of backwards, which all ranks call alike, with or without gradients
             return False
         with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._window.forced_boundary)):
             return self._step(flush)

@@ -38,7 +38,8 @@ class Ways:
 
 
 class Growth:
-    """All of it is called on all ranks at the same point, for the same parameters."""
+    """All of it is called on all ranks at the same point, for the same parameters: the user's ``requires_grad_`` and
+    ``add_param_group`` are calls of all ranks, as the engine's methods are. Which parameters they are is compared."""
 
     def __init__(
         self,

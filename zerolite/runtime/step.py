@@ -244,7 +244,8 @@ class StepPipeline:
         self._stats = None
 
     def _look_at_grads(self) -> None:
-        """What the user has done to ``p.grad``: who set all to None has dropped the gradients."""
+        """Drop the gradients if the user has set ``p.grad`` of all parameters to None. That is
+        :meth:`zero_grad` in other words, a call that all ranks make."""
         if self._reducer.shown.all_dropped(self._buffer.layout, self._reducer.parameters):
             self.zero_grad()
 
@@ -351,7 +352,9 @@ class StepPipeline:
 
     def _decide_on_trace(self) -> None:
         """Let stage 3 follow its recorded trace once all ranks have been seen to have the same. One step after it was
-        recorded, on all ranks in the same place: when the host reads the statistics is each rank's own affair."""
+        recorded, on all ranks in the same place: when the host reads the statistics is each rank's own affair.
+
+        ``agreed`` is the same on all ranks, and while they agree their votes are, so all adopt the same traces."""
         agreed, self._agreed = self._agreed, True
         vote, self._last_vote = self._last_vote, 0
         if self.trace is None or (agreed and not vote):

@@ -221,11 +221,11 @@ class GradReducer:
 
     def _end_pass(self, complete: bool) -> None:
         if complete:
-            self._learned = True
+            self._learned = True  # of this rank alone: it decides when a bucket is launched in a pass, never whether
             self._expected = [max(pair) for pair in zip(self._expected, self._fires, strict=True)]
             self._count_expected()
         self.shown.show(self.layout, self.parameters, sorted(self.used))
-        if self._reducing:
+        if self._reducing:  # decided before the pass began, from counters that all ranks have counted alike
             self._launch_until(len(self._states))
             if self._may_be_late():
                 self._reduce_late()
@@ -278,6 +278,8 @@ class GradReducer:
             if self._learning:
                 self._plan.on_gradient(slot.bucket)
         elif state.missing == 0 and self._reducing and self._options.overlap:
+            # When this rank launches is its own affair, as DDP's ranks do: the order of the buckets is fixed, and
+            # nothing else is launched on this communicator before the pass has ended.
             if self._learned or self._looks_for_late:
                 self._launch_ready()
 
@@ -455,6 +457,8 @@ class GradReducer:
         self.end_pass(complete=False)
         self._wait_for_all()
         self._next = 0
+        # Both follow from the passes of the window, which all ranks have begun alike, and not from the gradients that
+        # came in them: a pass without any still opens, and reduces, every bucket.
         if self._passes_in_local or any(state.reduced is None for state in self._states):
             for state in self._states:
                 state.launched = state.late = False

@@ -83,7 +83,12 @@ class _OnGradient:
 
 
 class PartitionedParameterCoordinator:
-    """See the module. ``handles[i]`` is parameter ``i`` of the schedule; ``units[u]`` lists unit ``u``'s parameters."""
+    """See the module. ``handles[i]`` is parameter ``i`` of the schedule; ``units[u]`` lists unit ``u``'s parameters.
+
+    Gathers follow the uses of units, so a rank whose data lead it through other units, forward or backward, would
+    gather other parameters than the rest. A model's ranks must run the same units; what some of them may skip belongs
+    in one unit (``leaf_modules``). Everything else here follows from the sequence of uses alone.
+    """
 
     def __init__(
         self,

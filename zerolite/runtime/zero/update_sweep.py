@@ -164,7 +164,11 @@ class UpdateSweep:
         self.plan()
 
     def plan(self) -> None:
-        """Look at the layout anew: it has other buckets than before."""
+        """Look at the layout anew: it has other buckets than before.
+
+        The order of the gathers follows from this plan. All of it comes from the config and from sizes that are equal
+        on all ranks: no rank's free memory, and no gradient, has a say.
+        """
         near: list[tuple[int, int]] = []
         far: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
         for bucket, master in enumerate(self._buffer.master):
