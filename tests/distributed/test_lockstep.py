@@ -43,7 +43,7 @@ def test_a_step_that_the_device_skips(pools: Pools, stage: str, precision: str, 
     ranks = pools(2).run(f"{CASES}:overflow", {**kwargs, "on_device": True})
     by_host = pools(2).run(f"{CASES}:overflow", {**kwargs, "on_device": False})
     assert_in_step(ranks, scenario)
-    assert ranks[0]["counters"]["skipped_steps"] == 1
+    assert ranks[0]["counters"]["skipped_steps"] == (1 if scenario == "join" else 2)
     for result, reference in zip(ranks, by_host, strict=True):
         assert_same_bits(result["parameters"], reference["parameters"], "skipped on the device and by the host")
         assert result["counters"] == reference["counters"]

@@ -472,9 +472,10 @@ class StepPipeline:
     # ---------------------------------------------------------------- checkpoints
 
     def check_between_steps(self) -> None:
-        """Raises RuntimeError while an update is in the middle, between ``update`` and ``publish``, and while
-        ``engine.offload_states()`` holds."""
+        """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
+        ``publish``, and while ``engine.offload_states()`` holds."""
         self.check_here()
+        self.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
         if self._unpublished:
             raise RuntimeError(
                 "a checkpoint was asked for between engine.update() and engine.publish(), where master weights are "

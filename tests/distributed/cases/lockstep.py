@@ -83,7 +83,7 @@ def loss_of(
 
 def overflow(config: dict[str, Any], scenario: str, on_device: bool) -> dict[str, Any]:
     """Four steps. In the second, rank 0 overflows and rank 1 lacks a gradient: it uses fewer parameters, its batch has
-    weight 0, or it has no batch any more."""
+    weight 0, or it has no batch any more. The count of optimizer states is that of the steps that were applied."""
     engine = make_engine(config, on_device)
     with record() as recorder:
         if scenario == "join":
@@ -100,6 +100,13 @@ def overflow(config: dict[str, Any], scenario: str, on_device: bool) -> dict[str
                     weight = 0 if second and engine.rank == 1 else 4
                 engine.backward(loss_of(engine, step, 0, extras, bad=second and engine.rank == 0), weight=weight)
                 engine.step()
+                if second:
+                    counts = [int(state["step"]) for state in engine.optimizer.state_dict()["state"].values()]
+                    assert set(counts) == {1}, counts
+                if step == 2:
+                    engine.backward(loss_of(engine, step, 1, bad=True), weight=weight)
+                    engine.step()
+                    assert zerolite.get_full_optimizer_state(engine.module.gain, "step") == 2
     return {"launched": launched(recorder), "parameters": snapshot(engine), "counters": counters(engine)}
 
 
