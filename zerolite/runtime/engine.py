@@ -306,11 +306,11 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         self._pipeline.reduce()
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the mean gradient over all parameters, unscaled and before clipping, as
-        ``torch.nn.utils.clip_grad_norm_`` returns it.
+        """L2 norm of the last step's mean gradient over all parameters, unscaled and before clipping; None before the
+        first step. From :meth:`update` on, the step is the one in hand.
 
-        Of the gradients pending, or of the last step if none are; None before the first. Called on all ranks if
-        gradients are pending.
+        Sends nothing, so one rank alone may call it at any time, also inside an accumulation. It waits for the device.
+        :meth:`clip_gradients` returns the norm of gradients that no step has used yet.
         """
         return self._pipeline.grad_norm()
 
@@ -350,8 +350,8 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         self.state_offload.reload()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's; returns the norm before.
-        Called on all ranks."""
+        """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's, and return their norm before, as
+        ``torch.nn.utils.clip_grad_norm_`` does; ``float("inf")`` clips nothing. Called on all ranks."""
         return self._pipeline.clip(max_norm)
 
     def update(self) -> None:

@@ -274,11 +274,10 @@ class StepPipeline:
             )
 
     def grad_norm(self) -> float | None:
-        """L2 norm of the window's gradient, unscaled, before clipping; of the last step if no gradient is pending."""
-        if self._window.empty or self._updated:
-            self.settle()
-            return self.counters.last_norm
-        return self.stats().get().norm / self.divisor()
+        """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. Sends nothing: one
+        rank alone may ask, whatever is pending."""
+        self.settle()
+        return self.counters.last_norm
 
     def clip(self, max_norm: float) -> float:
         """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""

@@ -388,7 +388,7 @@ RECIPES: dict[str, Recipe] = {
         before_saving=lambda engine: engine.clip_gradients(0.05),
     ),
     "window, reduced within": Recipe(
-        **MIXTURE, micros=3, middle=2, before_saving=lambda engine: engine.get_global_grad_norm()
+        **MIXTURE, micros=3, middle=2, before_saving=lambda engine: engine.reduce_gradients()
     ),
 }
 

@@ -40,8 +40,8 @@ def read_and_write(config: dict[str, Any], steps: int, micros: int, batched: boo
         else:
             zerolite.set_full_grad(parameters[0], grads[0] * 2)
             zerolite.set_full_grad(parameters[-1], None)
-        read["norms"].append(engine.get_global_grad_norm())
         engine.step()
+        read["norms"].append(engine.get_global_grad_norm())
     read["masters"] = dict(zip(names, get(zerolite.get_full_master), strict=True))
     for name in ("exp_avg", "exp_avg_sq", "step"):
         read[name] = dict(zip(names, get(zerolite.get_full_optimizer_state, name), strict=True))

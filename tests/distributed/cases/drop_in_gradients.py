@@ -41,12 +41,28 @@ def clipped(run: Run, how: str) -> None:
     for step in range(STEPS):
         run.backward(run.loss(step))
         run.average()
+        norm = 0.0
         if run.plain:
             norm = float(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
-        else:
-            norm = run.engine.get_global_grad_norm() if how == "config" else run.engine.clip_gradients(0.3)
-        run.see(norm)
+        elif how == "call":
+            norm = run.engine.clip_gradients(0.3)
         run.torch_step()
+        run.see(norm if run.plain or how == "call" else run.engine.get_global_grad_norm())
+
+
+@case("`engine.get_global_grad_norm()` on one rank alone, also inside an accumulation: the last step's", close=CLIPPED)
+def norm_on_one_rank(run: Run) -> None:
+    run.start(accumulation=2)
+    last = None
+    for step in range(STEPS):
+        for micro in range(2):
+            run.backward(run.loss(step, micro))
+            if run.rank == 0:
+                run.see(last if run.plain else run.engine.get_global_grad_norm())
+            if run.plain and micro == 1:
+                run.average()
+                last = float(nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
+            run.step()
 
 
 @case("`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `get_total_norm`", words=IN_P_GRAD)

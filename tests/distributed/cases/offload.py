@@ -218,10 +218,10 @@ def phases_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
     if step == 1:
         zerolite.set_full_grad(known[0][0], known[0][1] * 2)
         zerolite.set_full_grad(known[-1][0], None)
-    yield engine.get_global_grad_norm()
     if step == 2:
         yield engine.clip_gradients(0.05)
     engine.update()
+    yield engine.get_global_grad_norm()
     if step == 3:
         yield float(sum(master.double().sum() for master in zerolite.get_full_master(parameters)))
     engine.publish()

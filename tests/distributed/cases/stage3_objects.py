@@ -352,6 +352,7 @@ def phases(stage: int, setting: str, accumulation: int = 1) -> Any:
         seen.append(engine.get_global_grad_norm())
         seen.append(engine.clip_gradients(0.1))
         engine.update()
+        seen.append(engine.get_global_grad_norm())
         engine.publish()
         engine.zero_grad()
         seen.append(gathered(engine))
