@@ -242,6 +242,45 @@ def test_last_batch_iteration_resumes_deepspeeds_count(name):
     assert run(resumed, 4) == whole[4:]
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 10}, 0.0903089987),
+        ("WarmupDecayLR", {"total_num_steps": 20, "warmup_max_lr": 0.1, "warmup_num_steps": 10}, 0.0903089987),
+        ("WarmupCosineLR", {"total_num_steps": 12, "warmup_num_steps": 4}, 0.0050005),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 4}, 0.03),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 10}, 0.082),
+    ],
+)
+def test_step_seven(name, params, expected):
+    scheduler = build_scheduler(name, params, make_optimizer())
+    scheduler.step(7)
+    assert scheduler.get_last_lr() == pytest.approx([expected], rel=1e-8)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_step_with_a_number_sets_deepspeeds_count(name):
+    """DeepSpeed's step(n) gives the rate that n + 1 calls of step() give, forwards and backwards."""
+    counted = build_scheduler(name, OURS[name], make_optimizer())
+    updates = run(counted, 13, lambda optimizer: (optimizer.param_groups[0]["lr"], momentum(optimizer)))
+    optimizer = make_optimizer()
+    scheduler = build_scheduler(name, OURS[name], optimizer)
+    for iteration in (7, 3, 11, -1, 0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler.step(iteration)
+        assert scheduler.last_batch_iteration == iteration
+        assert (optimizer.param_groups[0]["lr"], momentum(optimizer)) == updates[iteration + 1]
+        assert scheduler.get_last_lr() == [updates[iteration + 1][0]]
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == updates[2][0], "it goes on from there"
+    scheduler.load_state_dict({"last_batch_iteration": 5})  # DeepSpeed's
+    assert optimizer.param_groups[0]["lr"] == updates[6][0] and scheduler.state_dict() == {"last_epoch": 6}
+    with pytest.raises(ValueError, match="last_batch_iteration"):
+        scheduler.step(-2)
+
+
 @pytest.mark.parametrize("state", [{}, {"last_epoch": -1}, {"last_epoch": 1.5}, {"last_epoch": 1, "more": 2}])
 def test_refuses_a_broken_state(state):
     scheduler = WarmupLR(make_optimizer())

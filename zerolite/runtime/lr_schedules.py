@@ -3,7 +3,8 @@
 `scheduler.step()` is called once after each applied update. With n such calls behind it a schedule holds the learning
 rate of update n + 1, and `last_epoch` is n. DeepSpeed counts from -1 (`last_batch_iteration` = n - 1) and that shows in
 its numbers, which are kept here: WarmupLR uses its lowest learning rate for the first two updates, and its highest from
-update `warmup_num_steps` + 1 ("log") or + 2 ("linear") on.
+update `warmup_num_steps` + 1 ("log") or + 2 ("linear") on. `scheduler.step(n)` jumps: it sets `last_batch_iteration`
+to n.
 """
 
 from __future__ import annotations
@@ -73,12 +74,25 @@ class _ClosedForm(LRScheduler):
         """DeepSpeed's count: -1 before the first update is done."""
         return self.last_epoch - 1
 
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Move on by one update. last_batch_iteration: jump to this count of DeepSpeed's instead."""
+        if last_batch_iteration is None:
+            super().step()
+            return
+        _check_whole("last_batch_iteration", last_batch_iteration, minimum=-1)
+        self.last_epoch = last_batch_iteration + 1
+        self._apply()
+
     def state_dict(self) -> dict[str, Any]:
         """{"last_epoch": the number of updates done}."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict()`: the optimizer gets the learning rates (and momenta) of the next update."""
+        """Continue from `state_dict()`, or from DeepSpeed's, {"last_batch_iteration": n}. The optimizer gets the
+        learning rates (and momenta) of the next update."""
+        if set(state_dict) == {"last_batch_iteration"}:
+            self.step(state_dict["last_batch_iteration"])
+            return
         if set(state_dict) != {"last_epoch"}:
             raise ValueError(
                 f"The state of {type(self).__name__} has one key, 'last_epoch', but this one has {sorted(state_dict)}."
@@ -247,6 +261,10 @@ class LRRangeTest(_ClosedForm):
         _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         super().__init__(optimizer, last_batch_iteration)
 
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Move on by one update. batch_iteration: jump to this count of DeepSpeed's instead."""
+        super().step(batch_iteration)
+
     def get_lr(self) -> list[float | Tensor]:
         """The learning rates of the next update, one for each parameter group."""
         interval = self.last_epoch // self.step_size if self.staircase else self.last_epoch / self.step_size
@@ -347,9 +365,9 @@ class OneCycle(_ClosedForm):
         height = self._height()
         return [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
 
-    def step(self, epoch: int | None = None) -> None:
-        """Moves on by one update. epoch: torch's deprecated way to jump to a number of updates."""
-        super().step(epoch)
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Move on by one update. batch_iteration: jump to this count of DeepSpeed's instead."""
+        super().step(batch_iteration)
         self._apply_momentum()
 
     def _apply(self) -> None:
