@@ -261,7 +261,7 @@ def test_checkpointed_inside_and_around(reentrant):
 def test_copies_cast_for_themselves_and_are_free_to_change():
     model = Net()
     modules = kept(model, "*.norm", "embed")
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for copied in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
         with torch.no_grad():
             copied.norm.weight.zero_()
         x = torch.ones(2, 4).bfloat16()
@@ -274,6 +274,21 @@ def test_copies_cast_for_themselves_and_are_free_to_change():
     for handle in modules.handles:
         handle.remove()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_pickle_has_no_casts_and_needs_no_zerolite():
+    model = nn.Sequential(Net(), nn.TransformerEncoderLayer(4, 2, 4, batch_first=True)).eval()
+    plain = copy.deepcopy(model)
+    kept(model, "*.norm", "0.embed", "1.norm1", "1.self_attn")
+    for copied in (model, copy.deepcopy(model)):
+        data = pickle.dumps(copied)
+        assert b"zerolite" not in data
+        for loaded in (pickle.loads(data), copy.deepcopy(pickle.loads(data))):
+            loaded.float().load_state_dict(plain.state_dict())
+            loaded[0].embed.weight.data.mul_(2)
+            assert not torch.equal(loaded(torch.arange(5)), plain(torch.arange(5))), "it computes with its own weights"
+            loaded[0].embed.weight.data.div_(2)
+            torch.testing.assert_close(loaded(torch.arange(5)), plain(torch.arange(5)))
 
 
 def test_a_forward_of_the_users_own_is_kept():

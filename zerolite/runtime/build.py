@@ -61,6 +61,7 @@ from zerolite.runtime.initial_sync import broadcast_into, differing, synchronize
 from zerolite.runtime.kernels import kernel_chooser
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.memory_report import MemoryParts
+from zerolite.runtime.module_hook import WeakHook
 from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.offload import check_optimizer, tiers_of, warn_of_few_threads
 from zerolite.runtime.parameter_access import ParameterAccess
@@ -80,7 +81,6 @@ from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stage3 import PartitionedModel, make_whole
 from zerolite.runtime.zero.stages import STAGES, StagePolicy
 from zerolite.runtime.zero.transfers import Transfers
-from zerolite.runtime.zero.weak_hook import WeakHook
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import Staged
@@ -512,8 +512,7 @@ def _step_scheduler(engine: Engine | None) -> None:
 def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
     """Hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
     parameters."""
-    hook = _AfterLoading(pipeline)
-    return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
+    return [_AfterLoading(pipeline).install(m.register_load_state_dict_post_hook) for m in model.modules()]
 
 
 class _AfterLoading(WeakHook[StepPipeline]):

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import fnmatch
 import inspect
@@ -15,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.config import ConfigError
+from zerolite.runtime.module_hook import ModuleHook
 from zerolite.runtime.precision import HALF, map_tensors
 
 KEY = "fp32_modules"
@@ -75,8 +77,17 @@ class Fp32Forward:
         own = types.MethodType(type(self._module).forward, self._module)
         return inspect.signature(self._replaced or own)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_compute": None}  # of a copy, whose neighbours may be given another dtype
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp32Forward:
+        made = memo[id(self)] = Fp32Forward.__new__(Fp32Forward)
+        made.__dict__.update(copy.deepcopy(vars(self), memo))
+        made._compute = None  # the copy's neighbours may be given another dtype
+        return made
+
+    def __reduce__(self) -> Any:
+        """The forward that the module had, so that the pickle can be loaded without zerolite."""
+        if self._replaced is not None:
+            return copy.copy, (self._replaced,)
+        return getattr, (self._module, "forward")  # the class's: the module that is loaded has no attributes yet
 
     def remove(self) -> None:
         """Give the module its forward back."""
@@ -202,9 +213,17 @@ def _pre_hooks(module: torch.nn.Module) -> Collection[Any]:
     return module._forward_pre_hooks.values()
 
 
-def _calls_every_module(module: torch.nn.Module, args: Any) -> None:
+class _CallsEveryModule(ModuleHook):
     """A hook that does nothing, on a transformer layer of torch: in evaluation one operation would read the weights of
     all modules in it, of one dtype, without calling those; not where there are hooks."""
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None: ...
+
+    def stays_in_copies(self) -> bool:
+        return True
+
+
+_calls_every_module = _CallsEveryModule()
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +21,10 @@ from zerolite.checkpoint.safetensors import Entry
 from zerolite.comm import Communicator, Topology
 from zerolite.cuts import cut_of
 from zerolite.runtime.initial_sync import broadcast_into
+from zerolite.runtime.module_hook import ModuleHook
 from zerolite.runtime.whole_model import Known, Masters, WholeModel, first_names, sent, union
 from zerolite.runtime.whole_model import known as known_as
-from zerolite.runtime.zero.partition_parameters import GatheredParameters
+from zerolite.runtime.zero.partition_parameters import GatheredParameters, builds_partitioned
 from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of
 from zerolite.runtime.zero.released_parameter import opened
 
@@ -50,6 +52,21 @@ def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
     """The names of a module's parameters of which this rank has a part."""
     named = module.named_parameters(remove_duplicate=False)
     return [prefix + key for key, parameter in named if cut_of(parameter) is not None]
+
+
+class _Guard(ModuleHook):
+    """Calls ``refuse``. A copy of the module keeps it if the copy's parameters are not whole either: those that
+    zero.Init partitions, and parts of tensor-parallel layers."""
+
+    def __init__(self, refuse: Callable[..., None], module: torch.nn.Module) -> None:
+        self._refuse, self._module = refuse, weakref.ref(module)
+
+    def __call__(self, *args: Any) -> None:
+        self._refuse(*args)
+
+    def stays_in_copies(self) -> bool:
+        module = self._module()
+        return builds_partitioned() or module is None or bool(_cut(module, ""))
 
 
 def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -86,9 +103,9 @@ def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -
 def guard_module(module: torch.nn.Module) -> None:
     """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError while parameters of ``module`` are
     partitioned. For good: the hooks do nothing where none are."""
-    if _before_save not in module._state_dict_pre_hooks.values():
-        module.register_state_dict_pre_hook(_before_save)
-        module.register_load_state_dict_pre_hook(_before_load)
+    if not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
+        _Guard(_before_save, module).install(module.register_state_dict_pre_hook)
+        _Guard(_before_load, module).install(module.register_load_state_dict_pre_hook)
 
 
 def guard_state_dict(model: torch.nn.Module) -> None:

@@ -274,8 +274,8 @@ class StepPipeline:
             )
 
     def grad_norm(self) -> float | None:
-        """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. Sends nothing: one
-        rank alone may ask, whatever is pending."""
+        """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
+        follows, so one rank alone may ask, whatever is pending."""
         self.settle()
         return self.counters.last_norm
 

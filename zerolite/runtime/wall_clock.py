@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from zerolite.profiling.moments import Moment, Moments
+from zerolite.runtime.module_hook import WeakHook
 
 FORWARD, BACKWARD, REDUCE_WAIT, GATHER, STEP, OTHER = PHASES = (
     "forward",
@@ -157,17 +158,24 @@ def watch_phases(clock: PhaseClock, module: torch.nn.Module, pipeline: _Pipeline
     around(pipeline, "update", lambda: clock.enter(STEP), end_step)
     around(pipeline, "publish", lambda: clock.enter(STEP), lambda: clock.leave(STEP))
 
-    def before_forward(watched: torch.nn.Module, args: Any) -> None:
-        if watched.training:
+    return [
+        _BeforeForward(clock).install(module.register_forward_pre_hook, prepend=True),
+        _AfterForward(clock).install(module.register_forward_hook, always_call=True),
+    ]
+
+
+class _BeforeForward(WeakHook[PhaseClock]):
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        clock = self.owner()
+        if clock is not None and module.training:
             clock.enter(FORWARD)
 
-    def after_forward(watched: torch.nn.Module, args: Any, output: Any) -> None:
-        clock.leave(FORWARD)
 
-    return [
-        module.register_forward_pre_hook(before_forward, prepend=True),
-        module.register_forward_hook(after_forward, always_call=True),
-    ]
+class _AfterForward(WeakHook[PhaseClock]):
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        clock = self.owner()
+        if clock is not None:
+            clock.leave(FORWARD)
 
 
 def watch_gathers(clock: PhaseClock, publisher: Any, coordinator: Any | None) -> None:

@@ -122,13 +122,15 @@ class Run:
         ddp: dict[str, Any] | None = None,
         loss: Callable[[Any, Any], Tensor] = models.square_loss,
         batch: Callable[..., Any] = models.float_batch,
+        more: dict[str, Any] | None = None,
         **initialize: Any,
     ) -> None:
         """A model of ``kind`` with the weights of seed 7, and what trains it.
 
         optimizer: name and parameters; or, for an engine only, a class or a factory. own: makes an optimizer of the
         user's own over a model, given to the engine instead; ``before`` gets it before the engine exists. ddp: the
-        plain side is a DistributedDataParallel with these arguments. initialize: further ones of zerolite.initialize.
+        plain side is a DistributedDataParallel with these arguments. more: further keys of the config. initialize:
+        further arguments of zerolite.initialize.
         """
         model = models.build(kind)
         self.accumulation, self.micros, self.precision = accumulation, 0, precision
@@ -142,7 +144,7 @@ class Run:
         assert self.stage is not None
         named = optimizer if isinstance(optimizer, tuple) else SGD
         settings = config(self.stage, precision, accumulation, clip, named, self.zero(zero))
-        settings["train_micro_batch_size_per_gpu"] = 4
+        settings |= {"train_micro_batch_size_per_gpu": 4, **(more or {})}
         if self.own is not None or named is not optimizer:
             del settings["optimizer"]
             initialize["optimizer"] = optimizer if self.own is None else self.own

@@ -19,6 +19,7 @@ from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.runtime.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.runtime.activation_checkpointing.clock import Tell
 from zerolite.runtime.activation_checkpointing.current import current, group_of_parts, running
+from zerolite.runtime.module_hook import ModuleHook, WeakHook
 
 logger = logging.getLogger("zerolite")
 
@@ -70,29 +71,26 @@ def attach(
     if settings.model_copy(update={"modules": ()}) != type(settings)():
         attached.checkpointing = Checkpointing(settings, device, lambda: group_of_parts() or group, tell)
         enter = _Enter(attached.checkpointing)
-        attached.handles.append(model.register_forward_pre_hook(enter, prepend=True))
-        attached.handles.append(model.register_forward_hook(_leave, always_call=True))
+        attached.handles.append(enter.install(model.register_forward_pre_hook, prepend=True))
+        attached.handles.append(_Leave().install(model.register_forward_hook, always_call=True))
     for module in chosen:
         attached.handles.append(CheckpointedCall(module))
     return attached
 
 
-class _Enter:
-    """Before the model's forward. Knows weakly what the engine keeps alive: copies of the model have this hook too."""
-
-    def __init__(self, checkpointing: Checkpointing | None) -> None:
-        self._known = (lambda: None) if checkpointing is None else weakref.ref(checkpointing)
+class _Enter(WeakHook[Checkpointing]):
+    """Before the model's forward."""
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        running.stack.append(self._known() or current())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Enter, (None,))
+        running.stack.append(self.owner() or current())
 
 
-def _leave(module: torch.nn.Module, args: Any, outputs: Any) -> None:
-    if running.stack:
-        running.stack.pop()
+class _Leave(ModuleHook):
+    """After the model's forward."""
+
+    def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+        if running.stack:
+            running.stack.pop()
 
 
 class CheckpointedCall:

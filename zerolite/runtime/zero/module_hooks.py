@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zerolite.runtime.module_hook import ModuleHook, WeakHook
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, Unit
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
@@ -22,7 +23,6 @@ from zerolite.runtime.zero.partitioned_parameter import (
     handle_of,
     whole_numel,
 )
-from zerolite.runtime.zero.weak_hook import InertHook, WeakHook
 
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
@@ -131,7 +131,7 @@ class _Leave(_Hook):
             coordinator.leave_forward(self._unit, module, outputs)
 
 
-class _Untraced:
+class _Untraced(ModuleHook):
     """A hook that torch.compile leaves alone."""
 
     def __init__(self, hook: _Hook) -> None:
@@ -139,9 +139,6 @@ class _Untraced:
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (InertHook, ())
 
 
 class _Guard(_Hook):
@@ -197,15 +194,15 @@ def attach(
         if _compiled(plan.module):
             enter, leave = _Untraced(enter), _Untraced(leave)
             traced.update(id(module) for module in plan.module.modules())
-        handles.append(plan.module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(plan.module.register_forward_hook(leave, always_call=True))
+        handles.append(enter.install(plan.module.register_forward_pre_hook, prepend=True))
+        handles.append(leave.install(plan.module.register_forward_hook, always_call=True))
         coordinator.assign(plan.module, unit)
         for module in plan.inside:
             coordinator.assign(module, unit)
             own = [h for p in module._parameters.values() if (h := handle_of(p)) and not h.persistent]
             if own and id(module) not in traced:
                 guard = _Guard(coordinator, unit, own)
-                handles.append(module.register_forward_pre_hook(guard, prepend=True))
+                handles.append(guard.install(module.register_forward_pre_hook, prepend=True))
     for module in model.modules():
         releasable = any(p is not None and _released(p) for p in module._parameters.values())
         if releasable and id(module) not in traced:

@@ -48,10 +48,15 @@ def partition(
     return handle
 
 
+def builds_partitioned() -> bool:
+    """True inside ``zero.Init``, where copies of partitioned parameters are partitioned too."""
+    return bool(_modes)
+
+
 def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
     """``copy.deepcopy``: an ordinary whole parameter; a partitioned one where modules are being built partitioned.
     Called on all ranks, in the same order."""
-    if not _modes:
+    if not builds_partitioned():
         return handle.whole_copy(memo)
     with _off():
         _commit_all()

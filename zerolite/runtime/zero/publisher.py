@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator, Pending
+from zerolite.runtime.module_hook import WeakHook
 from zerolite.runtime.zero.buffer import ParameterBuffer
-from zerolite.runtime.zero.weak_hook import WeakHook
 
 
 class Publisher:
@@ -77,7 +77,7 @@ class Publisher:
             if module is root or owned:
                 buckets = sorted({layout.slots[index].bucket for index in owned})
                 hook = _ForwardHook(self, buckets, owned, is_root=module is root)
-                self.handles.append(module.register_forward_pre_hook(hook, prepend=True))
+                self.handles.append(hook.install(module.register_forward_pre_hook, prepend=True))
 
     def before_forward(self, buckets: Sequence[int], owned: Sequence[int], is_root: bool) -> None:
         self._entered.update(owned)
