@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -261,6 +262,22 @@ def test_interrupt_once_lets_the_ranks_finish(start) -> None:
     assert job.finish() == 130, job.stderr
     assert [(job.directory / f"saved.{rank}").exists() for rank in (0, 1)] == [True, True]
     assert "20 s to finish" in job.stderr and job.left() == []
+    assert "Traceback" not in job.stderr and "KeyboardInterrupt" not in job.stderr, job.stderr
+
+
+@pytest.mark.slow
+def test_interrupted_without_a_launcher(tmp_path: Path) -> None:
+    """One line, the status of a process that Ctrl-C ends, and none of a traceback."""
+    (tmp_path / "train.py").write_text(
+        "import os, signal, time, torch, zerolite\n"
+        "engine = zerolite.initialize(torch.nn.Linear(2, 2), {'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}})\n"
+        "def interrupted(): os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+        "engine(torch.ones(1, 2)); interrupted()\n"
+    )
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.splitlines()[-1] == "zerolite: interrupted by Ctrl-C at train.py, line 3", done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

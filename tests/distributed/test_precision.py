@@ -295,6 +295,17 @@ def test_batch_norm(pools: Pools, world: int) -> None:
                 assert results == PARTS[part][BATCH_NORM]
 
 
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_buffers_are_cast_where_the_config_says_so(pools: Pools, stage: int) -> None:
+    setting = {"config": table_config(stage, "bf16", "body"), "buffer_dtype": "bf16"}
+    for rank in pools(2).run(f"{CASES}:buffers_cast", setting):
+        assert "must have the same dtype" in rank["error"] or "expected" in rank["error"]
+        assert "(Masked)" in rank["error"] and '"data_types": {"buffer_dtype": "bf16"}' in rank["error"]
+        wanted = {"mask": torch.bfloat16, "count": torch.int64, "norm.num_batches_tracked": torch.int64}
+        assert rank["buffers"] == wanted | dict.fromkeys(("norm.running_mean", "norm.running_var"), torch.float32)
+        assert rank["losses"][-1] < rank["losses"][0] and rank["alias"]
+
+
 def test_the_tables_have_all_modes() -> None:
     for table in PARTS.values():
         assert all(list(cells) == list(MODES) for cells in table.values())

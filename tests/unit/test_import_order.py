@@ -45,6 +45,8 @@ LAYERS = {
     "zerolite.runtime.precision": 2,
     "zerolite.runtime.module_hook": 0,
     "zerolite.runtime.fp32_modules": 2,
+    "zerolite.runtime.dtype_errors": 3,
+    "zerolite.runtime.uncaught": 4,
     "zerolite.runtime.commands": 2,
     "zerolite.runtime.initial_sync": 2,
     "zerolite.runtime.micro_batch": 3,

@@ -398,7 +398,6 @@ UNSUPPORTED: dict[str, dict[str, Key | Block]] = {
     "pipeline": _PIPELINE,
     "data_types": {
         "param_dtype": Key((None,)),
-        "buffer_dtype": Key((None,)),
         "keep_in_fp32_modules": Key(("auto", []), "use fp32_modules"),
     },
     "optimizer": {"legacy_fusion": OFF},

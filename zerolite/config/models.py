@@ -89,6 +89,11 @@ class DataTypesConfig(_Block):
         description="Dtype in which micro-batches are added up: fp32 or the dtype of the computation. null: fp32, "
         "unless master weights and gradients are kept in 16 bits.",
     )
+    buffer_dtype: OptionalDtype = Field(
+        default=None,
+        description="Dtype to which `initialize` casts the model's floating buffers, except those of `fp32_modules` "
+        "and of batch norms. null: each buffer keeps its own.",
+    )
 
 
 class CheckpointConfig(_Block):

@@ -40,6 +40,9 @@ _PEER_IS_GONE = (
 
 _NETWORK_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
+_PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.runtime.uncaught")
+"""Modules whose hooks for uncaught exceptions only print them."""
+
 
 def parse_cpus(text: str) -> set[int]:
     """`"0-3,8"` is {0, 1, 2, 3, 8}. Raises ValueError for anything else."""
@@ -68,7 +71,8 @@ def own_part(tb: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def report(error: BaseException) -> int:
-    """Print an error that ended the script as Python would, leave its record, and return the exit status."""
+    """Print an error that ended the script as Python would, except Ctrl-C, leave its record, and return the exit
+    status."""
     tb = own_part(error.__traceback__)
     error.__traceback__ = tb
     lines = traceback.format_exception(type(error), error, tb)
@@ -78,7 +82,8 @@ def report(error: BaseException) -> int:
     interrupted = isinstance(error, KeyboardInterrupt)
     failure_record.write(message, "".join(lines), is_consequence(error))
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
-    sys.excepthook(type(error), error, tb)
+    if not interrupted or getattr(sys.excepthook, "__module__", "") not in _PRINTERS:
+        sys.excepthook(type(error), error, tb)  # of Ctrl-C the launcher itself tells, in one line for all ranks
     return 128 + signal.SIGINT if interrupted else 1
 
 

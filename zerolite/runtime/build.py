@@ -431,11 +431,13 @@ def _synchronize_rest(
     comm: Communicator,
     device: torch.device,
 ) -> None:
-    """Buffers and (where they are whole) frozen parameters: on the device, with rank 0's values, the latter in the
-    compute dtype."""
+    """Buffers and (where they are whole) frozen parameters: on the device, with rank 0's values, each in the dtype that
+    ``precision`` says."""
     in_layout = {id(p) for p in trained}
     others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(precision.buffer_dtype(buffer))
     _move_rest(model, device)
     rest += list(model.buffers())
     synchronize_tensors(rest, comm, device, "initial_sync")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,11 @@ SKIPS_ON_DEVICE = {"cuda"}
 
 
 def precision_of(config: ZeroliteConfig) -> Precision:
+    buffers = config.data_types.buffer_dtype
+    return dataclasses.replace(_precision_of(config), buffers=None if buffers is None else DTYPES[buffers])
+
+
+def _precision_of(config: ZeroliteConfig) -> Precision:
     if config.fp16.enabled:
         low = config.fp16.fp16_master_weights_and_grads
         return Precision(compute=torch.float16, separate_masters=not low, update_in_fp32=True)

@@ -8,7 +8,7 @@ import math
 import numbers
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from zerolite.runtime.batch_methods import BatchMethods
 from zerolite.runtime.checkpoint_methods import CheckpointMethods
 from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
+from zerolite.runtime.dtype_errors import explain
 from zerolite.runtime.grad_stats import SAME_BATCH
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.join import ROW, Join
@@ -53,6 +54,8 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         engine.backward(loss)                    loss.backward()
         engine.step()                            engine.optimizer.step()
                                                  engine.optimizer.zero_grad()
+
+    Attributes that the engine does not have are those of its module: ``engine.generate(...)``.
 
     ``engine.backward`` divides the loss by ``gradient_accumulation_steps`` and ``engine.step`` applies only at the
     boundary of a window; the plain loop divides by itself and steps when it says so. Gradients are averaged over
@@ -133,8 +136,10 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         with watch, self._precision.autocast_context(self.device):
             try:
                 outputs = self.call_module(*args, **kwargs)
-            except RuntimeError:
-                self._pipeline.refresh_written()  # says so if the module has been cast
+            except Exception as error:
+                if isinstance(error, RuntimeError):
+                    self._pipeline.refresh_written()  # says so if the module has been cast
+                explain(error, self._module, self.compute_dtype)
                 raise
         return self._boundary.leave(outputs)
 
@@ -450,6 +455,11 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         return self._module
 
     @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype of the module's parameters; None in fp32 and under autocast, where each keeps its own."""
+        return self._precision.compute
+
+    @property
     def lr_scheduler(self) -> Any:
         """The schedule that the engine steps after every update, or None."""
         self._pipeline.settle()
@@ -530,6 +540,16 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's state dict, names without a prefix, in the compute dtype."""
         return self.module.state_dict(*args, **kwargs)
+
+    if not TYPE_CHECKING:  # a checker knows the engine's own attributes only
+
+        def __getattr__(self, name: str) -> Any:
+            """An attribute of the module, for a name that the engine does not have."""
+            if hasattr(type(self), name):  # a property of the engine has failed: its error, not the module's
+                return object.__getattribute__(self, name)
+            if "_module" not in vars(self) or (name.startswith("__") and name.endswith("__")):
+                raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            return getattr(self.module, name)
 
     def __reduce__(self) -> Any:
         raise TypeError(

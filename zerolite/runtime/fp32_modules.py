@@ -127,13 +127,13 @@ class Fp32Modules:
         self._compute = compute
         self._mixed = compute is not None or autocast is not None
         self._device_type = device_type
-        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._check_patterns()
         self._look()
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` stays in fp32."""
-        return parameter in self._parameters
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if a parameter stays in fp32, or a buffer in the dtype that it has."""
+        return tensor in self._tensors
 
     def attach(self) -> None:
         """Let the modules compute in fp32; those too that the model has got since the last call."""
@@ -169,12 +169,16 @@ class Fp32Modules:
             raise ConfigError([(KEY, _is_script(name)) for name in scripts])
         inside: dict[int, str] = {}
         outside: dict[int, str] = {}
-        for place in places.values():
+        for place in places.values() if self._mixed else ():
+            stays = place.kept or (self._compute is not None and _mixes_dtypes(place.module))
             for key, parameter in place.module._parameters.items():
-                if parameter is not None and self._mixed:
-                    (inside if place.kept else outside)[id(parameter)] = f"{place.name}.{key}" if place.name else key
-                    if place.kept:
-                        self._parameters[parameter] = None
+                if parameter is not None:
+                    (inside if stays else outside)[id(parameter)] = f"{place.name}.{key}" if place.name else key
+                    if stays:
+                        self._tensors[parameter] = None
+            for buffer in place.module._buffers.values() if stays else ():
+                if buffer is not None:
+                    self._tensors[buffer] = None
         shared = [(inside[key], outside[key]) for key in inside if key in outside]
         if shared and self._compute is not None:
             raise ConfigError([(KEY, _on_both_sides(*names, self._compute)) for names in shared])
@@ -200,6 +204,15 @@ def _walk(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[_Place]:
                 yield from visit(inner, child, kept, in_call)
 
     return visit("", model, False, False)
+
+
+def _mixes_dtypes(module: torch.nn.Module) -> bool:
+    """True for torch's batch norms with fp32 statistics: their kernels take 16-bit inputs beside fp32 weights, and no
+    16-bit weights beside fp32 statistics. Their parameters stay in fp32, and no input has to be cast."""
+    return type(module).forward in _BATCH_NORMS and bool(module.affine) and bool(module.track_running_stats)
+
+
+_BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
 def _has_forward(module: torch.nn.Module) -> bool:

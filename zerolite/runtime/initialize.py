@@ -20,6 +20,7 @@ from zerolite.comm import (
 )
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.fits import check_memory, choose_stage
+from zerolite.runtime import uncaught
 from zerolite.runtime.agreement import Description, check_agreement
 from zerolite.runtime.arguments import OptimizerLike
 from zerolite.runtime.build import Arguments, build_engine, check_model
@@ -80,6 +81,7 @@ def initialize(
     engine.loss_fn = loss_fn
     engine.loaders.collate_fn = collate_fn
     watchdog.watch(engine)
+    uncaught.watch(model, engine.compute_dtype, topology.world.rank)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
     if resolved.dump_state and comm.main:

@@ -17,16 +17,23 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """compute: dtype of the parameters that forward sees (None: each keeps its own). separate_masters: whether the
-    update works on fp32 copies of 16-bit parameters. update_in_fp32: whether the arithmetic and states of the
-    update are fp32 where masters are 16-bit. autocast: dtype of torch.autocast around forward, or None. keeps_fp32:
-    whether a parameter is in fp32 whatever the others are."""
+    """Dtypes of everything that training computes with.
+
+    Attributes:
+        compute: of the parameters that forward sees; None: each keeps its own.
+        separate_masters: whether the update works on fp32 copies of 16-bit parameters.
+        update_in_fp32: whether the arithmetic and states of the update are fp32 where masters are 16-bit.
+        autocast: of torch.autocast around forward, or None.
+        buffers: of the model's floating buffers; None: each keeps its own.
+        keeps_fp32: whether a parameter or buffer belongs to a module in fp32, whatever the others are.
+    """
 
     compute: torch.dtype | None = None
     separate_masters: bool = False
     update_in_fp32: bool = True
     autocast: torch.dtype | None = None
-    keeps_fp32: Callable[[torch.Tensor], bool] = lambda parameter: False
+    buffers: torch.dtype | None = None
+    keeps_fp32: Callable[[torch.Tensor], bool] = lambda tensor: False
 
     def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         if not parameter.is_floating_point():
@@ -34,6 +41,10 @@ class Precision:
         if self.keeps_fp32(parameter):
             return torch.float32
         return self.compute or parameter.dtype
+
+    def buffer_dtype(self, buffer: torch.Tensor) -> torch.dtype:
+        cast = self.buffers is not None and buffer.dtype in DTYPES.values() and not self.keeps_fp32(buffer)
+        return self.buffers if cast and self.buffers is not None else buffer.dtype
 
     def master_dtype(self, compute: torch.dtype) -> torch.dtype:
         return torch.float32 if self.separate_masters and compute in HALF else compute

@@ -114,6 +114,22 @@ def copied_engine(run: Run) -> None:
     run.refuses(ways, Exception, "full_state_dict")
 
 
+class Coded(models.Mlp):
+    width = 3
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) * self.width
+
+
+@case("`engine.decode(x)`, a method of the module, and its other attributes that the engine does not have")
+def attributes_of_the_module(run: Run) -> None:
+    run.start(Coded)
+    for step in range(STEPS):
+        x, y = run.batch(step)
+        run.backward(F.mse_loss((run.module if run.plain else run.engine).decode(x), y))
+        run.step()
+
+
 class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()

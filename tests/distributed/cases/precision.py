@@ -346,6 +346,39 @@ def ended(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class Masked(nn.Module):
+    """A table and a mask in fp32, whatever the parameters are; a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(7, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+        self.register_buffer("mask", torch.eye(WIDTH))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.alias = self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)) @ self.mask)
+
+
+def buffers_cast(config: dict[str, Any], buffer_dtype: str) -> dict[str, Any]:
+    """The error of a forward in which a buffer meets an activation; the same with the buffers cast."""
+    x, y = models.float_batch(0, 0, 0)
+    try:
+        zerolite.initialize(models.build(Masked), config)(x)
+        error = ""
+    except RuntimeError as raised:
+        error = str(raised)
+    engine = zerolite.initialize(models.build(Masked), config | {"data_types": {"buffer_dtype": buffer_dtype}})
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    buffers = {name: buffer.dtype for name, buffer in engine.module.named_buffers()}
+    return {"error": error, "buffers": buffers, "losses": losses, "alias": engine.alias is engine.module.mask}
+
+
 def reduced_in(config: dict[str, Any]) -> set[torch.dtype]:
     """In which dtypes the head's gradients travel, the only ones there are."""
     model = models.build(Headed)
