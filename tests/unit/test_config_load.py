@@ -85,7 +85,7 @@ FULL: dict[str, Any] = {
     "communication_data_type": "fp32",
     "prescale_gradients": False,
     "gradient_predivide_factor": 2,
-    "data_types": {"grad_accum_dtype": "fp16"},
+    "data_types": {"grad_accum_dtype": "fp16", "buffer_dtype": "bf16"},
     "steps_per_print": 10,
     "wall_clock_breakdown": True,
     "comms_logger": {
@@ -302,6 +302,7 @@ def test_defaults() -> None:
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "data_types.grad_accum_dtype": None,
+        "data_types.buffer_dtype": None,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
         "comms_logger.enabled": False,
@@ -529,7 +530,10 @@ CHOICES = [
     "elasticity.version", "elasticity.model_parallel_size", "memory_check", "flops_profiler.module_depth",
     "aio.block_size", "tensor_parallel.plan", "pipeline.partition_method", "pipeline.schedule",
 ]  # fmt: skip
-DTYPES = ["communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"]
+DTYPES = [
+    *("communication_data_type", "data_types.grad_accum_dtype", "data_types.buffer_dtype"),
+    "torch_autocast.dtype",
+]
 BOOLEANS = [
     path
     for path in plain_paths()
