@@ -295,6 +295,14 @@ def test_batch_norm(pools: Pools, world: int) -> None:
                 assert results == PARTS[part][BATCH_NORM]
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_batch_norm_trains_as_in_plain_pytorch(pools: Pools, world: int) -> None:
+    for stage, (number, zero) in STAGES.items():
+        setting = config(number, "bf16", 1, 0.0, ("SGD", {"lr": 0.0625}), zero)
+        for differing in pools(world).run(f"{TABLE_CASES}:batch_norm_parity", {"config": setting, "lr": 0.0625}):
+            assert differing == [], stage
+
+
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_buffers_are_cast_where_the_config_says_so(pools: Pools, stage: int) -> None:
     setting = {"config": table_config(stage, "bf16", "body"), "buffer_dtype": "bf16"}

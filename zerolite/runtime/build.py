@@ -437,7 +437,8 @@ def _synchronize_rest(
     others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(precision.buffer_dtype(buffer))
+        if buffer.dtype != precision.buffer_dtype(buffer):
+            buffer.data = buffer.data.to(precision.buffer_dtype(buffer))
     _move_rest(model, device)
     rest += list(model.buffers())
     synchronize_tensors(rest, comm, device, "initial_sync")
