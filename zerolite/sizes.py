@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 _POWERS = {letter: power for power, letter in enumerate("KMGTP", start=1)}
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGTP])(I?))?B?\s*", re.IGNORECASE)
+_PATTERN = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([KMGTP])(I?))?B?", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str | int) -> int:
     """Bytes of "5GB" or "5G" (10**9 each), "500MB", "2GiB" (2**30 each), or a number. Raises ValueError."""
-    found = _PATTERN.fullmatch(str(text))
+    found = _PATTERN.fullmatch(str(text).strip())
     nbytes = 0
     if found is not None:
         base = 1024 if found[3] else 1000

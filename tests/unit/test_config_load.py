@@ -574,6 +574,9 @@ WRONG_NUMBERS = [
 @pytest.mark.parametrize("value", [*WRONG_NUMBERS, 1.5, "1.5", 2**63, 1e300], ids=lambda v: repr(v)[:20])
 @pytest.mark.parametrize("path", INTEGERS)
 def test_wrong_integers(path: str, value: Any) -> None:
+    if path == "steps_per_print" and value in ("Infinity", float("inf")):
+        assert load_config(nested(path, value)).steps_per_print is None
+        return
     errors = errors_of(nested(path, value))
     assert list(errors) == [path]
     assert "expected an integer" in errors[path] and "got" in errors[path]
@@ -588,7 +591,7 @@ def test_wrong_numbers(path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
-@pytest.mark.parametrize("path", ["gradient_clipping", "steps_per_print", "optimizer.params.lr"])
+@pytest.mark.parametrize("path", ["gradient_clipping", "train_batch_size", "optimizer.params.lr"])
 def test_not_finite_in_json_text(path: str, text: str) -> None:
     value = json.dumps(nested(path, 12345)).replace("12345", text).replace('"params"', '"type": "SGD", "params"')
     assert list(errors_of(value)) == [path]

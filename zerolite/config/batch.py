@@ -102,10 +102,15 @@ def _offer_text(offers: list[tuple[str, int]]) -> str:
     return "what would fit: " + ", or ".join(f"{key} {' or '.join(values)}" for key, values in by_key.items())
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def _nearest_divisors(number: int, target: int) -> list[int]:
     """The largest divisor of number below target and the smallest above it, where they exist."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d < target][-1:]
-    above = [d for d in divisors if d > target][:1]
+    found = divisors(number)
+    below = [d for d in found if d < target][-1:]
+    above = [d for d in found if d > target][:1]
     return below + above

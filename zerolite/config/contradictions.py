@@ -34,9 +34,9 @@ def _one_precision(config: ZeroliteConfig) -> Iterator[Contradiction]:
 
 
 def _bf16_states_need_bf16_masters(config: ZeroliteConfig) -> Iterator[Contradiction]:
-    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+    if config.bf16.enabled and config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
         yield Contradiction(
-            ("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"),
+            ("bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads", "bf16.enabled"),
             "expected bf16.bf16_master_weights_and_grads = true beside it, got false; set both or neither",
         )
 
@@ -71,51 +71,12 @@ def _one_way_to_divide(config: ZeroliteConfig) -> Iterator[Contradiction]:
         )
 
 
-def _stage_3_reduce_scatters(config: ZeroliteConfig) -> Iterator[Contradiction]:
-    zero = config.zero_optimization
-    if zero.stage == 3 and not zero.reduce_scatter:
-        yield Contradiction(
-            ("zero_optimization.reduce_scatter", "zero_optimization.stage"),
-            "expected true at stage 3, which always reduce-scatters gradients to their owners, got false; leave it out "
-            "or use a lower stage",
-        )
-
-
-def _offload_has_its_stage(config: ZeroliteConfig) -> Iterator[Contradiction]:
-    """A stage that is "auto" becomes one that has what is to be moved."""
-    zero = config.zero_optimization
-    stage = zero.stage
-    if stage == "auto":
-        return
-    if zero.offload_optimizer.enabled and stage == 0:
-        yield Contradiction(
-            ("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
-            f'expected "none" at stage 0, where every rank keeps all states, got "{zero.offload_optimizer.device}"; '
-            "use zero_optimization.stage 1, 2 or 3 or leave the block out",
-        )
-    if zero.offload_param.enabled and stage < 3:
-        yield Contradiction(
-            ("zero_optimization.offload_param.device", "zero_optimization.stage"),
-            f'expected "none" at stage {stage}, where every rank keeps parameters whole on its device, got '
-            f'"{zero.offload_param.device}"; use zero_optimization.stage 3 or leave the block out',
-        )
-
-
-def _what_offloads_says_where_to(config: ZeroliteConfig) -> Iterator[Contradiction]:
-    for name in ("offload_optimizer", "offload_param"):
-        given = getattr(config.zero_optimization, name).model_fields_set
-        if given and "device" not in given:
-            yield Contradiction(
-                (f"zero_optimization.{name}.device",),
-                f'expected "cpu" or "nvme", got nothing beside {" and ".join(sorted(given))}, so nothing would be '
-                'offloaded; write it, such as "device": "cpu", or leave the block out',
-            )
-
-
 def _a_disk_has_a_path(config: ZeroliteConfig) -> Iterator[Contradiction]:
-    for name in ("offload_optimizer", "offload_param"):
+    """Unless the stage leaves the device to itself."""
+    stage = config.zero_optimization.stage
+    for name, fewest in (("offload_optimizer", 1), ("offload_param", 3)):
         block = getattr(config.zero_optimization, name)
-        if block.device == "nvme" and block.nvme_path is None:
+        if block.device == "nvme" and block.nvme_path is None and (stage == "auto" or stage >= fewest):
             yield Contradiction(
                 (f"zero_optimization.{name}.nvme_path", f"zero_optimization.{name}.device"),
                 f'expected the path of a folder on the disk, got nothing, and {name}.device is "nvme"; write it, such '
@@ -125,7 +86,7 @@ def _a_disk_has_a_path(config: ZeroliteConfig) -> Iterator[Contradiction]:
 
 def _a_part_is_for_the_host(config: ZeroliteConfig) -> Iterator[Contradiction]:
     block = config.zero_optimization.offload_optimizer
-    if block.device == "nvme" and block.ratio < 1.0:
+    if config.zero_optimization.stage != 0 and block.device == "nvme" and block.ratio < 1.0:
         yield Contradiction(
             ("zero_optimization.offload_optimizer.ratio", "zero_optimization.offload_optimizer.device"),
             f'expected 1 when offload_optimizer.device is "nvme", got {block.ratio:g}; leave it out, or use "cpu"',
@@ -315,7 +276,7 @@ def _elasticity_is_for_data(config: ZeroliteConfig) -> Iterator[Contradiction]:
 
 def _pipelines_sum_on_the_device(config: ZeroliteConfig) -> Iterator[Contradiction]:
     """Gradients that are summed beside the data ranks are summed where the step finds them."""
-    offloads = config.zero_optimization.offload_optimizer.enabled
+    offloads = config.zero_optimization.stage != 0 and config.zero_optimization.offload_optimizer.enabled
     for path, on in (
         ("pipeline.stages", config.pipeline.stages > 1),
         ("tensor_parallel.sequence_parallel", config.tensor_parallel.sequence_parallel),
@@ -352,9 +313,6 @@ _CHECKS: tuple[Callable[[ZeroliteConfig], Iterator[Contradiction]], ...] = (
     _initial_scale_above_minimum,
     _one_communication_dtype,
     _one_way_to_divide,
-    _stage_3_reduce_scatters,
-    _offload_has_its_stage,
-    _what_offloads_says_where_to,
     _a_disk_has_a_path,
     _a_part_is_for_the_host,
     _threads_have_one_number,

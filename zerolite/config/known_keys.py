@@ -11,22 +11,29 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """One key. `inert`: the values that are accepted; "auto" is too when there are any. `free`: every value is.
+    """One key, accepted with some values.
 
-    A free key tunes only what does not run.
+    Attributes:
+        inert: the values that are accepted, beside null; "auto" is too when there are any.
+        note: for the error, in parentheses.
+        free: every value is accepted: the key only tunes a feature that does not run.
+        ignored: why other values change nothing: they are accepted, with a warning that says so.
+        stage3: the key belongs to stage 3: below it, other values are accepted with a warning.
     """
 
     inert: tuple[object, ...] = ()
     note: str = ""
     free: bool = False
+    ignored: str = ""
+    stage3: bool = False
 
 
 class Block(NamedTuple):
-    """A block of keys. null stands for an absent one.
+    """A block of keys. null and false stand for an absent one.
 
     With a `switch`, the block is accepted, whatever else it holds, while that key is one of `off`: the other keys then
     tune what does not run. Without one, each key is judged by itself. `on_by_default`: the block turns its feature on
-    unless the switch says otherwise, or, without a switch, by being there.
+    unless the switch says otherwise, or, without a switch, by being there. `off_if_empty`: {} leaves it off.
     """
 
     keys: dict[str, Key | Block]
@@ -34,12 +41,15 @@ class Block(NamedTuple):
     off: tuple[object, ...] = ()
     on_by_default: bool = False
     note: str = ""
+    off_if_empty: bool = False
 
 
 ANY = Key()
 """A key that only tunes what a switch turns on."""
 
 OFF = Key((False,))
+
+STAGE_3 = Key((False,), stage3=True)
 
 
 def _tuning(*names: str) -> dict[str, Key | Block]:
@@ -57,22 +67,29 @@ def _switched(
     return Block({switch: Key(off), **_tuning(*names), **blocks}, switch, off, on_by_default, note)
 
 
-def _on_by_presence(*names: str, off: tuple[object, ...] = (), note: str = "") -> Block:
-    return Block(_tuning(*names), "", off, True, note)
+def _on_by_presence(*names: str, note: str = "", off_if_empty: bool = False) -> Block:
+    return Block(_tuning(*names), "", (), True, note, off_if_empty)
 
 
 _REMOVED = "DeepSpeed has removed it as well"
 
+
+def _compression(*names: str, **blocks: Block) -> Block:
+    """One method of DeepSpeed's former compression: its switch is in `shared_parameters`."""
+    shared = _switched("schedule_offset", *names, note=_REMOVED, **blocks)
+    return Block({"shared_parameters": shared, "different_groups": Key(free=True)})
+
+
 _ZERO: dict[str, Key | Block] = {
     # Stages 1 and 2.
-    "allgather_partitions": Key((True,)),
-    "use_multi_rank_bucket_allreduce": Key((True,)),
-    "compute_grad_norm": Key((True,)),
-    "round_robin_gradients": OFF,
+    "allgather_partitions": Key((True,), ignored="updated parameters are always all-gathered"),
+    "use_multi_rank_bucket_allreduce": Key((True,), ignored="each bucket is reduced to all of its owners at once"),
+    "compute_grad_norm": Key((True,), ignored="every step computes the norm"),
+    "round_robin_gradients": Key((False,), ignored="each bucket is divided evenly among the ranks"),
     "parameter_alignment": Key((True, False)),
     "load_from_fp32_weights": Key((True,)),
     "elastic_checkpoint": Key((False, True), "every checkpoint is elastic"),
-    "legacy_stage1": OFF,
+    "legacy_stage1": Key((False,), ignored="there is one implementation of stage 1"),
     "enable_sanity_checks": OFF,
     # Offload.
     "zenflow": _on_by_presence(
@@ -89,19 +106,19 @@ _ZERO: dict[str, Key | Block] = {
     ),
     "save_muon_momentum_buffer_in_memory": OFF,
     # Stage 3.
-    "stage3_use_all_reduce_for_fetch_params": OFF,
-    "stage3_allgather_sequential": OFF,
-    "memory_efficient_linear": OFF,
-    "pipeline_loading_checkpoint": OFF,
-    "override_module_apply": OFF,
-    "log_trace_cache_warnings": OFF,
-    "zero_hpz_partition_size": Key((1,)),
-    "zero_quantized_weights": OFF,
-    "zero_quantized_nontrainable_weights": OFF,
-    "zero_quantized_gradients": OFF,
-    "zeropp_loco_param": _on_by_presence("err_beta", "reset_T", note=_REMOVED),
-    "mics_shard_size": Key((-1,), _REMOVED),
-    "mics_hierarchical_params_gather": Key((False,), _REMOVED),
+    "stage3_use_all_reduce_for_fetch_params": STAGE_3,
+    "stage3_allgather_sequential": STAGE_3,
+    "memory_efficient_linear": Key((False, True), "linear layers are torch's own, which keep no gathered weight"),
+    "pipeline_loading_checkpoint": STAGE_3,
+    "override_module_apply": Key((True, False), "`zero.Init` gathers what `apply` changes in any case"),
+    "log_trace_cache_warnings": Key((False, True)),
+    "zero_hpz_partition_size": Key((1, 0), stage3=True),
+    "zero_quantized_weights": STAGE_3,
+    "zero_quantized_nontrainable_weights": STAGE_3,
+    "zero_quantized_gradients": STAGE_3,
+    "zeropp_loco_param": _on_by_presence("err_beta", "reset_T", note=_REMOVED, off_if_empty=True),
+    "mics_shard_size": Key((-1,), _REMOVED, stage3=True),
+    "mics_hierarchical_params_gather": Key((False,), _REMOVED, stage3=True),
 }
 
 _MONITORS: dict[str, Key | Block] = {
@@ -245,7 +262,7 @@ _MEMORY: dict[str, Key | Block] = {
 }
 
 _DATA_AND_CHECKPOINTS: dict[str, Key | Block] = {
-    "datastates_ckpt": _on_by_presence("host_cache_size", off=(False,)),
+    "datastates_ckpt": _on_by_presence("host_cache_size"),
     "data_efficiency": _switched(
         "seed",
         data_sampling=_switched(
@@ -288,12 +305,12 @@ _DATA_AND_CHECKPOINTS: dict[str, Key | Block] = {
 _OTHERS: dict[str, Key | Block] = {
     "managed_gradient_accumulation": Key((True,)),
     "gradient_allreduce_op": Key(("mean",)),
-    "disable_allgather": OFF,
+    "disable_allgather": Key((False,), ignored="updated parameters are always all-gathered"),
     "zero_allow_untested_optimizer": Key((True, False)),
     "zero_force_ds_cpu_optimizer": Key((True, False)),
     "disable_python_gc": OFF,
     "vocabulary_size": Key((None,)),
-    "log_level": Key((None,)),
+    "log_level": Key((None,), ignored='the level is that of the logger "zerolite"'),
 }
 
 _REMOVED_BY_DEEPSPEED: dict[str, Key | Block] = {
@@ -314,6 +331,7 @@ _REMOVED_BY_DEEPSPEED: dict[str, Key | Block] = {
         "global_block_end_indices",
         "num_sliding_window_blocks",
         note=_REMOVED,
+        off_if_empty=True,
     ),
     "curriculum_learning": _switched(
         "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config", note=_REMOVED
@@ -335,15 +353,33 @@ _REMOVED_BY_DEEPSPEED: dict[str, Key | Block] = {
         "quantizer_kernel",
         note=_REMOVED,
     ),
-    "compression_training": _on_by_presence(
-        "layer_reduction",
-        "weight_quantization",
-        "activation_quantization",
-        "sparse_pruning",
-        "row_pruning",
-        "head_pruning",
-        "channel_pruning",
-        note=_REMOVED,
+    "compression_training": Block(
+        {
+            "layer_reduction": _switched(
+                "keep_number_layer", "module_name_prefix", "teacher_layer", "other_module_name", note=_REMOVED
+            ),
+            "weight_quantization": _compression(
+                "quantizer_kernel",
+                "quantize_groups",
+                "quantize_verbose",
+                "quantization_type",
+                "quantize_weight_in_forward",
+                "rounding",
+                fp16_mixed_quantize=_switched("quantize_change_ratio"),
+            ),
+            "activation_quantization": _compression("quantization_type", "range_calibration"),
+            "sparse_pruning": _compression(
+                "method",
+                "schedule_offset_end",
+                "schedule_offset_stride",
+                "block_pattern",
+                "dense_ratio",
+                "excluded_modules",
+            ),
+            "row_pruning": _compression("method"),
+            "head_pruning": _compression("method", "num_heads"),
+            "channel_pruning": _compression("method"),
+        }
     ),
     "nebula": _switched(
         "enable_nebula_load",
@@ -365,7 +401,7 @@ _CHECKPOINT: dict[str, Key | Block] = {
     "load_universal": Key((False, True), "every checkpoint is universal"),
     "use_node_local_storage": OFF,
     "parallel_write": Block({"pipeline_stage": OFF}),
-    "checkpoint_serialization": Key(),
+    "checkpoint_serialization": Key((True, False), "the format is zerolite's own"),
     "writer": _on_by_presence(
         "type",
         "io_buffer_size",
@@ -374,6 +410,7 @@ _CHECKPOINT: dict[str, Key | Block] = {
         "show_statistics",
         "data_parallel",
         "decoupled",
+        off_if_empty=True,
     ),
 }
 
@@ -437,13 +474,25 @@ RENAMED: dict[str, str] = {
 }
 """Spellings that DeepSpeed deprecates, and today's key."""
 
-_PARAMETERS_ON_THE_HOST = {True: 'write "offload_param": {"device": "cpu"}', False: "leave it out"}
+OFF_IF_FALSE = frozenset(
+    {
+        "fp32_allreduce",
+        "zero_optimization.cpu_offload",
+        "zero_optimization.cpu_offload_param",
+        "zero_optimization.cpu_offload_params",
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "zero_optimization.gather_16bit_weights_on_model_save",
+        "zero_optimization.use_all_reduce_for_fetch_params",
+        "zero_optimization.allgather_sequential",
+        "optimizer.params.max_grad_norm",
+    }
+)
+"""Deprecated spellings of which false (or 0) leaves a feature off."""
+
+_PARAMETERS_ON_THE_HOST = {True: 'write "offload_param": {"device": "cpu"}'}
 
 TO_WRITE: dict[str, dict[bool, str]] = {
-    "zero_optimization.cpu_offload": {
-        True: 'write "offload_optimizer": {"device": "cpu"}',
-        False: "leave it out",
-    },
+    "zero_optimization.cpu_offload": {True: 'write "offload_optimizer": {"device": "cpu"}'},
     "zero_optimization.cpu_offload_param": _PARAMETERS_ON_THE_HOST,
     "zero_optimization.cpu_offload_params": _PARAMETERS_ON_THE_HOST,
     "zero_optimization.cpu_offload_use_pin_memory": {

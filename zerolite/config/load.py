@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from .batch import MICRO, TRAIN
 from .errors import ConfigError
-from .known_keys import ALIASES, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, same, unsupported_paths
+from .known_keys import ALIASES, OFF_IF_FALSE, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, same, unsupported_paths
 from .models import ZeroliteConfig
 from .nearest import nearest_keys
-from .rules import NullIsAbsent, show
+from .rules import IntegerOrAuto, is_huge, shorten, show
 from .source import read_source
+from .without_effect import leave_out, needs_stage_3
+from .zero import MAX_ZERO_STAGE
 
 AUTO = "auto"
 
@@ -25,6 +27,14 @@ AUTO = "auto"
 # stage is chosen where the model and the device are known.
 _AUTO_AT_RESOLVE = frozenset({TRAIN, MICRO})
 _AUTO_KEPT = frozenset({"optimizer.type", "scheduler.type", "zero_optimization.stage"})
+
+_MOST_HINTS = 20
+"""Unknown keys for which the nearest known one is looked for."""
+
+_LONGEST_HINT = 100
+"""Characters: no known key is near a longer one."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:
@@ -46,14 +56,24 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteCon
 
 def _load(source: Mapping[str, Any] | str | os.PathLike[str]) -> ZeroliteConfig:
     raw = read_source(source)
-    cleaner = _Cleaner()
+    cleaner = _Cleaner(_stage(raw.values))
     clean = cleaner.block(ZeroliteConfig, raw.values, "")
     errors = list(cleaner.errors)
     config, found = _validate(clean, cleaner.auto, {path for path, _ in errors})
     errors = raw.duplicates + [(_as_spelled(path, raw.values), sentence) for path, sentence in errors + found]
     if errors or config is None:
         raise ConfigError(errors, raw.origin)
-    return config
+    return leave_out(config, cleaner.without_effect)
+
+
+def _stage(values: Mapping[Any, Any]) -> int | None:
+    """The ZeRO stage, None where the configuration leaves it open or says it wrongly."""
+    zero = values.get("zero_optimization")
+    try:
+        stage = IntegerOrAuto(0, MAX_ZERO_STAGE)(zero.get("stage", 0) if isinstance(zero, Mapping) else 0)
+    except ValueError:
+        return None
+    return stage if isinstance(stage, int) else None
 
 
 def _validate(
@@ -63,7 +83,7 @@ def _validate(
     try:
         return ZeroliteConfig.model_validate(clean, context={"auto": auto, "invalid": invalid}), []
     except ValidationError as error:
-        errors = _sentences(error)
+        errors = [(path, sentence) for path, sentence in _sentences(error) if path not in invalid]
         for details in error.errors(include_url=False, include_context=False):
             _drop(clean, details["loc"])
     try:
@@ -117,9 +137,12 @@ def _example(path: str) -> str:
 class _Cleaner:
     """Walks the raw values beside the models: what is left is known by name and not "auto"."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage: int | None) -> None:
+        self.stage = stage
         self.errors: list[tuple[str, str]] = []
+        self.without_effect: list[tuple[str, str]] = []
         self.auto: set[str] = set()
+        self.hints = _MOST_HINTS
 
     def block(self, model: type[BaseModel], values: Mapping[Any, Any], path: str) -> dict[str, Any]:
         clean: dict[str, Any] = {}
@@ -143,12 +166,10 @@ class _Cleaner:
             if here in _AUTO_AT_RESOLVE:
                 self.auto.add(here)
             return
-        info = model.model_fields[name]
-        annotation = info.annotation
-        inner = block_model(annotation)
-        if value is None and null_is_absent(info):
-            return
-        if inner is not None and not (value is None and annotation is not inner):
+        inner = block_model(model.model_fields[name].annotation)
+        if inner is not None:
+            if value is None or value is False:
+                return
             if isinstance(value, Mapping):
                 clean[name] = self.block(inner, value, here)
             else:
@@ -156,7 +177,10 @@ class _Cleaner:
         elif name == "params" and isinstance(value, Mapping):
             clean[name] = self._params(value, here)
         else:
-            clean[name] = value
+            problems = _unusable_texts(value, here)
+            self.errors += problems
+            if not problems:
+                clean[name] = value
 
     def _params(self, values: Mapping[Any, Any], path: str) -> dict[str, Any]:
         """Constructor arguments are free; only what no constructor can want is refused here."""
@@ -166,27 +190,46 @@ class _Cleaner:
             if not isinstance(key, str):
                 self.errors.append((here, _not_a_key(key)))
             elif here in RENAMED:
-                self.errors.append((here, _renamed(here, value)))
+                self._renamed(here, value)
             elif not (isinstance(value, str) and value == AUTO):
-                self.errors += _non_finite(value, here)
+                self.errors += _non_finite(value, here) + _unusable_texts(key, here) + _unusable_texts(value, here)
                 clean[key] = value
         return clean
 
     def _not_in_model(self, block: str, key: str, value: Any, here: str) -> None:
         entry = UNSUPPORTED.get(block, {}).get(key)
         if here in RENAMED:
-            self.errors.append((here, _renamed(here, value)))
+            self._renamed(here, value)
         elif entry is not None:
             self._unsupported(entry, value, here)
         else:
-            self.errors.append((here, _unknown(block, key)))
+            self.errors.append((here, self._unknown(block, key)))
+
+    def _renamed(self, here: str, value: Any) -> None:
+        off = value is None or (here in OFF_IF_FALSE and isinstance(value, (bool, int, float)) and not value)
+        if not off:
+            self.errors.append((here, _renamed(here, value)))
+
+    def _unknown(self, block: str, key: str) -> str:
+        """The sentence, which looks for the key that was meant only so often: each search takes milliseconds."""
+        self.hints -= 1
+        return _unknown(block, key, hint=self.hints >= 0)
 
     def _unsupported(self, entry: Key | Block, value: Any, here: str) -> None:
         if isinstance(entry, Key):
-            if not entry.free and not _inert(entry.inert, value):
+            if value is None or entry.free or _inert(entry.inert, value):
+                return
+            below = entry.stage3 and self.stage is not None and self.stage < 3
+            if below and self.stage is not None:
+                self.without_effect.append((here, needs_stage_3(self.stage, value)))
+            elif entry.ignored:
+                self.without_effect.append((here, f"got {show(value)}, which changes nothing: {entry.ignored}"))
+            else:
                 self.errors.append((here, _not_yet(entry, entry.inert)))
             return
-        if value is None or value == AUTO or (not entry.switch and _inert(entry.off, value)):
+        if value is None or value is False or (isinstance(value, str) and value == AUTO):
+            return
+        if entry.off_if_empty and isinstance(value, Mapping) and not value:
             return
         if not isinstance(value, Mapping):
             self.errors.append((here, f"{_not_an_object(here, value)}; {_not_yet(entry, ())}"))
@@ -199,7 +242,7 @@ class _Cleaner:
             for key, item in value.items():
                 inner = entry.keys.get(key)
                 if inner is None:
-                    self.errors.append((_join(here, key), _unknown(here, str(key))))
+                    self.errors.append((_join(here, key), self._unknown(here, str(key))))
                 else:
                     self._unsupported(inner, item, _join(here, key))
 
@@ -208,13 +251,17 @@ class _Cleaner:
         for key, item in value.items():
             inner = entry.keys.get(key)
             if inner is None:
-                self.errors.append((_join(here, key), _unknown(here, str(key))))
+                self.errors.append((_join(here, key), self._unknown(here, str(key))))
             elif isinstance(inner, Block) and isinstance(item, Mapping):
                 self._names(inner, item, _join(here, key))
 
 
 def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+    try:
+        name = shorten(str(key))
+    except ValueError:  # an integer of more digits than Python converts
+        name = show(key)
+    return f"{path}.{name}" if path else name
 
 
 def block_model(annotation: Any) -> type[BaseModel] | None:
@@ -223,10 +270,6 @@ def block_model(annotation: Any) -> type[BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
-
-
-def null_is_absent(info: FieldInfo) -> bool:
-    return any(isinstance(item, NullIsAbsent) for item in info.metadata)
 
 
 def supported_paths(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterable[str]:
@@ -251,7 +294,7 @@ def _inert(accepted: tuple[object, ...], value: object) -> bool:
 
 
 def _not_an_object(path: str, value: object) -> str:
-    if path == "zero_optimization" and isinstance(value, bool):
+    if path == "zero_optimization" and value is True:
         return f'expected an object, got {show(value)}, an old spelling; write {{"stage": {int(value)}}}'
     return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
 
@@ -276,7 +319,7 @@ def _not_a_key(key: object) -> str:
     return f"expected a string as the key, got {show(key)}; write it in quotes"
 
 
-def _unknown(block: str, key: str) -> str:
+def _unknown(block: str, key: str, hint: bool) -> str:
     where = f"a key of {block}" if block else "a key of the configuration"
     sentence = f"expected {where}, got an unknown one"
     supported, unsupported = _all_paths()
@@ -287,16 +330,44 @@ def _unknown(block: str, key: str) -> str:
         return f"{sentence}; arguments of the constructor belong into {block}.params"
     if block and key in supported:
         return f"{sentence}; did you mean {key}? It belongs to the top level: move it out of {block}"
-    near = nearest_keys(block, key, supported, unsupported)
+    near = nearest_keys(block, key, supported, unsupported) if hint and len(key) <= _LONGEST_HINT else []
     return f"{sentence}; did you mean {' or '.join(near)}?" if near else f"{sentence}; remove it"
 
 
 def _non_finite(value: Any, path: str) -> list[tuple[str, str]]:
-    """JSON has no NaN and no infinity, and no constructor argument is meant to be one."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return [(path, f"expected a finite number, got {show(value)}; write one")]
+    """JSON has no NaN and no infinity, and no constructor argument is meant to be one, or larger than any float."""
+
+    def problem(leaf: Any) -> str | None:
+        infinite = isinstance(leaf, float) and not math.isfinite(leaf)
+        huge = isinstance(leaf, int) and is_huge(leaf)
+        return f"expected a finite number, got {show(leaf)}; write one" if infinite or huge else None
+
+    return _problems(value, path, problem)
+
+
+def _unusable_texts(value: Any, path: str) -> list[tuple[str, str]]:
+    """No name and no path holds a zero character, and a lone surrogate is half a character."""
+
+    def problem(leaf: Any) -> str | None:
+        if not isinstance(leaf, str):
+            return None
+        if "\0" in leaf:
+            return f"expected text without zero characters, got {show(leaf)}; remove them"
+        if not leaf.isascii() and _SURROGATE.search(leaf):
+            return f"expected text that UTF-8 can hold, got {show(leaf)}; write the character itself"
+        return None
+
+    return _problems(value, path, problem)
+
+
+def _problems(value: Any, path: str, problem: Callable[[Any], str | None]) -> list[tuple[str, str]]:
+    """(path, sentence) of every leaf and every key of a JSON value with a problem."""
     if isinstance(value, Mapping):
-        return [error for key, item in value.items() for error in _non_finite(item, _join(path, key))]
-    if isinstance(value, (list, tuple)):
-        return [error for index, item in enumerate(value) for error in _non_finite(item, f"{path}[{index}]")]
-    return []
+        inner = [(_join(path, key), item) for key, item in value.items()]
+        found = [(_join(path, key), sentence) for key in value if (sentence := problem(key)) is not None]
+    elif isinstance(value, (list, tuple)):
+        inner, found = [(f"{path}[{index}]", item) for index, item in enumerate(value)], []
+    else:
+        sentence = problem(value)
+        return [] if sentence is None else [(path, sentence)]
+    return found + [error for where, item in inner for error in _problems(item, where, problem)]

@@ -35,8 +35,8 @@ from .rules import (
     Dtype,
     FreeObject,
     Integer,
+    Interval,
     Names,
-    NullIsAbsent,
     Number,
     OffOrNumber,
     Text,
@@ -151,18 +151,15 @@ class ZeroliteConfig(_Block):
         default=0.0, description="Largest global 2-norm of the gradients; larger ones are scaled down to it. 0 = off."
     )
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig, description="What is spread over the ranks.")
-    tensor_parallel: Annotated[TensorParallelConfig, NullIsAbsent()] = Field(
-        default_factory=TensorParallelConfig, description="Each layer on several ranks. null: all defaults."
+    tensor_parallel: TensorParallelConfig = Field(
+        default_factory=TensorParallelConfig, description="Each layer on several ranks."
     )
-    pipeline: Annotated[PipelineConfig, NullIsAbsent()] = Field(
-        default_factory=PipelineConfig, description="Layers on several ranks, one after another. null: all defaults."
+    pipeline: PipelineConfig = Field(
+        default_factory=PipelineConfig, description="Layers on several ranks, one after another."
     )
-    aio: Annotated[AioConfig, NullIsAbsent()] = Field(
-        default_factory=AioConfig, description='How `"nvme"` reads and writes. null: all defaults.'
-    )
-    activation_checkpointing: Annotated[ActivationCheckpointingConfig, NullIsAbsent()] = Field(
-        default_factory=ActivationCheckpointingConfig,
-        description="What is kept for backward, and where. null: all defaults.",
+    aio: AioConfig = Field(default_factory=AioConfig, description='How `"nvme"` reads and writes.')
+    activation_checkpointing: ActivationCheckpointingConfig = Field(
+        default_factory=ActivationCheckpointingConfig, description="What is kept for backward, and where."
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and loading.")
     communication_data_type: OptionalDtype = Field(
@@ -178,8 +175,8 @@ class ZeroliteConfig(_Block):
         "`prescale_gradients`.",
     )
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig, description="Other dtypes.")
-    steps_per_print: Annotated[int | None, BeforeValidator(Integer(1, nullable=True, null_means="never"))] = Field(
-        default=None, description="Optimizer steps between two lines of progress on rank 0. null: never."
+    steps_per_print: Annotated[int | None, BeforeValidator(Interval(1, nullable=True, null_means="never"))] = Field(
+        default=None, description="Optimizer steps between two lines of progress on rank 0. null or Infinity: never."
     )
     wall_clock_breakdown: Bool = Field(
         default=False,
@@ -227,6 +224,13 @@ class ZeroliteConfig(_Block):
 
     # Keys given as "auto" whose value must still be found by resolve().
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
+    # (path, sentence) of each given key that has no effect.
+    _without_effect: tuple[tuple[str, str], ...] = PrivateAttr(default=())
+
+    @property
+    def without_effect(self) -> tuple[tuple[str, str], ...]:
+        """(path, sentence) of each given key that has no effect, in the order of the configuration."""
+        return self._without_effect
 
     def model_post_init(self, context: Any) -> None:
         if context:

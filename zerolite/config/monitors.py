@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -32,9 +33,25 @@ class OptionalText(Text):
         return None if value is None else super().__call__(value)
 
 
+@dataclass(frozen=True)
+class JobName(Text):
+    """A folder in another one: no path that leads out of it."""
+
+    def __call__(self, value: object) -> str:
+        name = super().__call__(value)
+        path = PurePath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(
+                f"expected the name of a folder in output_path, got {show(value)}, which leads out of it; write a name "
+                "without .. and without a / in front, and the rest of the path into output_path"
+            )
+        return name
+
+
 Switch = Annotated[bool, BeforeValidator(Boolean())]
 OutputPath = Annotated[str, BeforeValidator(Folder())]
 Name = Annotated[str, BeforeValidator(Text())]
+FolderName = Annotated[str, BeforeValidator(JobName())]
 OptionalName = Annotated[str | None, BeforeValidator(OptionalText())]
 
 _OUTPUT_PATH = 'Folder that holds the folder of the job; "" = the one in which the job runs.'
@@ -50,7 +67,7 @@ class CsvMonitorConfig(_Monitor):
 
     enabled: Switch = Field(default=False, description="Write CSV files.")
     output_path: OutputPath = Field(default="", description=_OUTPUT_PATH)
-    job_name: Name = Field(default="DeepSpeedJobName", description=_JOB_NAME)
+    job_name: FolderName = Field(default="DeepSpeedJobName", description=_JOB_NAME)
 
 
 class JsonlMonitorConfig(_Monitor):
@@ -58,7 +75,7 @@ class JsonlMonitorConfig(_Monitor):
 
     enabled: Switch = Field(default=False, description="Write `events.jsonl`.")
     output_path: OutputPath = Field(default="", description=_OUTPUT_PATH)
-    job_name: Name = Field(default="zerolite", description=_JOB_NAME)
+    job_name: FolderName = Field(default="zerolite", description=_JOB_NAME)
 
 
 class TensorboardConfig(_Monitor):
@@ -66,7 +83,7 @@ class TensorboardConfig(_Monitor):
 
     enabled: Switch = Field(default=False, description="Write event files.")
     output_path: OutputPath = Field(default="", description=_OUTPUT_PATH)
-    job_name: Name = Field(default="DeepSpeedJobName", description=_JOB_NAME)
+    job_name: FolderName = Field(default="DeepSpeedJobName", description=_JOB_NAME)
 
 
 class WandbConfig(_Monitor):

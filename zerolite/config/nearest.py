@@ -19,12 +19,16 @@ def nearest_keys(block: str, key: str, supported: Iterable[str], unsupported: It
 
     matcher = SequenceMatcher(b=key.lower(), autojunk=False)
     scored: list[tuple[float, str]] = []
+    ratios: dict[str, float] = {}
     for penalty, paths in ((0.0, supported), (_UNSUPPORTED, unsupported)):
         for path in paths:
             home, _, name = path.rpartition(".")
             away = 0.0 if home == block else _OTHER_BLOCK
-            matcher.set_seq1(name.lower())
-            score = matcher.ratio() - away - penalty
+            if name not in ratios:
+                matcher.set_seq1(name.lower())
+                near = matcher.real_quick_ratio() >= _SHARED_ENOUGH and matcher.quick_ratio() >= _SHARED_ENOUGH
+                ratios[name] = matcher.ratio() if near else 0.0
+            score = ratios[name] - away - penalty
             if score >= _SHARED_ENOUGH:
                 scored.append((score, path))
     best = max((score for score, _ in scored), default=0.0)

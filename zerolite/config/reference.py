@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 
 from .known_keys import ALIASES, RENAMED, UNSUPPORTED, Block, Key
-from .load import block_model, null_is_absent
+from .load import block_model
 from .models import ZeroliteConfig
 
 DEFAULT_FILE = Path("docs/configuration.md")
@@ -26,10 +26,14 @@ zerolite reads DeepSpeed's JSON schema. `zerolite.initialize(model, config)` tak
 or [hjson](https://hjson.github.io) text (comments, no quotes, no commas needed).
 
 - **Numbers.** Integers may be written as `1e9`, also as a string (`"1e9"`), as YAML tools do. NaN and Infinity are
-  errors.
+  errors, but for `"steps_per_print": Infinity`, which means never.
 - **`"auto"`** means the default. Where there is none (the two batch sizes when nothing is given to derive them from,
   the type of an optimizer or schedule) it is an error when the engine is built. Arguments of an optimizer or schedule
   that are `"auto"` are left to the constructor.
+- **Off.** `null` and `false` stand for an absent block. Every key of DeepSpeed's schema is accepted with a value that
+  leaves its feature off (`"cpu_offload": false`, `"compression_training": {}`, `"amp": {"enabled": false}`).
+- **No effect.** A setting that does nothing at the chosen stage, such as `offload_param` below stage 3, is accepted,
+  and rank 0 logs a warning that says so.
 - **Dtypes** may be spelled as DeepSpeed or torch do (`"fp16"`, `"float16"`, `"half"`, `"torch.float16"`).
 - **Errors.** Keys that are unknown, duplicated, of the wrong type or contradictory are reported together, each with its
   full path and, where one is close, the key that was meant.
@@ -66,7 +70,8 @@ _NOT_YET = """\
 
 zerolite knows these keys of DeepSpeed's schema by name. They are accepted only with a value that asks for what zerolite
 does anyway; any other value is an error that says so. A block with a switch is accepted, with all its keys, while the
-switch is off; `null` stands for an absent block.
+switch is off; `null` and `false` stand for an absent block. Where the note says "no effect", other values are accepted
+too, with a warning.
 
 | key | accepted | note |
 |---|---|---|
@@ -75,7 +80,7 @@ switch is off; `null` stands for an absent block.
 _DEPRECATED = """\
 ## Deprecated spellings
 
-These are errors that name today's key.
+These are errors that name today's key. `null`, and `false` where it leaves a feature off, are accepted.
 
 | key | today |
 |---|---|
@@ -115,8 +120,7 @@ def _table(prefix: str, model: type[BaseModel]) -> str:
 def _type(path: str, info: FieldInfo) -> str:
     if block_model(info.annotation) is not None:
         anchor = path.replace(".", "")
-        nullable = null_is_absent(info) or (not info.is_required() and info.default is None)
-        return f"[object](#{anchor})" + (" or null" if nullable else "")
+        return f"[object](#{anchor})"
     return _cell(str(_rule(info).expected))
 
 
@@ -163,7 +167,7 @@ def _inner_keys(entry: Block, prefix: str = "") -> Iterator[str]:
 def _accepted(entry: Key | Block) -> str:
     values = " or ".join(f"`{json.dumps(value)}`" for value in (entry.off if isinstance(entry, Block) else entry.inert))
     if isinstance(entry, Key):
-        return "any value" if entry.free else values
+        return "any value" if entry.free else f"{values} (others: no effect)" if entry.ignored else values
     if entry.switch:
         return f"`{entry.switch}`: {values}"
     return values if entry.on_by_default else "by key, below"
@@ -171,6 +175,10 @@ def _accepted(entry: Key | Block) -> str:
 
 def _note(entry: Key | Block) -> str:
     notes = [entry.note] if entry.note else []
+    if isinstance(entry, Key) and entry.ignored:
+        notes.append(f"no effect: {entry.ignored}")
+    if isinstance(entry, Key) and entry.stage3:
+        notes.append("no effect below stage 3")
     if isinstance(entry, Block) and _is_whole(entry):
         others = [f"`{name}`" for name in _inner_keys(entry) if name != entry.switch]
         notes.append("keys: " + ", ".join(others))

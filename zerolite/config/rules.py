@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -19,20 +20,25 @@ from typing import Any, NoReturn
 MAX_INT = 2**63 - 1
 MAX_BATCH = 2**31 - 1
 
-# What JSON calls a number. float() alone would also take "nan", "inf" and "1_000".
-_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
+# JSON's numbers. float() alone would also take "nan", "inf", "1_000" and digits of other scripts. No part of the
+# pattern can match what the next one matches, so that a long text is refused in linear time.
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
+
+_LONGEST_NUMBER = 400
+"""Characters: the largest float has 309 digits."""
 
 
 def show(value: object, limit: int = 60) -> str:
     """The value as JSON would write it, with the name of its type where the text alone does not tell."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, int) and is_huge(value):
+        return "an integer of more than 308 digits"
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = f"an object of type {type(value).__name__}"
-    if len(text) > limit:
-        text = text[: limit - 3] + "..."
+    text = shorten(text, limit)
     if isinstance(value, bool) or value is None:
         return text
     if isinstance(value, str):
@@ -44,6 +50,18 @@ def show(value: object, limit: int = 60) -> str:
     return text
 
 
+def shorten(text: str, limit: int = 100) -> str:
+    """Cut a long text, and escape what cannot be printed as UTF-8."""
+    if len(text) > limit:
+        text = text[: limit - 3] + "..."
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def is_huge(value: int) -> bool:
+    """Whether no float can hold the integer."""
+    return value.bit_length() > sys.float_info.max_exp
+
+
 def _fail(expected: str, value: object, remedy: str) -> NoReturn:
     raise ValueError(f"expected {expected}, got {show(value)}; {remedy}")
 
@@ -52,7 +70,7 @@ def _as_number(value: object) -> object:
     """Numeric strings ("1e9", as YAML tools write it) and foreign number types as int or float; the rest unchanged."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
+    if isinstance(value, str) and len(value) <= _LONGEST_NUMBER and _NUMBER.fullmatch(value.strip()):
         as_float = float(value)
         if math.isinf(as_float) or abs(as_float) > MAX_INT:
             return as_float
@@ -61,7 +79,10 @@ def _as_number(value: object) -> object:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
     return value
 
 
@@ -133,6 +154,15 @@ class Integer:
 
 
 @dataclass(frozen=True)
+class Interval(Integer):
+    """Steps between two lines. Infinity, which accelerate writes for "never", is null."""
+
+    def __call__(self, value: object) -> int | None:
+        never = (isinstance(value, float) and value == math.inf) or value == "Infinity"  # as hjson reads it
+        return super().__call__(None if never else value)
+
+
+@dataclass(frozen=True)
 class IntegerOrAuto(Integer):
     """An integer, or the word "auto", which is kept."""
 
@@ -146,10 +176,11 @@ class IntegerOrAuto(Integer):
 
 @dataclass(frozen=True)
 class Integers:
-    """A list of integers, at least one, as Integer reads them; or null."""
+    """A list of integers, at least one and at most `most`, as Integer reads them; or null."""
 
     minimum: int = 0
     maximum: int = MAX_INT
+    most: int = 100
 
     @property
     def expected(self) -> str:
@@ -160,6 +191,8 @@ class Integers:
             return None
         if not isinstance(value, (list, tuple)) or not value:
             _fail(self.expected, value, "write sizes such as [2, 4]")
+        if len(value) > self.most:
+            raise ValueError(f"expected at most {self.most} integers, got {len(value)}; leave some out")
         read = Integer(self.minimum, self.maximum)
         return tuple(number for number in map(read, value) if number is not None)
 
@@ -324,10 +357,6 @@ class PathOrNull:
         if not isinstance(path, str) or not path.strip():
             _fail(self.expected, value, "write one in quotes")
         return path
-
-
-class NullIsAbsent:
-    """Beside the type of a block: null stands for an absent one, which has all its defaults."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .rules import show
+from .rules import shorten, show
+
+_MOST_DIGITS = 1000
 
 _PATH_SUFFIXES = (".json", ".hjson", ".json5", ".jsonc", ".yaml", ".yml", ".txt")
 
@@ -56,7 +58,7 @@ def _is_text(source: str) -> bool:
 
 
 def _read_file(path: str | bytes) -> str:
-    name = os.fsdecode(path)
+    name = shorten(os.fsdecode(path), 1000)
     try:
         with open(path, "rb") as file:
             return file.read().decode("utf-8")
@@ -89,22 +91,29 @@ def _parse(text: str, origin: str | bytes | None) -> RawConfig:
 
 def _parse_json_or_hjson(text: str, name: str | None) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_Pairs)
+        return json.loads(text, object_pairs_hook=_Pairs, parse_int=_integer)
     except ValueError as error:
         json_problem = _syntax_problem(error)
     import hjson
 
     try:
-        return hjson.loads(text, object_pairs_hook=_Pairs)
+        return hjson.loads(text, object_pairs_hook=_Pairs, parse_int=_integer)
+    except IndexError:  # where the text ends within a token, the parser reads on
+        hjson_problem = "the text ends within a comment, or within a text that begins with '''"
     except ValueError as error:
         hjson_problem = _syntax_problem(error)
     sentence = f"expected JSON or hjson; as JSON: {json_problem}; as hjson: {hjson_problem}"
     raise ConfigError([("", sentence)], name) from None
 
 
+def _integer(digits: str) -> int | float:
+    """Infinity where Python refuses to convert so many digits: a value at its key, and no error of syntax."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
 def _syntax_problem(error: ValueError) -> str:
     line, column = getattr(error, "lineno", None), getattr(error, "colno", None)
-    message = str(getattr(error, "msg", error))
+    message = shorten(str(getattr(error, "msg", error)), 200)
     return message if line is None else f"{message} at line {line} column {column}"
 
 
@@ -117,11 +126,11 @@ def _plain(value: Any, path: str, duplicates: list[tuple[str, str]]) -> Any:
     result: dict[str, Any] = {}
     counts: dict[str, int] = {}
     for key, item in value.pairs:
-        here = f"{path}.{key}" if path else key
+        here = f"{path}.{shorten(key)}" if path else shorten(key)
         counts[key] = counts.get(key, 0) + 1
         result[key] = _plain(item, here, duplicates)
     for key, count in counts.items():
         if count > 1:
-            here = f"{path}.{key}" if path else key
+            here = f"{path}.{shorten(key)}" if path else shorten(key)
             duplicates.append((here, f"expected the key once, got it {count} times; keep one of them"))
     return result

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from .errors import ConfigError
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
-from .rules import Boolean, Integer, IntegerOrAuto, Names, NullIsAbsent
+from .rules import Boolean, Integer, IntegerOrAuto, Names
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 BucketSize = Annotated[
@@ -71,18 +71,18 @@ class ZeroConfig(_Block):
     )
     reduce_scatter: Bool = Field(
         default=True,
-        description="Reduce to the owner of each part only; false: all-reduce, then keep a part; not at stage 3.",
+        description="Reduce to the owner of each part only; false: all-reduce, then keep a part (stages 1 and 2).",
     )
     ignore_unused_parameters: Bool = Field(
         default=True,
         description="Parameters that got no gradient on any rank are left alone, as torch does; false: they are an "
         "error that names them.",
     )
-    offload_optimizer: Annotated[OffloadOptimizerConfig, NullIsAbsent()] = Field(
+    offload_optimizer: OffloadOptimizerConfig = Field(
         default_factory=OffloadOptimizerConfig,
         description="Stages 1 to 3: optimizer states on the host or on disk. null: on the device.",
     )
-    offload_param: Annotated[OffloadParamConfig, NullIsAbsent()] = Field(
+    offload_param: OffloadParamConfig = Field(
         default_factory=OffloadParamConfig,
         description="Stage 3: parameters on the host or on disk. null: on the device.",
     )

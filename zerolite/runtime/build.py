@@ -224,7 +224,7 @@ class _Assembly:
         self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting)
         choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
-        check_optimizer(self.tiers, self.sharded.inner)
+        check_optimizer(self.tiers, self.kind, self.sharded.inner)
         self.publisher = Publisher(
             buffer,
             comm,

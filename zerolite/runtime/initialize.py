@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,6 +29,8 @@ from zerolite.runtime.engine import Engine
 from zerolite.runtime.micro_batch import LossFunction
 from zerolite.runtime.parts import known_here, part_of_model
 from zerolite.runtime.watchdog import start_watchdog
+
+logger = logging.getLogger("zerolite")
 
 
 def initialize(
@@ -70,6 +73,9 @@ def initialize(
     watchdog = start_watchdog(given.desync_timeout_s)
     topology = _grid(given, create_communicator(device), device)
     comm = topology.data
+    if comm.main:
+        for path, sentence in given.without_effect:
+            logger.warning("%s has no effect: %s", path, sentence)
     resolved = _resolved(given, topology)
     trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)

@@ -45,16 +45,19 @@ def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Comm
     return made
 
 
-def check_optimizer(tiers: Tiers, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if ``optimizer`` cannot work where its parameters rest."""
-    if tiers.optimizer.place == DEVICE:
+def check_optimizer(tiers: Tiers, kind: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if ``optimizer`` cannot work where its parameters rest. kind: type of the device."""
+    if kind == "cpu":
+        where = "on the CPU"
+    elif tiers.optimizer.place != DEVICE:
+        where = "with zero_optimization.offload_optimizer"
+    else:
         return
     for index, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
             raise ValueError(
-                f"optimizer.param_groups[{index}]['capturable']: expected false with "
-                "zero_optimization.offload_optimizer, where the CPU updates and no CUDA graph captures it, got true; "
-                "leave it out (optimizer.params.capturable in the config)"
+                f"optimizer.param_groups[{index}]['capturable']: expected false {where}, where the CPU updates and no "
+                "CUDA graph captures it, got true; leave it out (optimizer.params.capturable in the config)"
             )
 
 

@@ -256,5 +256,6 @@ def _try_to_make(cls: type[Optimizer], defaults: dict[str, Any]) -> None:
     """Lets the class check its arguments on a tiny parameter, so that an error names the block it stands in."""
     try:
         cls([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **defaults)
-    except (ValueError, RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError([(_PATH, f"{cls.__name__} does not take these values: {error}")]) from error
+    except Exception as error:  # torch checks few of these values: any exception is about them
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError([(_PATH, f"{cls.__name__} does not take these values: {reason}")]) from error

@@ -1,0 +1,311 @@
+"""load_config: what is off is accepted, what has no effect is a warning, and configurations of other clients."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import zerolite
+from zerolite.config import ConfigError, load_config
+from zerolite.config.load import block_model
+from zerolite.config.models import ZeroliteConfig
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+METHOD = {"shared_parameters": {"enabled": False, "schedule_offset": 0}, "different_groups": {"a": {"modules": ["x"]}}}
+OFF: list[dict[str, Any]] = [
+    zero(cpu_offload=False),
+    zero(cpu_offload_param=False),
+    zero(cpu_offload_params=False, cpu_offload_use_pin_memory=None),
+    zero(stage3_gather_fp16_weights_on_model_save=False),
+    zero(zero_hpz_partition_size=1, zero_quantized_weights=False, zero_quantized_gradients=False),
+    zero(memory_efficient_linear=True, override_module_apply=True, log_trace_cache_warnings=True),
+    zero(zeropp_loco_param={}, mics_shard_size=-1, zenflow=None),
+    {"fp32_allreduce": False},
+    {"amp": {"enabled": False, "opt_level": "O1"}},
+    {"amp": False},
+    {"sparse_gradients": False},
+    {"sparse_attention": {}},
+    {"curriculum_learning": {"enabled": False, "curriculum_type": "seqlen", "min_difficulty": 8}},
+    {"autotuning": {"enabled": False, "fast": True}},
+    {"eigenvalue": {"enabled": False}},
+    {"progressive_layer_drop": {"enabled": False}},
+    {"quantize_training": {"enabled": False}},
+    {"nebula": {"enabled": False}},
+    {"compression_training": {}},
+    {"compression_training": {"layer_reduction": {"enabled": False, "keep_number_layer": 5}}},
+    {"compression_training": {"weight_quantization": METHOD, "row_pruning": METHOD, "activation_quantization": {}}},
+    {"elasticity": {"enabled": False, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4]}},
+    {"data_efficiency": {"enabled": False, "data_routing": {"enabled": False}}},
+    {"hybrid_engine": {"enabled": False}},
+    {"comet": {}},
+    {"datastates_ckpt": False},
+    {"checkpoint": {"writer": {}, "parallel_write": {"pipeline_stage": False}, "use_node_local_storage": False}},
+    {"vocabulary_size": None, "log_level": None, "disable_allgather": False, "graph_harvesting": None},
+    {"fp32_allreduce": None, "allgather_size": None},
+]
+
+
+@pytest.mark.parametrize("source", OFF, ids=lambda source: str(source)[:50])
+def test_a_feature_that_is_off_is_no_error(source: dict[str, Any]) -> None:
+    config = load_config(source)
+    assert config.without_effect == ()
+    assert config.model_dump(exclude={"elasticity"}) == load_config({}).model_dump(exclude={"elasticity"})
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_null_and_false_stand_for_an_absent_block(value: Any) -> None:
+    fields = ZeroliteConfig.model_fields
+    assert load_config({name: value for name in fields if block_model(fields[name].annotation)}) == load_config({})
+    offload = zero(stage=3, offload_optimizer=value, offload_param=value, leaf_module=value)
+    assert load_config(offload) == load_config(zero(stage=3))
+
+
+@pytest.mark.parametrize("source", [{"steps_per_print": float("inf")}, '{"steps_per_print": Infinity}'])
+def test_infinitely_many_steps_per_print_are_never(source: Any) -> None:
+    assert load_config(source).steps_per_print is None
+    assert load_config("{\n steps_per_print: Infinity\n}").steps_per_print is None
+    with pytest.raises(ConfigError, match="got NaN"):
+        load_config({"steps_per_print": float("nan")})
+
+
+def test_max_grad_norm_of_zero_is_off() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "max_grad_norm": 0.0}}
+    config = load_config({"optimizer": optimizer})
+    assert config.optimizer is not None and config.optimizer.params == {"lr": 0.1}
+
+
+WITHOUT_EFFECT: list[tuple[str, dict[str, Any], str]] = [
+    ("offload_param.device", zero(stage=2, offload_param={"device": "cpu"}), "the stage is 2"),
+    ("offload_param.device", zero(offload_param={"device": "nvme"}), "the stage is 0"),
+    ("offload_optimizer.device", zero(stage=0, offload_optimizer={"device": "cpu"}), "at stage 0"),
+    ("offload_optimizer", zero(stage=2, offload_optimizer={"pin_memory": True}), "without a device"),
+    ("reduce_scatter", zero(stage=3, reduce_scatter=False), "always reduce-scattered"),
+    ("reduce_scatter", zero(stage=0, reduce_scatter=False), "always all-reduced"),
+    ("round_robin_gradients", zero(stage=1, round_robin_gradients=True), "divided evenly"),
+    ("stage3_max_live_parameters", zero(stage=2, stage3_max_live_parameters=5), "the stage is 2"),
+    ("leaf_modules", zero(stage=1, leaf_modules=["*Block"]), "the stage is 1"),
+    ("leaf_module", zero(stage=1, leaf_module={"names": ["a"]}), "the stage is 1"),
+    ("zero_hpz_partition_size", zero(stage=2, zero_hpz_partition_size=8), "the stage is 2"),
+    ("allgather_partitions", zero(stage=2, allgather_partitions=False), "always all-gathered"),
+]
+
+
+@pytest.mark.parametrize(("key", "source", "names"), WITHOUT_EFFECT)
+def test_what_has_no_effect_is_left_out_and_said(key: str, source: dict[str, Any], names: str) -> None:
+    config = load_config(source)
+    ((path, sentence),) = config.without_effect
+    assert path == f"zero_optimization.{key}" and names in sentence
+    assert config.model_copy().without_effect == config.resolve(1).without_effect == config.without_effect
+    block = config.zero_optimization
+    assert not block.offload_param.enabled and not block.offload_optimizer.enabled and block.reduce_scatter
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        zero(stage="auto", offload_param={"device": "cpu"}, stage3_max_live_parameters=5),
+        zero(stage=3, offload_param={"device": "cpu"}, stage3_max_live_parameters=5, leaf_modules=["x"]),
+        zero(stage=2, stage3_max_live_parameters=1e9, stage3_gather_16bit_weights_on_model_save=True),
+        zero(stage=2, offload_param={"device": "none", "pin_memory": True}, reduce_scatter=False),
+    ],
+)
+def test_what_has_an_effect_or_is_the_default_is_not_warned_of(source: dict[str, Any]) -> None:
+    assert load_config(source).without_effect == ()
+
+
+@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "zero_quantized_weights"])
+@pytest.mark.parametrize("stage", [3, "auto"])
+def test_features_of_stage_3_that_do_not_exist_are_errors_there(key: str, stage: Any) -> None:
+    with pytest.raises(ConfigError, match="not supported yet"):
+        load_config(zero(stage=stage, **{key: 8 if key.endswith("size") else True}))
+
+
+def test_initialize_says_once_what_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    config = {"optimizer": optimizer, **zero(stage=1, round_robin_gradients=True, offload_param={"device": "cpu"})}
+    with caplog.at_level(logging.WARNING, "zerolite"):
+        engine = zerolite.initialize(torch.nn.Linear(2, 2), config)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    said = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        "zero_optimization.round_robin_gradients has no effect",
+        "zero_optimization.offload_param.device has no effect",
+    ]
+
+
+# ------------------------------------------------------------------ other clients' configurations
+
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
+ACCELERATE_OPTIMIZER = {
+    "type": "AdamW",
+    "params": {"lr": 1e-4, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True},
+}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
+DECAY = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 0, "total_num_steps": 64},
+}
+FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "min_loss_scale": 1}  # fmt: skip
+SIZES = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+STAGE_2 = {
+    "stage": 2,
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "allgather_partitions": True,
+    "allgather_bucket_size": 2e8,
+    "overlap_comm": True,
+    "reduce_scatter": True,
+    "reduce_bucket_size": 2e8,
+    "contiguous_gradients": True,
+}
+STAGE_3 = {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "offload_param": {"device": "cpu", "pin_memory": True},
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": 16384,
+    "stage3_prefetch_bucket_size": 14745,
+    "stage3_param_persistence_threshold": 1280,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+CLIENTS: dict[str, dict[str, Any]] = {
+    "transformers' ds_config_zero2.json": {
+        "fp16": FP16,
+        "bf16": {"enabled": False},
+        "optimizer": OPTIMIZER,
+        "scheduler": WARMUP,
+        "zero_optimization": STAGE_2,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+        **SIZES,
+    },
+    "transformers' ds_config_zero3.json": {
+        "fp16": FP16,
+        "bf16": {"enabled": False},
+        "optimizer": OPTIMIZER,
+        "scheduler": WARMUP,
+        "zero_optimization": STAGE_3,
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"use_node_local_storage": False},
+        **SIZES,
+    },
+    "accelerate's ds_config_zero2.json": {
+        "fp16": {**FP16, "auto_cast": True},
+        "bf16": {"enabled": False},
+        "optimizer": ACCELERATE_OPTIMIZER,
+        "scheduler": DECAY,
+        "zero_optimization": {**STAGE_2, "offload_optimizer": {"device": "none", "nvme_path": None}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        **SIZES,
+    },
+    "accelerate's plugin without a file, stage 2 with offload_param": {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "cpu", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        "fp16": {"enabled": True, "auto_cast": True},
+        "bf16": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+    },
+    "Lightning's strategy": {
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+        },
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+            "thread_count": 1,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 2,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 200_000_000,
+            "reduce_bucket_size": 200_000_000,
+            "sub_group_size": 1_000_000_000_000,
+        },
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+    },
+    "DeepSpeed's documentation": {
+        **SIZES,
+        "steps_per_print": 10,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "sparse_gradients": False,
+        "communication_data_type": None,
+        "amp": {"enabled": False},
+        "zero_optimization": {
+            "stage": 2,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 5e8,
+            "overlap_comm": False,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "contiguous_gradients": True,
+            "round_robin_gradients": False,
+            "zero_hpz_partition_size": 1,
+            "zero_quantized_weights": False,
+            "zero_quantized_gradients": False,
+            "ignore_unused_parameters": True,
+            "load_from_fp32_weights": True,
+            "elastic_checkpoint": False,
+            "cpu_offload": False,
+        },
+        "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 3, "detailed": True},
+        "autotuning": {"enabled": False, "results_dir": "autotuning_results", "exps_dir": "exps", "overwrite": False},
+        "comms_logger": {"enabled": False, "verbose": False, "prof_all": True, "debug": False},
+        "tensorboard": {"enabled": False, "output_path": "", "job_name": "train_bert"},
+        "wandb": {"enabled": False, "group": "my_group", "team": "my_team", "project": "my_project"},
+        "comet": {"enabled": False, "workspace": "w", "project": "p", "samples_log_interval": 50},
+        "csv_monitor": {"enabled": False, "output_path": "output/", "job_name": "train_bert"},
+        "compression_training": {},
+        "curriculum_learning": {"enabled": False},
+        "checkpoint": {"tag_validation": "Warn", "load_universal": False, "use_node_local_storage": False},
+        "data_types": {"grad_accum_dtype": None},
+        "dump_state": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_configurations_of_other_clients_are_accepted(name: str) -> None:
+    config = load_config(CLIENTS[name]).resolve(2)
+    expected = ["zero_optimization.offload_param.device"] if "offload_param" in name else []
+    assert [path for path, _ in config.without_effect] == expected

@@ -1,0 +1,71 @@
+"""Settings that do nothing at the chosen stage: they are left out, and a warning says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .offload import OffloadOptimizerConfig, OffloadParamConfig
+from .rules import show
+
+if TYPE_CHECKING:
+    from .models import ZeroliteConfig
+    from .zero import ZeroConfig
+
+_OF_STAGE_3 = ("leaf_modules", "leaf_module")
+_SAME_AT_ALL_STAGES = ("stage3_gather_16bit_weights_on_model_save",)
+
+
+class _LeftOut(NamedTuple):
+    """A key of `zero_optimization` without effect, why, and the values with which the configuration goes on."""
+
+    path: str
+    sentence: str
+    instead: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+
+
+def needs_stage_3(stage: int, value: object) -> str:
+    """The sentence for a setting of stage 3 at a lower stage."""
+    return f"got {show(value)}, which has an effect at zero_optimization.stage 3 only, and the stage is {stage}"
+
+
+def leave_out(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -> ZeroliteConfig:
+    """Return the configuration without what has no effect; `without_effect` lists that, with `found_before`."""
+    zero = config.zero_optimization
+    found = list(_find(zero))
+    instead = {key: value for left_out in found for key, value in left_out.instead.items()}
+    if instead:
+        config = config.model_copy(update={"zero_optimization": zero.model_copy(update=instead)})
+    named = ((f"zero_optimization.{left_out.path}", left_out.sentence) for left_out in found)
+    config._without_effect = (*found_before, *named)
+    return config
+
+
+def _find(zero: ZeroConfig) -> Iterator[_LeftOut]:
+    """A stage that is "auto" becomes one at which what is given has an effect, where there is one."""
+    stage = zero.stage
+    for name in ("offload_optimizer", "offload_param"):
+        given = getattr(zero, name).model_fields_set
+        if given and "device" not in given:
+            keys = " and ".join(sorted(given))
+            yield _LeftOut(name, f'got {keys} without a device, so nothing is offloaded; write "device": "cpu" beside')
+    if stage == "auto":
+        return
+    if stage == 0 and zero.offload_optimizer.enabled:
+        sentence = (
+            f"got {show(zero.offload_optimizer.device)}, and at stage 0 every rank keeps all states on its device"
+        )
+        yield _LeftOut("offload_optimizer.device", sentence, {"offload_optimizer": OffloadOptimizerConfig()})
+    if stage < 3 and zero.offload_param.enabled:
+        sentence = needs_stage_3(stage, zero.offload_param.device)
+        yield _LeftOut("offload_param.device", sentence, {"offload_param": OffloadParamConfig()})
+    if stage in (0, 3) and not zero.reduce_scatter:
+        always = "all-reduced" if stage == 0 else "reduce-scattered to their owners"
+        sentence = f"got false, and at stage {stage} gradients are always {always}"
+        yield _LeftOut("reduce_scatter", sentence, {"reduce_scatter": True})
+    if stage < 3:
+        for name in sorted(zero.model_fields_set):
+            of_stage_3 = name.startswith("stage3_") or name in _OF_STAGE_3
+            value, default = getattr(zero, name), type(zero).model_fields[name].get_default(call_default_factory=True)
+            if of_stage_3 and name not in _SAME_AT_ALL_STAGES and value != default:
+                yield _LeftOut(name, needs_stage_3(stage, value))
