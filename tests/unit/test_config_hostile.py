@@ -70,8 +70,18 @@ def test_five_hundred_unknown_keys() -> None:
     assert len(str(long)) < 500
 
 
-@pytest.mark.parametrize("path", ["optimizer.type", "gradient_clipping", "csv_monitor.output_path", "aio.block_size",
-                                  "zero_optimization.offload_param.nvme_path", "wandb.project", "fp32_modules"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "optimizer.type",
+        "gradient_clipping",
+        "csv_monitor.output_path",
+        "aio.block_size",
+        "zero_optimization.offload_param.nvme_path",
+        "wandb.project",
+        "fp32_modules",
+    ],
+)
 @pytest.mark.parametrize("bad", ["a\ud800", "a\0b"])
 def test_texts_that_are_no_texts(path: str, bad: str) -> None:
     block, _, key = path.rpartition(".")

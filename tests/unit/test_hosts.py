@@ -43,7 +43,16 @@ def test_a_hostfile_that_is_missing_or_unreadable_is_an_error(tmp_path: Path) ->
         ("host2 8", "has '8': expected 'slots=N'"),
         ("host1 slots=2", "names the host 'host1' again, which stands in line 2 already"),
         ("-oProxyCommand=x slots=2", "begins with '-oProxyCommand=x': expected the name"),
-        ("root@host2 slots=2", "begins with 'root@host2'"),
+        ("@host2 slots=2", "begins with '@host2'"),
+        ("root@ slots=2", "begins with 'root@'"),
+        ("-l@host2 slots=2", "begins with '-l@host2'"),
+        ("a@b@host2 slots=2", "begins with 'a@b@host2'"),
+        ("fd00:::3 slots=2", "begins with 'fd00:::3'"),
+        ("[fd00::3]:22 slots=2", "begins with"),
+        ("fe80::1%a,b slots=2", "begins with"),
+        ("host٣ slots=2", "begins with"),
+        ("host2 slots=٣", "has 'slots=٣'"),
+        ("root@host1 slots=2", "names the host 'host1' again"),
     ],
 )
 def test_a_bad_line_is_quoted_with_its_number(line: str, complaint: str) -> None:
@@ -72,6 +81,42 @@ def test_a_hostfile_without_hosts_is_an_error() -> None:
 )
 def test_filters(include: str | None, exclude: str | None, left: list[Host]) -> None:
     assert select_hosts(HOSTS, include, exclude) == left
+
+
+LOGINS = [Host("host1", 2, user="ann"), Host("fd00::3", 4), Host("host2", 1, user="bob"), Host("::1", 2, user="ann")]
+
+
+def test_users_and_ipv6_addresses(tmp_path: Path) -> None:
+    text = "ann@host1 slots=2\nfd00::3 slots=4\nbob@host2 slots=1\nann@[::1] slots=2\n"
+    assert parse_hostfile(text, "hosts") == LOGINS
+    assert [host.login for host in LOGINS] == ["ann@host1", "fd00::3", "bob@host2", "ann@::1"]
+    assert parse_hostfile("fe80::1%eth0 slots=1\n", "hosts") == [Host("fe80::1%eth0", 1)]
+
+
+@pytest.mark.parametrize(
+    ("include", "left"),
+    [
+        ("host1@host2", [LOGINS[0], LOGINS[2]]),
+        ("ann@host1:1@bob@host2", [Host("host1", 1, (1,), "ann"), LOGINS[2]]),
+        ("bob@host2 @ ann@host1", [LOGINS[0], LOGINS[2]]),
+        ("fd00::3", [LOGINS[1]]),
+        ("host1@[fd00::3]:0,2-3", [LOGINS[0], Host("fd00::3", 3, (0, 2, 3))]),
+        ("[fd00::3]@ann@::1", [LOGINS[1], LOGINS[3]]),
+        ("[::1]:0", [Host("::1", 1, (0,), "ann")]),
+    ],
+)
+def test_filters_over_users_and_ipv6_addresses(include: str, left: list[Host]) -> None:
+    assert select_hosts(LOGINS, include, None) == left
+
+
+def test_limits_keep_the_user() -> None:
+    assert limit_hosts(LOGINS, (1, 1), 1) == [Host("host1", 1, user="ann")]
+
+
+@pytest.mark.parametrize("include", ["ann@host2", "eve@host1", "[host1", "fd00::3:0", "[]", "host1:٣"])
+def test_filters_that_mean_nobody(include: str) -> None:
+    with pytest.raises(HostsError, match="--include"):
+        select_hosts(LOGINS, include, None)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from zerolite.launcher.check import CheckSpec, Facts, Reach, candidate_addresses
 from zerolite.launcher.hosts import Host, HostsError
 from zerolite.launcher.job import NodeJob, run_module
 from zerolite.launcher.options import LaunchRequest
-from zerolite.launcher.plan import make_node_jobs, make_plan, own_part
+from zerolite.launcher.plan import check_reachable, make_node_jobs, make_plan, own_part
 from zerolite.launcher.preflight import Answer, clock_offset, find_problems
 from zerolite.launcher.remote import own_command
 from zerolite.launcher.remote_commands import Route, exported_variables, make_commands, pack, unpack
@@ -115,6 +115,28 @@ def make_answers(*facts: Facts | None) -> list[Answer]:
     answers = [Answer(one, Reach("host1", "eth0"), "did not answer", asked=999.0, answered=1002.0) for one in facts]
     answers[0].reach = Reach(interface="eth0")
     return answers
+
+
+@pytest.mark.parametrize(
+    ("launcher", "host", "complaint"),
+    [
+        ("openmpi", Host("a", 1, user="ann"), "logs in nowhere: leave out 'ann@'"),
+        ("slurm", Host("a", 1, user="ann"), "logs in nowhere"),
+        ("pdsh", Host("fd00::3", 1), "by an IPv6 address, which --launcher pdsh does not take"),
+        ("openmpi", Host("fd00::3", 1), "which --launcher openmpi does not take"),
+    ],
+)
+def test_launchers_that_cannot_name_a_host(launcher: str, host: Host, complaint: str) -> None:
+    with pytest.raises(HostsError, match=complaint):
+        check_reachable([host], launcher)
+    for launcher in ("ssh", "none"):
+        check_reachable([host], launcher)
+
+
+def test_ssh_gets_the_user_and_the_checks_the_name() -> None:
+    route = Route("ssh", ["host1", "ann@fd00::3"], here=0, cwd="/", interpreter="python")
+    command = make_commands(route, "zerolite.launcher.node", None, {})[1]
+    assert command.argv[0] == "ssh" and command.argv[-2] == "ann@fd00::3"
 
 
 def test_hosts_that_fit_have_no_problems() -> None:

@@ -68,11 +68,19 @@ _STATE = {
     "client_state": dict,
 }
 
+_STEPS = ("micro_steps", "global_steps", "skipped_steps", "skipped_in_a_row")
+_MOST_STEPS = 2**53
+"""Every number up to here is exact as JSON, as a float and as 64 bits, in which ranks exchange it."""
+
 
 def check_state(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ValueError, which says where, if something is missing or of another type. shapes: of what is stored, by
     key."""
     _check(state, _STATE, "")
+    for name, count in state["counters"].items():
+        if isinstance(count, int) and name in _STEPS and not 0 <= count <= _MOST_STEPS:
+            found = count if abs(count) < 2**63 else "one that 64 bits cannot hold"
+            raise ValueError(f"counters.{name}: expected a number from 0 to {_MOST_STEPS}, found {found}")
     for kind in ("parameters", "buffers"):
         for name, entry in state[kind].items():
             stored = shapes.get(f"{kind}/{name}")

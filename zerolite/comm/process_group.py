@@ -199,7 +199,8 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
         return
     os.environ.setdefault("MASTER_ADDR", found.master_addr)
     os.environ.setdefault("MASTER_PORT", str(found.master_port))
-    host = f"[{found.master_addr}]" if ":" in found.master_addr else found.master_addr
+    name = found.master_addr.strip("[]")
+    host = f"[{name}]" if ":" in name else name
     _start(backend, f"tcp://{host}:{found.master_port}", found.rank, found.world_size, timeout)
 
 

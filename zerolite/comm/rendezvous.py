@@ -258,6 +258,8 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     if name not in env and default is not None:
         return default
     try:
+        if not env[name].isascii():
+            raise ValueError("digits of another script")
         return int(env[name])
     except ValueError:
         raise ValueError(f"init_distributed: expected a number in the variable {name}, got {env[name]!r}") from None

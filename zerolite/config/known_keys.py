@@ -74,9 +74,9 @@ def _on_by_presence(*names: str, note: str = "", off_if_empty: bool = False) -> 
 _REMOVED = "DeepSpeed has removed it as well"
 
 
-def _compression(*names: str, **blocks: Block) -> Block:
+def _compression(*names: str) -> Block:
     """One method of DeepSpeed's former compression: its switch is in `shared_parameters`."""
-    shared = _switched("schedule_offset", *names, note=_REMOVED, **blocks)
+    shared = _switched("schedule_offset", *names, note=_REMOVED)
     return Block({"shared_parameters": shared, "different_groups": Key(free=True)})
 
 
@@ -365,7 +365,7 @@ _REMOVED_BY_DEEPSPEED: dict[str, Key | Block] = {
                 "quantization_type",
                 "quantize_weight_in_forward",
                 "rounding",
-                fp16_mixed_quantize=_switched("quantize_change_ratio"),
+                "fp16_mixed_quantize",
             ),
             "activation_quantization": _compression("quantization_type", "range_calibration"),
             "sparse_pruning": _compression(

@@ -21,7 +21,7 @@ class _LeftOut(NamedTuple):
 
     path: str
     sentence: str
-    instead: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    instead: dict[str, Any] = {}
 
 
 def needs_stage_3(stage: int, value: object) -> str:

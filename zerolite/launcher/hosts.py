@@ -5,12 +5,14 @@ Needs the standard library alone.
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Names and IPv4 addresses. What may not begin with a hyphen cannot be taken for an option of ssh."""
+"""Names and IPv4 addresses, and names of users. What may not begin with a hyphen cannot be taken for an option of
+ssh."""
 
 MOST_SLOTS = 4096
 """More on one host is a slip of the finger."""
@@ -25,14 +27,34 @@ class Host:
     """A host of a job.
 
     Attributes:
-        name: by which the other hosts reach it.
+        name: by which the other hosts reach it: a name, an IPv4 address, or an IPv6 address without brackets.
         slots: how many processes it is to run, 1 or more.
         devices: indices of the CUDA devices to use, ascending, as many as slots; None for all that are visible.
+        user: as whom ssh logs in; None for what ssh's configuration says.
     """
 
     name: str
     slots: int
     devices: tuple[int, ...] | None = None
+    user: str | None = None
+
+    @property
+    def login(self) -> str:
+        """The host as ssh is told it."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+def read_host_name(text: str) -> str | None:
+    """Return the name or the address of a host, an IPv6 address without its brackets; None if it is neither."""
+    if HOST_NAME.fullmatch(text):
+        return text
+    bracketed = text.startswith("[") and text.endswith("]")
+    address = text[1:-1] if bracketed else text
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return None
+    return address if address.isascii() and not set(address) & set(" ,;'\"/[]@") else None
 
 
 def read_hostfile(path: str) -> list[Host]:
@@ -75,9 +97,14 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 
 def parse_host(words: Sequence[str], where: str) -> Host:
     """Return the host of one line, split into words. Raises HostsError."""
-    name, settings = words[0], words[1:]
-    if not HOST_NAME.fullmatch(name):
-        raise HostsError(f"{where} begins with {name!r}: expected the name or the IPv4 address of a host")
+    login, settings = words[0], words[1:]
+    user, at, host = login.rpartition("@")
+    name = read_host_name(host)
+    if name is None or (at and not HOST_NAME.fullmatch(user)):
+        raise HostsError(
+            f"{where} begins with {login!r}: expected the name or the address of a host, such as worker-1, 10.0.0.3, "
+            f"fd00::3 or user@worker-1"
+        )
     slots: int | None = None
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -93,31 +120,45 @@ def parse_host(words: Sequence[str], where: str) -> Host:
             )
         slots = int(value)
     if slots is None:
-        raise HostsError(f"{where} lacks the number of processes of the host: expected '{name} slots=N'")
-    return Host(name, slots)
+        raise HostsError(f"{where} lacks the number of processes of the host: expected '{login} slots=N'")
+    return Host(name, slots, user=user or None)
 
 
-def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
+def parse_filter(text: str, option: str, logins: Collection[str] = ()) -> dict[str, tuple[int, ...] | None]:
     """Return the slots of each host of a filter such as `host1:0,2-3@host2`; None for all of a host.
 
     Args:
         option: `--include` or `--exclude`, for messages.
+        logins: hosts as `user@host`, which a filter may name so too.
 
     Raises:
         HostsError: the text is no filter.
     """
+    rest = text
+    for login in logins:
+        rest = re.sub(rf"(^|@)\s*{re.escape(login)}(?=\s*(?:[:@]|$))", rf"\1{login.rpartition('@')[2]}", rest)
     chosen: dict[str, tuple[int, ...] | None] = {}
-    for item in text.split("@"):
-        name, colon, slots = item.strip().partition(":")
-        if not HOST_NAME.fullmatch(name):
+    for item in rest.split("@"):
+        name, colon, slots = split_slots(item.strip())
+        if name is None:
             raise HostsError(
-                f"{option} {text!r} names {name!r} as a host: expected hosts separated by '@', each with its slots "
-                f"after a ':' if not all are meant, as in 'host1:0,2-3@host2'"
+                f"{option} {text!r} names {item.strip()!r} as a host: expected hosts separated by '@', each with its "
+                f"slots after a ':' if not all are meant, as in 'host1:0,2-3@host2' or '[fd00::3]:0'"
             )
         if name in chosen:
             raise HostsError(f"{option} {text!r} names the host {name!r} twice: name all of its slots at once")
         chosen[name] = parse_slots(slots, f"{option} {text!r}") if colon else None
     return chosen
+
+
+def split_slots(item: str) -> tuple[str | None, str, str]:
+    """Return (name of the host or None, ":" or "", slots) of `host`, `host:0,2`, `fd00::3` or `[fd00::3]:0,2`."""
+    whole = read_host_name(item)
+    if whole is not None:
+        return whole, "", ""
+    bracketed, bracket, rest = item.partition("]") if item.startswith("[") else ("", "", item)
+    name, colon, slots = rest.partition(":")
+    return read_host_name(bracketed + bracket + name), colon, slots
 
 
 def parse_slots(text: str, where: str) -> tuple[int, ...]:
@@ -173,7 +214,7 @@ def select_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
 def checked_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, tuple[int, ...] | None]:
     """Return :func:`parse_filter` of the text. Raises HostsError if it names a host or a slot that is not there."""
     slots_of = {host.name: host.slots for host in hosts}
-    chosen = parse_filter(text, option)
+    chosen = parse_filter(text, option, [host.login for host in hosts if host.user is not None])
     for name, slots in chosen.items():
         if name not in slots_of:
             known = ", ".join(slots_of)
@@ -189,7 +230,7 @@ def checked_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, t
 
 def restrict(host: Host, devices: tuple[int, ...] | None) -> Host:
     """Return the host with these devices alone."""
-    return host if devices is None else Host(host.name, len(devices), devices)
+    return host if devices is None else replace(host, slots=len(devices), devices=devices)
 
 
 def limit_hosts(hosts: Sequence[Host], asked: tuple[int, int] | None, nproc: int | None) -> list[Host]:
@@ -214,4 +255,6 @@ def limit_hosts(hosts: Sequence[Host], asked: tuple[int, int] | None, nproc: int
                 f"--nproc asks for {nproc} processes on each host, and the host {host.name!r} has {host.slots} slots: "
                 f"ask for fewer, or give it more slots in the hostfile"
             )
-    return [Host(host.name, nproc, None if host.devices is None else host.devices[:nproc]) for host in chosen]
+    return [
+        replace(host, slots=nproc, devices=None if host.devices is None else host.devices[:nproc]) for host in chosen
+    ]

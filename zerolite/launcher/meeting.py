@@ -173,7 +173,8 @@ class Meeting(RendezvousHandler):
 def connect(job: NodeJob) -> TCPStore:
     """The job's store, which the first node hosts. Raises MeetingError if it cannot be made or reached."""
     hosts = hosts_store(job)
-    address = f"{job.master_addr}:{job.master_port}"
+    host = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
+    address = f"{host}:{job.master_port}"
     try:
         timeout = timedelta(seconds=JOIN_S)
         store = TCPStore(job.master_addr, job.master_port, is_master=hosts, timeout=timeout, wait_for_workers=False)

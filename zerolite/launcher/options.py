@@ -146,6 +146,7 @@ def build_parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.register("type", int, parse_integer)
     _add_processes(parser)
     _add_nodes(parser.add_argument_group("several nodes"))
     for option in _IGNORED:
@@ -219,11 +220,18 @@ def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str],
     return own, list(argv[i:])
 
 
+def parse_integer(text: str) -> int:
+    """Raise ValueError for what only Python takes for an integer: digits of other scripts, and `1_000`."""
+    if not text.isascii() or "_" in text:
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_num_nodes(text: str) -> tuple[int, int]:
     """`"4"` is (4, 4), `"2:4"` is (2, 4). Raises ValueError with a sentence."""
     fewest, colon, most = text.partition(":")
     try:
-        numbers = (int(fewest), int(most if colon else fewest))
+        numbers = (parse_integer(fewest), parse_integer(most if colon else fewest))
     except ValueError:
         numbers = (0, 0)
     if not 1 <= numbers[0] <= numbers[1]:
@@ -239,9 +247,10 @@ def parse_ranks(text: str) -> list[int] | None:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
-            if int(first) > int(last or first):
+            start, stop = parse_integer(first), parse_integer(last or first) + 1
+            if start >= stop:
                 raise ValueError(part)
-            ranks.extend(range(int(first), int(last or first) + 1))
+            ranks.extend(range(start, stop))
     except ValueError:
         raise ValueError(f"--tee expects ranks such as 1,3 or 0-3, or `all`, and got {text!r}") from None
     return ranks
@@ -303,7 +312,7 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             nproc=options.nproc,
             num_nodes=None if options.num_nodes is None else parse_num_nodes(options.num_nodes),
             node_rank=options.node_rank,
-            master_addr=options.master_addr,
+            master_addr=None if options.master_addr is None else options.master_addr.strip("[]"),
             master_port=options.master_port,
             hostfile=options.hostfile,
             include=options.include,

@@ -44,9 +44,12 @@ class Plan:
 def make_plan(request: LaunchRequest) -> Plan:
     """Find the hosts. Raises HostsError."""
     hosts, named = find_hosts(request)
+    check_reachable(hosts, request.launcher)
     names = [host.name for host in hosts]
     here = next((i for i, name in enumerate(names) if network.is_this_host(name)), None)
-    route = Route(request.launcher, names, here, request.launcher_args, request.ssh_port, named)
+    route = Route(
+        request.launcher, [host.login for host in hosts], here, request.launcher_args, request.ssh_port, named
+    )
     min_nodes = len(hosts) if request.num_nodes is None else request.num_nodes[0]
     return Plan(
         job_id=uuid.uuid4().hex,
@@ -57,6 +60,21 @@ def make_plan(request: LaunchRequest) -> Plan:
         min_nodes=min_nodes,
         may_lose=request.max_restarts > 0 and min_nodes < len(hosts),
     )
+
+
+def check_reachable(hosts: Sequence[Host], launcher: str) -> None:
+    """Raise HostsError if the launcher's command has no way to name a host: a user, or an IPv6 address."""
+    for host in hosts:
+        if host.user is not None and launcher in ("openmpi", "slurm"):
+            raise HostsError(
+                f"the hostfile names the host {host.login!r}, and --launcher {launcher} logs in nowhere: leave out "
+                f"'{host.user}@', or use --launcher ssh"
+            )
+        if ":" in host.name and launcher in ("pdsh", "openmpi", "slurm"):
+            raise HostsError(
+                f"the hostfile names the host {host.name!r} by an IPv6 address, which --launcher {launcher} does not "
+                f"take: give it a name, or use --launcher ssh"
+            )
 
 
 def find_hosts(request: LaunchRequest) -> tuple[list[Host], bool]:
@@ -101,7 +119,7 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
     """Return the addresses at which the others may reach the first host, the likeliest first."""
     if given is not None:
         return [given]
-    names = [] if name == "localhost" or name.startswith("127.") else [name]
+    names = [] if name in ("localhost", "::1") or name.startswith("127.") else [name]
     return [*names, *network.own_addresses()] or [name] if here else [name]
 
 

@@ -37,7 +37,7 @@ class Route:
 
     Attributes:
         launcher: `ssh`, `pdsh`, `openmpi` or `slurm`.
-        hosts: names, in the order of the nodes.
+        hosts: names, some as `user@name`, in the order of the nodes.
         here: which of them is the host that this runs on; with ssh, it is started without.
         launcher_args: further arguments of the launcher's own command.
         ssh_port: of the hosts' sshd; None for what ssh's configuration says.
