@@ -13,11 +13,11 @@ from zerolite.sizes import parse_size
 
 
 def refused(source: Any) -> dict[str, str]:
-    """The errors, which can be printed and take less than a second."""
-    began = time.perf_counter()
+    """The errors, which can be printed and take less than a second of the processor."""
+    began = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load_config(source)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     str(caught.value).encode()
     return dict(caught.value.errors)
 
@@ -48,10 +48,10 @@ def test_numbers_that_no_float_holds() -> None:
 @pytest.mark.parametrize("path", ["gradient_clipping", "train_batch_size"])
 def test_long_numbers_are_refused_at_once(path: str, text: str) -> None:
     assert list(refused({path: text})) == [path]
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ValueError, match="expected a size"):
         parse_size(text)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("text", ["٣", "٣.٥", "１", "²", "1٣", "1e٣", "५"])
@@ -119,10 +119,10 @@ def test_the_largest_elasticity_blocks() -> None:
             block = {"enabled": True, "max_train_batch_size": 1_000_000, "micro_batch_sizes": sizes,
                      "max_gpus": 1_000_000, "prefer_larger_batch": larger}  # fmt: skip
             config = load_config({"elasticity": block})
-            began = time.perf_counter()
+            began = time.process_time()
             with pytest.raises(ConfigError):
                 config.resolve(999_983)
-            assert time.perf_counter() - began < 1
+            assert time.process_time() - began < 1
     refused({"elasticity": {"enabled": True, "micro_batch_sizes": list(range(1, 100_000))}})
 
 

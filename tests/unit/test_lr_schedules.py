@@ -354,3 +354,29 @@ def test_a_total_below_the_warmup_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, logger="zerolite"):
         WarmupDecayLR(make_optimizer(), 5, warmup_num_steps=10)
     assert "total_num_steps is 5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("StepLR", {"step_size": 0}),
+        ("CosineAnnealingLR", {"T_max": 0}),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.2, "step_size_up": 0}),
+        ("CosineAnnealingWarmRestarts", {"T_0": [1, 2]}),
+        ("ExponentialLR", {"gamma": 1e38}),
+        ("LambdaLR", {"lr_lambda": "x"}),
+        ("MultiStepLR", {"milestones": "x"}),
+    ],
+)
+def test_values_that_torch_does_not_check_are_refused_before_the_first_update(name, params):
+    optimizer = make_optimizer(torch.optim.SGD, lr=1e30, momentum=0.9)
+    with pytest.raises(ConfigError, match="scheduler.params"):
+        build_scheduler(name, params, optimizer)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_the_trial_step_changes_nothing(lr):
+    optimizer = make_optimizer(torch.optim.AdamW, groups=2, lr=lr)
+    schedule = build_scheduler("StepLR", {"step_size": 1, "gamma": 0.5}, optimizer)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+    assert schedule.last_epoch == 0 and set(optimizer.state) == set()

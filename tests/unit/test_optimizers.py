@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+import zerolite
 from zerolite.config.errors import ConfigError
 from zerolite.ops import Lion
 from zerolite.runtime.optimizers import (
@@ -284,3 +285,9 @@ def test_unknown_classes_are_taken_at_their_own_word_only():
         assert re.search(rf"{cls.__name__}.*zerolite_elementwise = True", reason)
     assert check_elementwise(Promises) is None
     assert "zerolite_elementwise = False" in check_elementwise(Denies)
+
+
+def test_a_graph_cannot_be_captured_on_the_cpu() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "capturable": True}}
+    with pytest.raises(ValueError, match=r"'capturable'\]: expected false on the CPU, where the CPU updates"):
+        zerolite.initialize(torch.nn.Linear(2, 2), {"optimizer": optimizer})

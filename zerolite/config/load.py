@@ -16,7 +16,7 @@ from .errors import ConfigError
 from .known_keys import ALIASES, OFF_IF_FALSE, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, same, unsupported_paths
 from .models import ZeroliteConfig
 from .nearest import nearest_keys
-from .rules import IntegerOrAuto, is_huge, shorten, show
+from .rules import IntegerOrAuto, shorten, show
 from .source import read_source
 from .without_effect import leave_out, needs_stage_3
 from .zero import MAX_ZERO_STAGE
@@ -33,6 +33,8 @@ _MOST_HINTS = 20
 
 _LONGEST_HINT = 100
 """Characters: no known key is near a longer one."""
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -242,7 +244,7 @@ class _Cleaner:
             for key, item in value.items():
                 inner = entry.keys.get(key)
                 if inner is None:
-                    self.errors.append((_join(here, key), self._unknown(here, str(key))))
+                    self.errors.append((_join(here, key), self._unknown(here, _name(key))))
                 else:
                     self._unsupported(inner, item, _join(here, key))
 
@@ -251,17 +253,23 @@ class _Cleaner:
         for key, item in value.items():
             inner = entry.keys.get(key)
             if inner is None:
-                self.errors.append((_join(here, key), self._unknown(here, str(key))))
+                self.errors.append((_join(here, key), self._unknown(here, _name(key))))
             elif isinstance(inner, Block) and isinstance(item, Mapping):
                 self._names(inner, item, _join(here, key))
 
 
-def _join(path: str, key: object) -> str:
+def _name(key: object) -> str:
+    """The key as messages show it."""
+    if isinstance(key, str):
+        return shorten(key) or '""'
     try:
-        name = shorten(str(key))
+        return shorten(str(key))
     except ValueError:  # an integer of more digits than Python converts
-        name = show(key)
-    return f"{path}.{name}" if path else name
+        return show(key)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{_name(key)}" if path else _name(key)
 
 
 def block_model(annotation: Any) -> type[BaseModel] | None:
@@ -335,12 +343,15 @@ def _unknown(block: str, key: str, hint: bool) -> str:
 
 
 def _non_finite(value: Any, path: str) -> list[tuple[str, str]]:
-    """JSON has no NaN and no infinity, and no constructor argument is meant to be one, or larger than any float."""
+    """JSON has no NaN and no infinity, and no constructor argument is meant to be one. Beyond float32, torch's updates
+    fail with an exception of their own."""
 
     def problem(leaf: Any) -> str | None:
-        infinite = isinstance(leaf, float) and not math.isfinite(leaf)
-        huge = isinstance(leaf, int) and is_huge(leaf)
-        return f"expected a finite number, got {show(leaf)}; write one" if infinite or huge else None
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            return f"expected a finite number, got {show(leaf)}; write one"
+        if isinstance(leaf, (int, float)) and abs(leaf) > _LARGEST_FLOAT32:
+            return f"expected a number that float32 can hold, at most 3.4e38, got {show(leaf)}; write a smaller one"
+        return None
 
     return _problems(value, path, problem)
 

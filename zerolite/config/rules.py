@@ -32,7 +32,7 @@ def show(value: object, limit: int = 60) -> str:
     """The value as JSON would write it, with the name of its type where the text alone does not tell."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, int) and is_huge(value):
+    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
         return "an integer of more than 308 digits"
     try:
         text = json.dumps(value, ensure_ascii=False)
@@ -55,11 +55,6 @@ def shorten(text: str, limit: int = 100) -> str:
     if len(text) > limit:
         text = text[: limit - 3] + "..."
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def is_huge(value: int) -> bool:
-    """Whether no float can hold the integer."""
-    return value.bit_length() > sys.float_info.max_exp
 
 
 def _fail(expected: str, value: object, remedy: str) -> NoReturn:

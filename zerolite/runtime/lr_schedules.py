@@ -83,7 +83,7 @@ def _try_a_step(cls: type[LRScheduler], kwargs: Mapping[str, Any], optimizer: Op
     scratch.step()
     schedule.step()
     for group in scratch.param_groups:
-        if not math.isfinite(float(group["lr"])):
+        if not abs(float(group["lr"])) <= torch.finfo(torch.float32).max:
             raise ValueError(f"the learning rate of the second update would be {float(group['lr'])}")
 
 

@@ -1,0 +1,205 @@
+"""Mutated configurations: each gives a configuration or a ConfigError that names the key, at once."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_config_off import CLIENTS
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.config.load import supported_paths
+from zerolite.ops import Lion
+from zerolite.runtime.lr_schedules import SCHEDULES, TORCH_SCHEDULES, build_scheduler
+from zerolite.runtime.optimizers import TORCH_OPTIMIZERS, resolve_optimizer
+
+LIMIT_S = 1.0  # of the processor: others may use it at the same time
+KEYS = sorted({path.rpartition(".")[2] for path in supported_paths()})
+HOSTILE: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 3, 0.5, -0.0, 1e-320, 1e308, -1e308, 10**18, 2**63, 10**400, -(10**400), 10**5000,
+    math.nan, math.inf, -math.inf, "", " ", "auto", "none", "cpu", "nvme", "1e9", "1e999", "٣", "²", "Infinity",
+    "\ud800", "a\0b", "x" * 10_000, "1" * 60_000 + "x", "../../x", "/", "~", "*", "[", "fp16", b"bytes", [],
+    [[]], [None], [0.9], [0.9, 0.999], [1] * 1000, {}, {"enabled": True}, {"enabled": False}, {"auto": "auto"}, (),
+    object(), complex(1, 1), {1, 2}, {1: 2}, {None: {}}, {"\ud800": 1}, {"x" * 10_000: 1},
+]  # fmt: skip
+BAD_KEYS: list[Any] = [
+    "",
+    " ",
+    "\ud800",
+    "a\0",
+    "x" * 10_000,
+    "a.b",
+    "zero_optimization.stage",
+    1,
+    None,
+    1.5,
+    (1, 2),
+    10**5000,
+]
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"fp16": value}
+    return value
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a nested one."""
+    if len(path) > 5:
+        return
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def mutate(draw: random.Random, source: dict[str, Any]) -> None:
+    """Change one place: another value, another key, one key more or one less."""
+    found = list(places(source))
+    if not found:
+        return
+    *path, last = draw.choice(found)
+    holder: Any = source
+    for key in path:
+        holder = holder[key]
+    kind = draw.randrange(10)
+    if kind == 0 and isinstance(holder, dict):
+        del holder[last]
+    elif kind == 1 and isinstance(holder, dict):
+        holder[draw.choice(BAD_KEYS)] = copy.copy(draw.choice(HOSTILE))
+    elif kind == 2 and isinstance(holder, dict):
+        holder[draw.choice(KEYS)] = copy.copy(draw.choice(HOSTILE))
+    elif kind == 3:
+        holder[last] = deep(draw.choice([50, 500, 5000]))
+    else:
+        holder[last] = copy.copy(draw.choice(HOSTILE))
+
+
+def full_config() -> dict[str, Any]:
+    """Every key of the schema with its default."""
+    dumped = load_config({}).model_dump(mode="json")
+    return {**dumped, "optimizer": CLIENTS["DeepSpeed's documentation"].get("optimizer"), "scheduler": None}
+
+
+def sources(seed: int) -> Iterator[Any]:
+    """Mutated configurations without end: dicts, and texts where JSON can say them."""
+    draw = random.Random(seed)
+    bases = [*CLIENTS.values(), {}, full_config()]
+    while True:
+        source = copy.deepcopy(draw.choice(bases))
+        for _ in range(draw.choice([1, 1, 2, 3, 8])):
+            mutate(draw, source)
+        yield source
+        try:
+            text = json.dumps(source)
+        except (TypeError, ValueError, RecursionError):
+            continue
+        start, stop = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+        damage = draw.choice(["", "/*", "'''", "{", "}", "\\ud800", "\0", ",", "# ", '"'])
+        yield draw.choice(
+            [text, text[:start] + damage + text[start:], text[:start] + text[stop:], text[:start] + damage]
+        )
+
+
+def check_load(source: Any) -> ZeroliteConfig | None:
+    began = time.process_time()
+    config: ZeroliteConfig | None = None
+    try:
+        config = load_config(source)
+        config.resolve(6)
+    except ConfigError as error:
+        assert str(error).encode() and error.errors
+        for path, sentence in error.errors:
+            assert sentence and len(sentence) < 2000 and (path or not isinstance(source, dict) or "nested" in sentence)
+    assert time.process_time() - began < LIMIT_S
+    return config
+
+
+def load_many(seed: int, count: int) -> None:
+    drawn = sources(seed)
+    for number in range(count):
+        source = next(drawn)
+        try:
+            check_load(source)
+        except Exception as error:
+            shown = source if isinstance(source, str) else {key: repr(value)[:100] for key, value in source.items()}
+            raise AssertionError(f"configuration {number} of seed {seed}: {shown!r:.3000}") from error
+
+
+def test_mutated_configurations() -> None:
+    load_many(seed=0, count=150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_many_mutated_configurations(seed: int) -> None:
+    load_many(seed, count=1000)
+
+
+# ------------------------------------------------------------------ optimizers and schedules
+
+OPTIMIZERS: dict[str, Any] = {**TORCH_OPTIMIZERS, "lion": Lion}
+SCHEDULERS: dict[str, Any] = {**SCHEDULES, **TORCH_SCHEDULES}
+NAMES = [name for cls in (*OPTIMIZERS.values(), *SCHEDULERS.values()) for name in inspect.signature(cls).parameters]
+NUMBERS = [0, 1, 2, 3, -1, 0.5, 1e-3, 0.9, 10, 1e30, 1e308, -1e308, 10**18, 5e-324]
+
+
+def block(draw: random.Random, classes: dict[str, Any]) -> dict[str, Any]:
+    """A class with some of its own parameters, now and then one of another, and what it cannot do without."""
+    name = draw.choice(list(classes))
+    own = [p for p in inspect.signature(classes[name]).parameters.values() if p.name not in ("params", "optimizer")]
+    needed = [p.name for p in own if p.default is inspect.Parameter.empty]
+    chosen = draw.sample([p.name for p in own], draw.randrange(min(4, len(own)) + 1))
+    if draw.random() < 0.1:
+        chosen.append(draw.choice(NAMES))
+    params = {key: draw.choice(NUMBERS if draw.random() < 0.7 else HOSTILE) for key in sorted({*chosen, *needed})}
+    return {"type": name, "params": params}
+
+
+def build_many(seed: int, count: int) -> None:
+    """Each pair is refused in a sentence, or the schedule goes on to the second update."""
+    draw = random.Random(seed)
+    for number in range(count):
+        source = {"optimizer": block(draw, OPTIMIZERS), "scheduler": block(draw, SCHEDULERS)}
+        try:
+            build(source)
+        except Exception as error:
+            raise AssertionError(f"pair {number} of seed {seed}: {source!r:.3000}") from error
+
+
+def build(source: dict[str, Any]) -> None:
+    config = check_load(source)
+    if config is None or config.optimizer is None or config.scheduler is None:
+        return
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            optimizer = resolve_optimizer(config.optimizer.type, config.optimizer.params).make([weight])
+            schedule = build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+        except ConfigError as error:
+            assert str(error).encode()
+            assert all(path.startswith(("optimizer.", "scheduler.")) for path, _ in error.errors)
+        else:
+            schedule.step()
+
+
+def test_mutated_optimizers_and_schedules() -> None:
+    build_many(seed=0, count=150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_many_mutated_optimizers_and_schedules(seed: int) -> None:
+    build_many(seed, count=1000)
