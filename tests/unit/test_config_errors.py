@@ -551,7 +551,6 @@ def test_deprecated_spellings_name_todays_key(old: str, new: str) -> None:
         ("cpu_offload", "yes", "; use zero_optimization.offload_optimizer"),
         ("cpu_offload_param", True, '; write "offload_param": {"device": "cpu"}'),
         ("cpu_offload_params", True, '; write "offload_param": {"device": "cpu"}'),
-        ("cpu_offload_use_pin_memory", False, '; write "pin_memory": false beside the device in offload_optimizer'),
         ("cpu_offload_use_pin_memory", True, "; leave it out: pin_memory of offload_optimizer and offload_param is"),
     ],
 )

@@ -64,7 +64,7 @@ def choose_batch(max_train: int, micros: tuple[int, ...], worlds: range, prefer_
     A world size fits a batch if their quotient, the samples of a rank, is a multiple of a micro-batch size. All
     (world size, samples of a rank) with a product of at most `max_train` are counted at their product: row by row where
     the world size is below the root of `max_train`, and column by column where it is above. Both are slices of bytes,
-    so that a million takes a tenth of a second. A byte is enough: no size up to MAX_CHOICE has 256 divisors.
+    so that a million takes well below a second. A byte is enough: no size up to MAX_CHOICE has 256 divisors.
     """
     splits = bytearray(max_train + 1)  # 1 at the samples of a rank that micro-batches can split
     for micro in set(micros):

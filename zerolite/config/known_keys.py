@@ -108,9 +108,9 @@ _ZERO: dict[str, Key | Block] = {
     # Stage 3.
     "stage3_use_all_reduce_for_fetch_params": STAGE_3,
     "stage3_allgather_sequential": STAGE_3,
-    "memory_efficient_linear": Key((False, True), "linear layers are torch's own, which keep no gathered weight"),
+    "memory_efficient_linear": Key((False, True), "linear layers are torch's own"),
     "pipeline_loading_checkpoint": STAGE_3,
-    "override_module_apply": Key((True, False), "`zero.Init` gathers what `apply` changes in any case"),
+    "override_module_apply": Key((True, False)),
     "log_trace_cache_warnings": Key((False, True)),
     "zero_hpz_partition_size": Key((1, 0), stage3=True),
     "zero_quantized_weights": STAGE_3,

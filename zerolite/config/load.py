@@ -36,6 +36,8 @@ _LONGEST_HINT = 100
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
+_PIN_MEMORY = "zero_optimization.cpu_offload_use_pin_memory"
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -209,7 +211,9 @@ class _Cleaner:
 
     def _renamed(self, here: str, value: Any) -> None:
         off = value is None or (here in OFF_IF_FALSE and isinstance(value, (bool, int, float)) and not value)
-        if not off:
+        if here == _PIN_MEMORY and value is False:  # DeepSpeed has no use for it either
+            self.without_effect.append((here, f"got false under a deprecated name; {TO_WRITE[here][False]}"))
+        elif not off:
             self.errors.append((here, _renamed(here, value)))
 
     def _unknown(self, block: str, key: str) -> str:

@@ -229,7 +229,7 @@ class ZeroliteConfig(_Block):
 
     @property
     def without_effect(self) -> tuple[tuple[str, str], ...]:
-        """(path, sentence) of each given key that has no effect, in the order of the configuration."""
+        """(path, sentence) of each given key that has no effect."""
         return self._without_effect
 
     def model_post_init(self, context: Any) -> None:

@@ -41,6 +41,12 @@ def leave_out(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -
     return config
 
 
+def find_lost(config: ZeroliteConfig) -> list[tuple[str, str]]:
+    """(path, sentence) of what the stage would leave out, where another stage may be chosen for its sake."""
+    lost = [left_out for left_out in _find(config.zero_optimization) if left_out.instead]
+    return [(f"zero_optimization.{left_out.path}", left_out.sentence) for left_out in lost]
+
+
 def _find(zero: ZeroConfig) -> Iterator[_LeftOut]:
     """A stage that is "auto" becomes one at which what is given has an effect, where there is one."""
     stage = zero.stage
@@ -59,9 +65,10 @@ def _find(zero: ZeroConfig) -> Iterator[_LeftOut]:
     if stage < 3 and zero.offload_param.enabled:
         sentence = needs_stage_3(stage, zero.offload_param.device)
         yield _LeftOut("offload_param.device", sentence, {"offload_param": OffloadParamConfig()})
-    if stage in (0, 3) and not zero.reduce_scatter:
-        always = "all-reduced" if stage == 0 else "reduce-scattered to their owners"
-        sentence = f"got false, and at stage {stage} gradients are always {always}"
+    if stage == 0 and not zero.reduce_scatter:
+        yield _LeftOut("reduce_scatter", "got false, and at stage 0 gradients are always all-reduced")
+    if stage == 3 and not zero.reduce_scatter:
+        sentence = "got false, and at stage 3 gradients are always reduce-scattered to their owners"
         yield _LeftOut("reduce_scatter", sentence, {"reduce_scatter": True})
     if stage < 3:
         for name in sorted(zero.model_fields_set):

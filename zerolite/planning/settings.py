@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.config.contradictions import find_contradictions
+from zerolite.config.without_effect import find_lost
 from zerolite.planning.host_room import offloads
 
 _LARGE, _SMALL = 500_000_000, 50_000_000
@@ -37,13 +38,14 @@ def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
 
 
 def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteConfig:
-    """``config`` with other values in some of its blocks. Raises ConfigError if they contradict each other."""
+    """``config`` with other values in some of its blocks. Raises ConfigError if they contradict each other, or if the
+    stage has no use for one of them."""
     changed = config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in blocks.items()}
     )
-    found = find_contradictions(changed)
+    found = [(entry.paths[0], entry.sentence) for entry in find_contradictions(changed)] + find_lost(changed)
     if found:
-        raise ConfigError([(entry.paths[0], entry.sentence) for entry in found])
+        raise ConfigError(found)
     return changed
 
 
