@@ -124,6 +124,7 @@ class Saver:
         offers = on_all_ranks(self._host, _CALL, offer)
         requests = {rank: of_rank.request for rank, of_rank in enumerate(offers) if of_rank.request is not None}
         agreed: SaveRequest = one_request(_CALL, requests)
+        self._parts.pipeline.check_ranks()
         source = min(requests)
         users = own[0] if own else None
         if source:  # a rank that goes on while the first one has finished

@@ -204,6 +204,13 @@ class ZeroliteConfig(_Block):
         description="Training raises after so many steps in a row that were skipped because a gradient was not finite; "
         "0 = never. (zerolite's own key.)",
     )
+    consistency_check_interval: Annotated[int, BeforeValidator(Integer(0))] = Field(
+        default=100,
+        description="Steps between two comparisons of the weights that all ranks hold, by a hash, which every save "
+        "makes too; where ranks differ, all of them raise an error that names the parameters and ranks. The learning "
+        "rates, betas and other numbers of the param groups are compared in every step. 0 = compare nothing. "
+        "(zerolite's own key.)",
+    )
     memory_check: Annotated[Literal["error", "warn", "off"], BeforeValidator(Choice(("error", "warn", "off")))] = Field(
         default="error",
         description="Before `initialize` allocates anything, it compares what the model states need with what the "

@@ -201,7 +201,7 @@ class _Work:
         self.losses.append(loss.detach().float().reshape(()))
         if not self.training:
             return None
-        self._parts.reducer.probes.append(self.losses[-1])
+        self._parts.reducer.losses.append(self.losses[-1])
         if not loss.requires_grad:
             raise ValueError(
                 "engine.train_batch: the loss needs no gradient: it does not depend on any trained parameter of the "

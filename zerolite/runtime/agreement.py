@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,6 +34,7 @@ LOCAL_KEYS = {
 config, or those of rank 0.)"""
 
 _DIFFERENT = "zerolite.initialize: the ranks hold different models, configs or optimizers"
+_MAKE_ALIKE = "Make them the same way on every rank, without branches or random numbers that depend on it."
 _SHOWN = 10  # differences in one message
 _NAMED = 3  # members in one difference
 _WIDTH = 100  # characters of a value
@@ -58,11 +59,11 @@ class Description:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def check_agreement(mine: Description, comm: Communicator, device: torch.device, what: str) -> None:
+def check_agreement(mine: Description, comm: Communicator, device: torch.device, what: str, remedy: str = "") -> None:
     """Raise RuntimeError on all ranks, with the differences by name, if ``mine`` is not the same on all of them.
 
-    what: what the message begins with: the call, and what is different. One small all-reduce while all is equal.
-    Called on all ranks of ``comm``.
+    what: what the message begins with: the call, and what is different. remedy: what it ends with. One small all-reduce
+    while all is equal. Called on all ranks of ``comm``.
     """
     if comm.world_size == 1:
         return
@@ -70,15 +71,19 @@ def check_agreement(mine: Description, comm: Communicator, device: torch.device,
     extremes = torch.tensor([number, -number], device=device)
     comm.all_reduce_max(extremes, tag="initial_sync")
     largest, smallest = HostRead(extremes).get().tolist()
-    if largest == -smallest:
-        return
+    if largest != -smallest:
+        raise_differences(mine, comm, what, remedy)
+
+
+def raise_differences(mine: Description, comm: Communicator, what: str, remedy: str = "") -> NoReturn:
+    """Raise RuntimeError with the differences between the ranks' descriptions; see :func:`check_agreement`. Called on
+    all ranks of ``comm``."""
     sentences = list(differences(HostGroup(comm, "agreement").gather(mine)))
     shown = "".join(f"\n- {sentence}" for sentence in sentences[:_SHOWN])
     rest = len(sentences) - _SHOWN
     more = f"\n- and {rest} more difference{'s' if rest > 1 else ''}" if rest > 0 else ""
     raise RuntimeError(
-        f"{what}; expected the same on all {comm.world_size} ranks, got:{shown}{more}\nMake them the same way on every "
-        "rank, without branches or random numbers that depend on it."
+        f"{what}; expected the same on all {comm.world_size} ranks, got:{shown}{more}\n{remedy or _MAKE_ALIKE}"
     )
 
 

@@ -46,6 +46,7 @@ from zerolite.runtime.build_stage3 import (
     start_stage3,
     watch_writes,
 )
+from zerolite.runtime.consistency import ConsistencyCheck, shared_weights
 from zerolite.runtime.decisions import (
     SKIPS_ON_DEVICE,
     communication_dtypes,
@@ -70,6 +71,8 @@ from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.spread import spread_over
 from zerolite.runtime.state_offload import StateOffload
 from zerolite.runtime.step import StepPipeline
+from zerolite.runtime.step_checks import StepChecks
+from zerolite.runtime.updated_weights import UpdatedWeights
 from zerolite.runtime.wall_clock import around
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
@@ -175,6 +178,7 @@ class _Assembly:
         _synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
         self._make_pipeline(trained, make_inner, groups)
         self._spread()
+        self._check_steps()
         engine = self._make_engine(broadcast_buffers)
         self._install(engine, trained)
         self._let_grow(engine, adopts)
@@ -250,6 +254,18 @@ class _Assembly:
         """Tell the step what ranks beside the data ranks have."""
         if not self.topology.trivial:
             self.pipeline.spread(*spread_over(self.topology, self.buffer, self.ties, self.reducer, self.device))
+
+    def _check_steps(self) -> None:
+        """Let steps check what the config asks for beside their gradients."""
+        interval, world, groups = self.config.consistency_check_interval, self.topology.world, self.sharded.inner
+        consistency = updated = None
+        if interval and world.world_size > 1:
+            weights = functools.partial(shared_weights, self.model, self.buffer)
+            consistency = ConsistencyCheck(self.topology, self.device, weights, interval)
+        if self.pipeline.checks_finite:
+            updated = UpdatedWeights(lambda: groups.param_groups, lambda: self.sharded.pieces_by_bucket)
+        if consistency is not None or updated is not None:
+            self.pipeline.check_with(StepChecks(groups, world, self.device, consistency, updated), updated)
 
     def _make_engine(self, broadcast_buffers: bool) -> Engine:
         boundary = _connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.model)

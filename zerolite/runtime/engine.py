@@ -185,7 +185,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         first = self._window.empty
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
         if share != 0:
-            self._reducer.probes.append(exact.detach().reshape(()).float())
+            self._reducer.losses.append(exact.detach().reshape(()).float())
         factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
         if self.step_log is not None:
             self.step_log.add_loss(exact, factor, self._pipeline.global_steps, first, share)

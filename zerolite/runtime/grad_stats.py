@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -30,7 +31,8 @@ class GradStats:
     weights, per rank on average; None if they have none. mixed: some ranks' have and others' have not. agreed: whether
     all ranks that gave a number to be compared gave the same. elsewhere: whether a gradient is not finite on ranks with
     other parts of the model. unused_elsewhere: parameters there that got no gradient. inputs_agree: whether the ranks
-    of each copy of the model were given the same inputs.
+    of each copy of the model were given the same inputs. bad_losses: ranks with a loss that was not finite. extra: the
+    sums over all ranks of what :class:`Extra` has added; None without.
     """
 
     norm: float
@@ -43,6 +45,8 @@ class GradStats:
     elsewhere: bool = False
     unused_elsewhere: int = 0
     inputs_agree: bool = True
+    bad_losses: tuple[int, ...] = ()
+    extra: torch.Tensor | None = None
 
     @property
     def finite(self) -> bool:
@@ -69,10 +73,20 @@ class Across:
     counts: Callable[[int], bool]
 
 
+class Extra(Protocol):
+    """Numbers of others that travel with the statistics and are added over all ranks, those with other parts of the
+    model included. ``size``, of how many, is the same on all ranks; ``write`` puts this rank's into zeros."""
+
+    @property
+    def size(self) -> int: ...
+
+    def write(self, values: torch.Tensor) -> None: ...
+
+
 class StatsVector:
     """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad
-    ranks [world], the sum of weights and how many ranks have and have not any, number, sum and sum of squares of the
-    votes, and the sum of the gradients' squares."""
+    ranks [world], anything more [extra], the sum of weights and how many ranks have and have not any, number, sum and
+    sum of squares of the votes, and the sum of the gradients' squares."""
 
     def __init__(
         self,
@@ -82,15 +96,18 @@ class StatsVector:
         used: set[int],
         weight: float | None,
         spread: bool = False,
+        extra: int = 0,
     ) -> None:
         """used, weight: what this rank has put in. spread: the model has parts on other ranks; two more values in
-        front of the sum: whether inputs differed, and how many of their parameters got no gradient."""
+        front of the sum: whether inputs differed, and how many of their parameters got no gradient. extra: the size of
+        that part."""
         self._of_others = values[-3:-1] if spread else None
         self._values = torch.cat([values[:-3], values[-1:]]) if spread else values
         self._others: HostRead | None = None
         self._own = (used, weight)
         self._count = count
         self._world_size = world_size
+        self._extra = extra
         self._read: HostRead | None = None
 
     def total_square(self) -> torch.Tensor:
@@ -123,7 +140,8 @@ class StatsVector:
         squares = values[:n]
         bad = torch.nonzero(~torch.isfinite(squares)).flatten().tolist()
         some = torch.nonzero(values[n : 2 * n]).flatten().tolist()
-        ranks = torch.nonzero(values[2 * n : 2 * n + self._world_size]).flatten().tolist()
+        of_ranks = values[2 * n : 2 * n + self._world_size]
+        ranks = torch.nonzero(of_ranks).flatten().tolist()
         weight, weighted, unweighted, *votes, total = values[-7:].tolist()
         number, first, second = (int(vote) for vote in votes)
         different, unused = (0.0, 0.0) if self._others is None else self._others.get().tolist()
@@ -138,9 +156,12 @@ class StatsVector:
             elsewhere=not math.isfinite(total) and not bad,
             unused_elsewhere=int(unused),
             inputs_agree=not different,
+            bad_losses=tuple(torch.nonzero(of_ranks >= _BAD_LOSS).flatten().tolist()),
+            extra=values[-7 - self._extra : -7] if self._extra else None,
         )
 
 
+_BAD_GRADIENT, _BAD_LOSS = 1.0, 2.0  # what makes a rank a bad one; both: their sum
 _COMPARED = 1 << 16  # elements of an input that are compared, about
 
 
@@ -227,15 +248,18 @@ class StatsCollector:
         vote: int | None = 0,
         weighted: bool | None = None,
         weight: float = 0.0,
+        losses: Sequence[torch.Tensor] = (),
+        extra: Extra | None = None,
     ) -> StatsVector:
         """``parts[b]``: this rank's part of bucket ``b``'s mean gradient; None where that was noted. ``used``:
         parameters that got a gradient here. ``probes``: 0-dim tensors that are not finite if something of this rank's
-        was not. ``vote``: a number from 0 to 2^20, compared with that of the others; None abstains. ``weighted``,
-        ``weight``: whether this rank's backwards have weights (None: it had none), and their sum. Called once per step,
-        on all ranks."""
+        gradients was not. ``losses``: the same of its losses. ``vote``: a number from 0 to 2^20, compared with that of
+        the others; None abstains. ``weighted``, ``weight``: whether this rank's backwards have weights (None: it had
+        none), and their sum. ``extra``: see :class:`Extra`. Called once per step, on all ranks."""
         count, comm = self._count, self._comm
         numbers_of_inputs = comm.world_size if self._across is not None else 0
-        size = 2 * count + comm.world_size + numbers_of_inputs + 6
+        more = extra.size if extra is not None else 0
+        size = 2 * count + comm.world_size + numbers_of_inputs + more + 6
         values = torch.zeros(size, dtype=torch.float64, device=self._device)
         numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
         if numbers == [0, 0, 1, 1, 0, 0]:  # nearly always
@@ -247,8 +271,11 @@ class StatsCollector:
         if self._squares is not None:
             values[:count] += self._squares
         values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
-        if probes:
-            values[2 * count + comm.rank] = (~torch.isfinite(torch.stack(list(probes)))).any().double()
+        for kind, found in ((_BAD_GRADIENT, probes), (_BAD_LOSS, losses)):
+            if found:
+                values[2 * count + comm.rank] += (~torch.isfinite(torch.stack(list(found)))).any().double() * kind
+        if extra is not None:
+            extra.write(values[-6 - more : -6])
         if self._across is not None and self._inputs is not None:
             values[2 * count + comm.world_size + comm.rank] = (self._inputs % 1_048_573).double() + 1.0
         self._inputs = None
@@ -258,9 +285,10 @@ class StatsCollector:
         own = values[:count] if self._counted is None else values[:count] * self._counted
         total = own.sum().reshape(1)
         if self._across is not None:
-            total = self._over_the_model(values, total, self._across)
+            total = self._over_the_model(values, total, self._across, more)
         summed = torch.cat([values, total])
-        return StatsVector(summed, count, comm.world_size, used, weight if weighted else None, self._across is not None)
+        own_weight = weight if weighted else None
+        return StatsVector(summed, count, comm.world_size, used, own_weight, self._across is not None, more)
 
     def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """What a forward is given, where the model has parts."""
@@ -271,16 +299,18 @@ class StatsCollector:
             own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
             self._inputs = own if self._inputs is None else self._inputs * 31 + own
 
-    def _over_the_model(self, values: torch.Tensor, total: torch.Tensor, across: Across) -> torch.Tensor:
+    def _over_the_model(self, values: torch.Tensor, total: torch.Tensor, across: Across, more: int) -> torch.Tensor:
         """``total`` [1] over all parts of the model, and before it: in how many of its copies inputs differed between
         ranks, and how many parameters of other parts got no gradient. values: those of the data ranks."""
         count, ranks = self._count, self._comm.world_size
         assert self._wanted is not None
         unused = ((values[count : 2 * count] == 0) * self._wanted).sum().reshape(1)
         inputs = values[2 * count + ranks : 2 * count + 2 * ranks]
-        over = torch.cat([total, unused, inputs, inputs**2])
+        extra = values[-6 - more : -6]
+        over = torch.cat([total, unused, inputs, inputs**2, extra])
         across.model.all_reduce(over, tag="stats").wait()
-        numbers, squares = over[2 : 2 + ranks], over[2 + ranks :]
+        numbers, squares = over[2 : 2 + ranks], over[2 + ranks : 2 + 2 * ranks]
+        extra.copy_(over[2 + 2 * ranks :])
         different = (squares * across.model.world_size != numbers**2).sum().double().reshape(1)
         return torch.cat([different, over[1:2] - unused, over[:1]])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,31 +10,60 @@ import torch
 from zerolite.accelerator import HostRead, is_fake
 from zerolite.comm import Communicator
 
-_PARTS = {"cpu": 1 << 18}  # elements hashed at once: what caches hold, or what keeps a device busy
-_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1 << 14  # words with weights of their own
+_ROWS = {"cpu": 4}  # hashed at once: what a core's cache holds; elsewhere what keeps a device busy
+_WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that a tensor consists of
 
 
 def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on ``device`` (default: the tensor's),
     where it is computed, part by part. Equal tensors have equal hashes, and so have tensors without memory."""
     device = device or tensor.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     if tensor.numel() == 0 or is_fake(tensor):
+        return total
+    weights = _weights(device)
+    words = _words(tensor.detach().contiguous().reshape(-1))
+    whole = words.numel() // _ROW * _ROW
+    first = 0
+    for part in (*words[:whole].split(_ROW * _ROWS.get(device.type, 64)), words[whole:]):
+        rows = part.to(device).view(-1, min(_ROW, max(1, part.numel())))
+        # Any change of one word changes a sum, because odd factors can be inverted modulo 2^64 (overflow wraps); those
+        # of several words cancel with a probability of 2^-32, because a word has half of the bits.
+        sums = (rows * weights[: rows.shape[1]]).sum(1)
+        total += (sums * _odd(first, len(sums), device)).sum()
+        first += len(sums)
+    return total
+
+
+def combined_hash(hashes: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """One hash of several 0-dim int64 ``hashes`` on ``device``, in their order."""
+    if not hashes:
         return torch.zeros((), dtype=torch.int64, device=device)
-    flat = tensor.detach().contiguous().reshape(-1)
+    return (torch.stack(list(hashes)) * _odd(0, len(hashes), device)).sum()
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    words = flat.view(_WIDTHS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    start = 0
-    for part in words.split(_PARTS.get(device.type, 1 << 22)):
-        chunk = part.to(device)
-        position = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=device)
-        # An odd multiplier per position (splitmix64's first constant), so that neither order nor repetition
-        # cancels; overflow wraps.
-        value = (chunk.to(torch.int64) + position) * (position * 2 + -7046029254386353131)
-        total += (value ^ (value >> 29)).sum()
-        start += chunk.numel()
-    return total
+    size, offset = flat.element_size(), flat.storage_offset()
+    for dtype in _WORDS:
+        if flat.numel() * size % dtype.itemsize == 0 and offset * size % dtype.itemsize == 0:
+            return flat.view(dtype)
+    raise AssertionError("every tensor consists of bytes")
+
+
+def _odd(start: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 64 bits for the places from ``start`` on (splitmix64's mixing of a counter)."""
+    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return mixed | 1
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    return _odd(1 << 40, _ROW, device)
 
 
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:

@@ -26,13 +26,14 @@ from zerolite.runtime.grad_stats import (
 )
 from zerolite.runtime.gradient_sums import GradientSums
 from zerolite.runtime.loss_scaler import LossScaler
-from zerolite.runtime.step_outcome import StepCounters, UnusedParameters, mean_weight
+from zerolite.runtime.step_checks import StepChecks
+from zerolite.runtime.step_outcome import StepCounters, UnusedParameters, describe_bad_losses, mean_weight
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.runtime.zero.transfers import Transfers
-from zerolite.runtime.zero.update_sweep import UpdateSweep
+from zerolite.runtime.zero.update_sweep import UpdateLook, UpdateSweep
 
 logger = logging.getLogger("zerolite")
 
@@ -117,6 +118,8 @@ class StepPipeline:
         self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a backward
         numel = options.update_numel
         self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, transfers, numel)
+        self._checks: StepChecks | None = None
+        self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
         self._torn = ""  # why masters are not all of one step
         self._across: Across | None = None
         self._sums: GradientSums | None = None
@@ -130,6 +133,17 @@ class StepPipeline:
         self._collector = StatsCollector(layout, fragments, self._comm, self._device, self._across)
         self._reducer.resting.on_leaving = self._collector.note
         self._sweep.plan()
+        if self._checks is not None:
+            self._checks.replan()
+
+    def check_with(self, checks: StepChecks, look: UpdateLook | None) -> None:
+        """Check more than gradients from now on; look: at what updates do. Before the first step."""
+        self._checks, self._sweep.look = checks, look
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether steps with non-finite gradients are skipped."""
+        return self._options.check_finite
 
     def spread(self, across: Across, sums: GradientSums) -> None:
         """The model has parts on other ranks. Before the first step."""
@@ -271,6 +285,8 @@ class StepPipeline:
                 self._last_vote,
                 self._window.weighted,
                 self._window.weight,
+                self._reducer.losses,
+                self._checks,
             )
 
     def grad_norm(self) -> float | None:
@@ -311,6 +327,8 @@ class StepPipeline:
         self._raise_failure()
         self._decide_on_trace()
         self.refresh_written()
+        if self._checks is not None:
+            self._checks.before_update(self.counters.global_steps, self._own_divisor(), self._max_norm)
         stats = self.stats()
         self._updated = True
         self._optimizer.mark_called()
@@ -319,6 +337,9 @@ class StepPipeline:
             return
         outcome = stats.get()
         outcome.check_inputs()
+        if self._checks is not None:
+            self._checks.note(outcome.extra)
+            self._checks.act()
         divisor = self._own_divisor() * mean_weight(outcome)
         # Every rank reads the same statistics here, so either all of them launch the gathers of an update or none.
         if self._applies(outcome):
@@ -341,6 +362,11 @@ class StepPipeline:
             self._buffer.refresh_masters(self._written)
             self._buffer.tiers.written_in_place()
             self._written.clear()
+            self._forget_updates()
+
+    def _forget_updates(self) -> None:
+        if self._checks is not None:
+            self._checks.forget()
 
     def follow_writes(self) -> None:
         """The same, and masters follow what has been written into parameters in place, as they do in an update."""
@@ -377,6 +403,7 @@ class StepPipeline:
     def on_masters_loaded(self) -> None:
         """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
         self._written.clear()
+        self._forget_updates()
         self._buffer.tiers.written_in_place()
         self._torn = ""
         self.zero_grad()
@@ -430,6 +457,8 @@ class StepPipeline:
             self._optimizer.method.forget_last()
         try:
             outcome.check_inputs()
+            if self._checks is not None:
+                self._checks.note(outcome.extra)
             divisor = unsettled.divisor * mean_weight(outcome)
             if self._applies(outcome):
                 self.unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
@@ -481,6 +510,13 @@ class StepPipeline:
                 "ahead of the parameters; call engine.publish() and engine.zero_grad() first"
             )
 
+    def check_ranks(self) -> None:
+        """Raise on all ranks if they hold different weights or would update with different numbers, and if the last
+        update has made weights non-finite. Called on all ranks, between steps."""
+        if self._checks is not None:
+            self.settle()
+            self._checks.before_save(self.counters.global_steps, self.scale, self._max_norm)
+
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the window in hand, None if it is empty; plain data."""
         self.settle()
@@ -497,6 +533,7 @@ class StepPipeline:
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
         self.counters.load_state_dict(state["counters"])
+        self._forget_updates()
         self._buffer.tiers.written_in_place()
         self._torn = ""
         window = state["window"]
@@ -582,6 +619,9 @@ class StepPipeline:
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
         if skipped and self._comm.main:
             logger.warning("%s", self._describe(outcome))
+        if not skipped and outcome.bad_losses not in ((), self._bad_losses) and self._comm.main:
+            logger.warning("%s", describe_bad_losses(self.counters.global_steps, outcome.bad_losses))
+        self._bad_losses = outcome.bad_losses
         if not skipped:
             self.on_applied()
         change = self._scaler.update(skipped) if self._scaler else None
@@ -599,7 +639,8 @@ class StepPipeline:
             self.counters.raise_if_hopeless(self._describe(outcome), limit, self._minimum)
 
     def _describe(self, outcome: GradStats) -> str:
-        return self.counters.describe_skip(outcome, self._buffer.layout.slots)
+        blame = self._checks.blame if self._checks is not None else ""
+        return self.counters.describe_skip(outcome, self._buffer.layout.slots, blame)
 
 
 def _vote(trace: TraceCheck | None) -> int:

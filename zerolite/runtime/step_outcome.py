@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zerolite.comm.ranks import name_ranks
 from zerolite.runtime.grad_stats import GradStats
 from zerolite.runtime.zero.layout import Slot
 
@@ -40,8 +41,8 @@ class StepCounters:
         for name in asdict(self):
             setattr(self, name, state[name])
 
-    def describe_skip(self, outcome: GradStats, slots: Sequence[Slot]) -> str:
-        """Of the step that was counted last."""
+    def describe_skip(self, outcome: GradStats, slots: Sequence[Slot], blame: str = "") -> str:
+        """Of the step that was counted last. blame: what else made its gradients non-finite."""
         names = [slots[index].name for index in outcome.bad_parameters]
         where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -51,6 +52,8 @@ class StepCounters:
         source = "although every rank's own gradients are finite (their sum overflows)"
         if ranks or outcome.elsewhere:
             source = f"from rank {ranks}" if ranks else "from there"
+        if blame:
+            source = f"because {blame}"
         return (
             f"step {self.global_steps} skipped on all ranks: non-finite gradient {where}{more}, {source}; "
             f"{self.skipped_in_a_row} in a row, {self.skipped_steps} in all"
@@ -69,6 +72,14 @@ class StepCounters:
                 f"{said}. max_consecutive_skipped_steps is {limit}: training has stopped. Look at the data and the "
                 "loss of that rank, lower the learning rate, or clip the gradients."
             )
+
+
+def describe_bad_losses(step: int, ranks: Sequence[int]) -> str:
+    """About a step that was applied."""
+    return (
+        f"step {step}: a loss on {name_ranks(ranks)} is not finite although all gradients are, so the step was applied. "
+        "The part of the loss that is not finite has no gradient (a mask, torch.where, detach()): look for it there"
+    )
 
 
 class UnusedParameters:

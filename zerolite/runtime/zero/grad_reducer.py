@@ -52,6 +52,7 @@ class GradReducer:
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
         self.used: set[int] = set()  # parameters that got a gradient in this window
         self.shown = ShownGradients()
+        self.losses: list[torch.Tensor] = []  # of this rank's backwards, 0-dim fp32
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
         self.parameters: list[torch.nn.Parameter] = []
         self._comm = comm
@@ -639,6 +640,7 @@ class GradReducer:
         self.shown.hide(self.parameters)
         self.used.clear()
         self.probes.clear()
+        self.losses.clear()
 
 
 def _make_hook(known: weakref.ref[GradReducer], slot: Slot) -> Callable[[torch.Tensor], None]:

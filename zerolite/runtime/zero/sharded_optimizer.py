@@ -219,6 +219,11 @@ class ShardedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- pieces
 
+    @property
+    def pieces_by_bucket(self) -> Sequence[Sequence[Piece]]:
+        """What this rank updates of each bucket."""
+        return self._pieces
+
     def pieces(self) -> Iterator[Piece]:
         """What this rank updates."""
         for pieces in self._pieces:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -141,6 +141,18 @@ class _Grip:
             raise errors[0]
 
 
+class UpdateLook(Protocol):
+    """What looks at masters before and after each of the calls that make one update."""
+
+    def begin(self) -> None: ...
+
+    def found(self, spans: Sequence[Span], masters: Sequence[torch.Tensor]) -> None: ...
+
+    def left(self, spans: Sequence[Span], masters: Sequence[torch.Tensor]) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class UpdateSweep:
     """See the module. Called on all ranks; the only collectives are the publisher's, in the same order on all."""
 
@@ -161,6 +173,7 @@ class UpdateSweep:
         self._tiers = buffer.tiers
         self._transfers = transfers
         self._update_numel = update_numel
+        self.look: UpdateLook | None = None
         self.plan()
 
     def plan(self) -> None:
@@ -201,13 +214,23 @@ class UpdateSweep:
     ) -> None:
         """One update, with :meth:`UpdateMethod.update`'s arguments, after :meth:`UpdateMethod.begin`; consumes the
         gradients. Raises OSError if the disk failed: then some masters are ahead of others."""
+        look = self.look
+        if look is not None:
+            look.begin()
         for chunk in self._near:
             gradients = [self._reducer.reduced(span.bucket) for span in chunk]
             self._publisher.wait([span.bucket for span in chunk])
+            masters = [self._buffer.master[span.bucket] for span in chunk] if look is not None else []
+            if look is not None:
+                look.found(chunk, masters)
             rounded = self._method.update(chunk, gradients, factor, used, found_inf, publish)
+            if look is not None:
+                look.left(chunk, masters)
             self._end(chunk, rounded, publish)
         if self._far:
             self._run_far(factor, used, publish)
+        if look is not None:
+            look.end()
         if publish:
             self._publisher.end_step()
 
@@ -229,7 +252,12 @@ class UpdateSweep:
                 grip = coming[0]
                 grip.ready()
                 gradients = [hand.gradient for hand in grip.hands]
+                masters = [hand.master for hand in grip.hands]
+                if self.look is not None:
+                    self.look.found(spans, masters)
                 rounded = self._method.update(spans, gradients, factor, used, None, publish, grip.hands)
+                if self.look is not None:
+                    self.look.left(spans, masters)
                 for earlier in leaving:
                     earlier.advance()
                 grip.give_back()
