@@ -134,12 +134,12 @@ class ZeroConfig(_Block):
     leaf_modules: Annotated[tuple[str, ...], BeforeValidator(Names('["*MoeBlock"]', nullable=False))] = Field(
         default=(),
         description='Stage 3: modules that are gathered as one unit whatever their size, such as `["*MoeBlock"]`: '
-        "patterns (`*`, `?`, `[...]`; upper and lower case differ) of class names or of qualified names in the model. "
-        "(zerolite's own key.)",
+        "patterns (`*`, `?`, `[...]`; upper and lower case differ) of class names or of qualified names in the model, "
+        "each of which must match one. (zerolite's own key.)",
     )
     leaf_module: LeafModuleConfig = Field(
         default_factory=LeafModuleConfig,
-        description="DeepSpeed's way to say the same as `leaf_modules`.",
+        description="DeepSpeed's way to say the same as `leaf_modules`. One of its entries must match a module.",
     )
 
     @property

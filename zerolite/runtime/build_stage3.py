@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.config import ZeroliteConfig
+from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.full_state import guard_state_dict
 from zerolite.runtime.precision import Precision
@@ -20,7 +21,7 @@ from zerolite.runtime.zero.fetch_plan import FetchLimits
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
-from zerolite.runtime.zero.module_hooks import leaf_rule
+from zerolite.runtime.zero.module_hooks import LeafRule, leaf_rule
 from zerolite.runtime.zero.partitioned_parameter import handle_of, move_shard
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, units_of_buckets
@@ -49,6 +50,7 @@ def partitioned_buffer(
     tiers: Tiers,
 ) -> ParameterBuffer:
     """Stage 3: shards in sliced buckets, one for each unit, where ``tiers`` says."""
+    _check_leaves(partitioned.model, config)
     partitioned.plan(_stage3_options(config))
     layout = sliced_layout(partitioned, trained, specs, config, comm)
     buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, tiers, _stays)
@@ -90,6 +92,34 @@ def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
             read_numel=zero.offload_param.buffer_count * zero.offload_param.buffer_size,
         ),
     )
+
+
+def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
+    """Raise ConfigError for leaf modules that the model does not have: it would be gathered, and perhaps hang, as if
+    they had not been named. DeepSpeed's block may list classes of other models as well."""
+    zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
+    modules = list(model.named_modules())
+
+    def lacks(rule: LeafRule) -> bool:
+        return not any(rule(name, module) for name, module in modules)
+
+    missing = {"leaf_modules": [pattern for pattern in zero.leaf_modules if lacks(leaf_rule([pattern]))]}
+    named = [*leaf.classes, *leaf.names, *leaf.name_suffixes]
+    if lacks(leaf_rule((), leaf.classes, leaf.names, leaf.name_suffixes)):
+        missing["leaf_module"] = named
+    known = [name for name, _ in modules if name] + sorted({type(module).__name__ for _, module in modules})
+    errors = []
+    for key, entries in missing.items():
+        if entries:
+            close = [match for entry in entries for match in get_close_matches(entry, known, 1)]
+            hint = f"; the closest name is '{close[0]}'" if close else ""
+            listed = ", ".join(f"'{entry}'" for entry in entries)
+            sentence = (
+                f"expected classes or qualified names of modules in the model, got {listed}, which none has{hint}"
+            )
+            errors.append((f"zero_optimization.{key}", sentence))
+    if errors:
+        raise ConfigError(errors)
 
 
 def start_stage3(

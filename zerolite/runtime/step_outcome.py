@@ -77,7 +77,7 @@ class StepCounters:
 def describe_bad_losses(step: int, ranks: Sequence[int]) -> str:
     """About a step that was applied."""
     return (
-        f"step {step}: a loss on {name_ranks(ranks)} is not finite although all gradients are, so the step was applied. "
+        f"step {step}: a loss on {name_ranks(ranks)} is not finite although all gradients are; the step was applied. "
         "The part of the loss that is not finite has no gradient (a mask, torch.where, detach()): look for it there"
     )
 

@@ -39,9 +39,12 @@ class UnitPlan:
     inside: list[torch.nn.Module] = field(default_factory=list)
 
 
+LeafRule = Callable[[str, torch.nn.Module], bool]
+
+
 def leaf_rule(
     patterns: Sequence[str], classes: Sequence[str] = (), names: Sequence[str] = (), suffixes: Sequence[str] = ()
-) -> Callable[[str, torch.nn.Module], bool]:
+) -> LeafRule:
     """Whether a module, by its name in the model and its class, is to be gathered as one with all that is in it."""
 
     def is_leaf(name: str, module: torch.nn.Module) -> bool:
