@@ -22,6 +22,7 @@ WORDS = {
     "clip": "the update has a max_norm of 0.0 on {first}, but 0.25 on {odd}",
     "steps": "the step has number 3 on {first}, but 4 on {odd}",
 }
+UNREAD = f"{CASES}:unread"
 FIRST = {2: "rank 0", 3: "ranks 0 and 1"}
 COMBINATIONS = [
     (0, "fp32", 3),
@@ -44,15 +45,41 @@ def setting(stage: int, precision: str, **more: Any) -> dict[str, Any]:
 def test_other_numbers_on_one_rank_are_named_on_all_before_the_step(
     pools: Pools, stage: int, precision: str, world: int
 ) -> None:
-    ranks = pools(world).run(
-        f"{CASES}:other_numbers", {"config": setting(stage, precision), "changes": list(WORDS)}, timeout=120
-    )
+    changes = list(WORDS) if stage else ["lr", "steps"]
+    given = {"config": setting(stage, precision), "changes": changes}
+    ranks = pools(world).run(f"{CASES}:other_numbers", given, timeout=120)
+    for result in ranks:
+        assert result == ranks[0] and list(result) == changes
+        for change in changes:
+            sentence = WORDS[change].format(first=FIRST[world], odd=f"rank {world - 1}")
+            assert f"\n- {sentence}\n" in result[change][0], (change, result[change])
+            assert not any(result[change][1:]), "training goes on when they agree again"
+
+
+@pytest.mark.parametrize(
+    "stage, precision, world",
+    [(1, "bf16", 2), pytest.param(0, "fp32", 3, marks=SLOW), pytest.param(3, "fp16", 3, marks=SLOW)],
+)
+def test_where_the_host_does_not_wait_it_is_told_one_step_later(
+    pools: Pools, stage: int, precision: str, world: int
+) -> None:
+    """Also where one rank reads the statistics before the others."""
+    given = {"config": setting(stage, precision, consistency_check_interval=1)}
+    ranks = pools(world).run(UNREAD, {"function": "other_numbers", "changes": list(WORDS), **given}, timeout=120)
     for result in ranks:
         assert result == ranks[0]
         for change, words in WORDS.items():
-            sentence = words.format(first=FIRST[world], odd=f"rank {world - 1}")
-            assert f"\n- {sentence}\n" in result[change][0], (change, result[change])
-            assert not any(result[change][1:]), "training goes on when they agree again"
+            first, error, *after = result[change]
+            assert first == "" and not any(after)
+            assert f"\n- {words.format(first=FIRST[world], odd=f'rank {world - 1}')}\n" in error
+    for errors in pools(world).run(UNREAD, {"function": "written", "name": "down.weight", **given}):
+        assert errors[0] == "" and "'down.weight'" in errors[1]
+    ranks = pools(world).run(UNREAD, {"function": "spoiling_update", "change": {"lr": float("inf")}, **given})
+    for rank, result in enumerate(ranks):
+        assert result["errors"][:2] == ["", ""]
+        assert result["errors"][2].startswith("FloatingPointError: the update of step 3 made weights of param group 0")
+        assert len(result["warnings"]) == (rank == 0)
+        assert all("because the update of step 3 made weights" in warning for warning in result["warnings"])
 
 
 def test_numbers_that_change_after_the_statistics_are_found_in_the_next_step(pools: Pools) -> None:
@@ -172,7 +199,7 @@ def test_a_loss_that_is_not_finite_while_its_gradients_are_is_said_once(pools: P
 def test_leaf_modules_that_match_nothing_are_an_error(pools: Pools) -> None:
     wrong = config(3, zero={"leaf_modules": ["*.weights", "dwn"], "leaf_module": {"classes": ["Expert"]}})
     for error in pools(2).run(f"{CASES}:refused", {"config": wrong}):
-        assert "zero_optimization.leaf_modules: expected classes or qualified names of the model's modules" in error
+        assert "zero_optimization.leaf_modules: expected classes or qualified names of modules in the model" in error
         assert "got '*.weights', 'dwn', which none has; the closest name is 'down'" in error
         assert "zero_optimization.leaf_module: " in error and "'Expert'" in error
     right = config(3, zero={"leaf_module": {"classes": ["Expert"], "names": ["down"]}})

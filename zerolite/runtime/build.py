@@ -261,7 +261,8 @@ class _Assembly:
         consistency = updated = None
         if interval and world.world_size > 1:
             weights = functools.partial(shared_weights, self.model, self.buffer)
-            consistency = ConsistencyCheck(self.topology, self.device, weights, interval)
+            late = self.device.type in SKIPS_ON_DEVICE
+            consistency = ConsistencyCheck(self.topology, self.device, weights, interval, late)
         if self.pipeline.checks_finite:
             updated = UpdatedWeights(lambda: groups.param_groups, lambda: self.sharded.pieces_by_bucket)
         if consistency is not None or updated is not None:

@@ -130,15 +130,17 @@ class ConsistencyCheck:
         device: torch.device,
         weights: Callable[[], Iterator[SharedWeight]],
         interval: int,
+        late: bool,
     ) -> None:
+        """late: the outcome of a comparison of weights is read in the next step, when the device has it."""
         self._topology = topology
         self._device = device
         self._weights = weights
         self._interval = interval
+        self._late = late
         self._updates = 0
-        self._latest: UpdateNumbers | None = None
-        self._sent: UpdateNumbers | None = None  # in the last statistics
-        self._differ = False  # as they have shown
+        self.numbers: UpdateNumbers | None = None  # of the latest update
+        self._differing: UpdateNumbers | None = None  # as the statistics have shown
         self._compared: _Comparison | None = None  # whose outcome has not been read
 
     # ---------------------------------------------------------------- numbers
@@ -151,28 +153,26 @@ class ConsistencyCheck:
     def write(self, values: torch.Tensor) -> None:
         """Put this rank's hash into ``values`` [size], zeros, which are summed over all ranks. The host does not wait
         for the device."""
-        self._sent = self._latest
-        if self._sent is None:
+        if self.numbers is None:
             return
-        number, tensors = self._sent.fingerprint()
+        number, tensors = self.numbers.fingerprint()
         own = values[self._topology.world.rank]
         own.fill_(number)
         if tensors:  # a learning rate that only the device knows
             own += (combined_hash([content_hash(t, self._device) for t in tensors], self._device) % _HASH).double()
 
-    def note(self, values: torch.Tensor) -> None:
-        """Keep what the ranks' hashes have shown. Raising is left to :meth:`act`: when a rank reads the statistics is
-        its own affair, and naming the difference takes a collective."""
-        self._differ = self._differ or bool((values != values[0]).any())
+    def note(self, values: torch.Tensor, numbers: UpdateNumbers) -> None:
+        """Keep what the ranks' hashes of ``numbers`` have shown. Raising is left to :meth:`act`: when a rank reads the
+        statistics is its own affair, and naming the difference takes a collective."""
+        if bool((values != values[0]).any()):
+            self._differing = numbers
 
     def act(self) -> None:
         """Raise RuntimeError on all ranks if the numbers in the last statistics that were read differ."""
-        if not self._differ:
-            return
-        self._differ = False
-        assert self._sent is not None
-        what = "zerolite: the ranks update with different numbers"
-        raise_differences(self._sent.describe(), self._topology.world, what, _ALIKE)
+        differing, self._differing = self._differing, None
+        if differing is not None:
+            what = "zerolite: the ranks update with different numbers"
+            raise_differences(differing.describe(), self._topology.world, what, _ALIKE)
 
     # ---------------------------------------------------------------- weights
 
@@ -180,16 +180,16 @@ class ConsistencyCheck:
         """Called in the same place of every step, with the numbers of the coming update, when parameters are those of
         the step before. Raises RuntimeError on all ranks if weights differ."""
         self._finish()
-        self._latest = numbers
+        self.numbers = numbers
         self._updates += 1  # calls, which are the same on all ranks; a counter that is loaded might not be
         if self._updates % self._interval == 0:
             self._compared = _Comparison(self._weights(), self._topology, self._device)
-            if self._device.type == "cpu":  # nothing to wait for
+            if not self._late:
                 self._finish()
 
     def use(self, numbers: UpdateNumbers) -> None:
         """Let the next :meth:`write` be of ``numbers``."""
-        self._latest = numbers
+        self.numbers = numbers
 
     def compare_weights(self) -> None:
         """Compare the weights now. Raises RuntimeError on all ranks."""

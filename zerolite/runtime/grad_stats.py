@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,8 +31,8 @@ class GradStats:
     weights, per rank on average; None if they have none. mixed: some ranks' have and others' have not. agreed: whether
     all ranks that gave a number to be compared gave the same. elsewhere: whether a gradient is not finite on ranks with
     other parts of the model. unused_elsewhere: parameters there that got no gradient. inputs_agree: whether the ranks
-    of each copy of the model were given the same inputs. bad_losses: ranks with a loss that was not finite. extra: the
-    sums over all ranks of what :class:`Extra` has added; None without.
+    of each copy of the model were given the same inputs. bad_losses: ranks with a loss that was not finite. extra: what
+    :class:`Extra` has returned, and the sums over all ranks of what it has written; None without.
     """
 
     norm: float
@@ -46,7 +46,7 @@ class GradStats:
     unused_elsewhere: int = 0
     inputs_agree: bool = True
     bad_losses: tuple[int, ...] = ()
-    extra: torch.Tensor | None = None
+    extra: tuple[Any, torch.Tensor] | None = None
 
     @property
     def finite(self) -> bool:
@@ -75,12 +75,13 @@ class Across:
 
 class Extra(Protocol):
     """Numbers of others that travel with the statistics and are added over all ranks, those with other parts of the
-    model included. ``size``, of how many, is the same on all ranks; ``write`` puts this rank's into zeros."""
+    model included. ``size``, of how many, is the same on all ranks; ``write`` puts this rank's into zeros, and returns
+    what tells later what they are about."""
 
     @property
     def size(self) -> int: ...
 
-    def write(self, values: torch.Tensor) -> None: ...
+    def write(self, values: torch.Tensor) -> Any: ...
 
 
 class StatsVector:
@@ -97,17 +98,18 @@ class StatsVector:
         weight: float | None,
         spread: bool = False,
         extra: int = 0,
+        about: Any = None,
     ) -> None:
         """used, weight: what this rank has put in. spread: the model has parts on other ranks; two more values in
-        front of the sum: whether inputs differed, and how many of their parameters got no gradient. extra: the size of
-        that part."""
+        front of the sum: whether inputs differed, and how many of their parameters got no gradient. extra, about:
+        the size of that part, and what ``Extra.write`` has returned."""
         self._of_others = values[-3:-1] if spread else None
         self._values = torch.cat([values[:-3], values[-1:]]) if spread else values
         self._others: HostRead | None = None
         self._own = (used, weight)
         self._count = count
         self._world_size = world_size
-        self._extra = extra
+        self._extra, self._about = extra, about
         self._read: HostRead | None = None
 
     def total_square(self) -> torch.Tensor:
@@ -157,7 +159,7 @@ class StatsVector:
             unused_elsewhere=int(unused),
             inputs_agree=not different,
             bad_losses=tuple(torch.nonzero(of_ranks >= _BAD_LOSS).flatten().tolist()),
-            extra=values[-7 - self._extra : -7] if self._extra else None,
+            extra=(self._about, values[-7 - self._extra : -7]) if self._extra else None,
         )
 
 
@@ -274,8 +276,7 @@ class StatsCollector:
         for kind, found in ((_BAD_GRADIENT, probes), (_BAD_LOSS, losses)):
             if found:
                 values[2 * count + comm.rank] += (~torch.isfinite(torch.stack(list(found)))).any().double() * kind
-        if extra is not None:
-            extra.write(values[-6 - more : -6])
+        about = extra.write(values[-6 - more : -6]) if extra is not None else None
         if self._across is not None and self._inputs is not None:
             values[2 * count + comm.world_size + comm.rank] = (self._inputs % 1_048_573).double() + 1.0
         self._inputs = None
@@ -288,7 +289,8 @@ class StatsCollector:
             total = self._over_the_model(values, total, self._across, more)
         summed = torch.cat([values, total])
         own_weight = weight if weighted else None
-        return StatsVector(summed, count, comm.world_size, used, own_weight, self._across is not None, more)
+        spread = self._across is not None
+        return StatsVector(summed, count, comm.world_size, used, own_weight, spread, more, about)
 
     def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """What a forward is given, where the model has parts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,13 @@ from zerolite.runtime.consistency import ConsistencyCheck, UpdateNumbers, number
 from zerolite.runtime.updated_weights import UpdatedWeights
 
 _ONLY_KERNELS = ("bias_correction", "fp32_optimizer_states")  # keys of param groups that torch's defaults lack
+
+
+class _Written(NamedTuple):
+    """One part of what travels: how many values, and which update they are about; None before the first."""
+
+    size: int
+    numbers: UpdateNumbers | None
 
 
 class StepChecks:
@@ -38,8 +45,6 @@ class StepChecks:
         self._device = device
         self._consistency = consistency
         self._updated = updated
-        self._coming: UpdateNumbers | None = None
-        self._applied: UpdateNumbers | None = None  # in the update that the last statistics tell of
         self.blame = ""  # a sentence about an update that has made weights non-finite
 
     # ---------------------------------------------------------------- statistics
@@ -51,23 +56,28 @@ class StepChecks:
     def _parts(self) -> list[ConsistencyCheck | UpdatedWeights]:
         return [part for part in (self._consistency, self._updated) if part is not None]
 
-    def write(self, values: torch.Tensor) -> None:
-        if self._updated is not None:
-            self._applied = self._updated.numbers
-        for part, of_part in zip(self._parts(), self._split(values), strict=True):
+    def write(self, values: torch.Tensor) -> list[_Written]:
+        """What is returned goes with ``values``: the next statistics may be begun before these have been read."""
+        written = []
+        for part in self._parts():
+            of_part, values = values[: part.size], values[part.size :]
             part.write(of_part)
+            written.append(_Written(len(of_part), part.numbers))
+        return written
 
-    def _split(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return values.split_with_sizes([part.size for part in self._parts()])
-
-    def note(self, values: torch.Tensor | None) -> None:
-        """``values``: what the ranks have written, added, on the host."""
-        if values is None:
+    def note(self, extra: tuple[list[_Written], torch.Tensor] | None) -> None:
+        """extra: what :meth:`write` has returned, and what the ranks have written, added, on the host."""
+        if extra is None:
             return
-        for part, of_part in zip(self._parts(), self._split(values), strict=True):
-            part.note(of_part)
-        if self._updated is not None and self._updated.spoilt and self._applied is not None:
-            self.blame = _blame(self._updated.spoilt, self._applied)
+        written, values = extra
+        for part, (size, numbers) in zip(self._parts(), written, strict=True):
+            of_part, values = values[:size], values[size:]
+            if numbers is None:
+                continue
+            if isinstance(part, ConsistencyCheck):
+                part.note(of_part, numbers)
+            elif groups := part.spoilt(of_part):
+                self.blame = _blame(groups, numbers)
 
     def act(self) -> None:
         """Raise on all ranks what the statistics have shown: RuntimeError if the ranks use different numbers,
@@ -87,11 +97,11 @@ class StepChecks:
         """In the same place of every step, before its statistics are needed. step: updates so far. Raises as
         :meth:`act` does, and RuntimeError if the ranks hold different weights."""
         self.act()
-        self._coming = UpdateNumbers(step, numbers_of(self._optimizer.param_groups, self._keys), divisor, max_norm)
+        numbers = UpdateNumbers(step, numbers_of(self._optimizer.param_groups, self._keys), divisor, max_norm)
         if self._updated is not None:
-            self._updated.announce(self._coming)
+            self._updated.announce(numbers)
         if self._consistency is not None:
-            self._consistency.before_update(self._coming)
+            self._consistency.before_update(numbers)
 
     def before_save(self, step: int, scale: float, max_norm: float) -> None:
         """Look at everything at once, between two steps. Raises as :meth:`before_update` does."""
@@ -101,9 +111,9 @@ class StepChecks:
             self._consistency.use(numbers)
         values = torch.zeros(self.size, dtype=torch.float64, device=self._device)
         if self.size:
-            self.write(values)
+            written = self.write(values)
             self._world.all_reduce(values, tag="consistency").wait()
-            self.note(HostRead(values).get())
+            self.note((written, HostRead(values).get()))
             self.act()
         if self._consistency is not None:
             self._consistency.compare_weights()

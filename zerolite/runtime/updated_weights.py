@@ -32,7 +32,6 @@ class UpdatedWeights:
         self._count = 0  # param groups in the last update
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
-        self.spoilt: list[int] = []  # param groups whose weights were finite before that update and are not any more
         self._plans: dict[tuple[tuple[Span, ...], tuple[torch.dtype, ...]], list[_Launch]] = {}
 
     def replan(self) -> None:
@@ -122,7 +121,8 @@ class UpdatedWeights:
             for of_device in sums.values():
                 values[place * self._count : (place + 1) * self._count] += of_device.to(values.device)
 
-    def note(self, values: torch.Tensor) -> None:
-        """Take what :meth:`write` has written, added over ranks, on the host."""
-        before, after = torch.isfinite(values).view(2, -1)
-        self.spoilt = [int(group) for group in torch.nonzero(before & ~after).flatten()]
+    def spoilt(self, values: torch.Tensor) -> list[int]:
+        """The param groups whose weights were finite before the update and are not any more. values: those of
+        :meth:`write`, added over ranks, on the host."""
+        before, after = torch.isfinite(values).view(2, len(values) // 2)
+        return [int(group) for group in torch.nonzero(before & ~after).flatten()]
