@@ -66,8 +66,9 @@ class CheckpointMethods:
         ``zerolite.destroy``).
 
         Raises CheckpointError on all ranks (a full disk, a rank that does not come within ``checkpoint.timeout_s``, …),
-        TypeError for a client_state that is not plain, ValueError for a tag that is no name. Called on all ranks with
-        the same arguments, between steps.
+        RuntimeError if ranks hold different weights or learning rates (``consistency_check_interval``),
+        FloatingPointError if the last update has made weights non-finite, TypeError for a client_state that is not
+        plain, ValueError for a tag that is no name. Called on all ranks with the same arguments, between steps.
         """
         request = SaveRequest(
             directory_of(save_dir, "save_dir"),

@@ -619,7 +619,7 @@ class StepPipeline:
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
         if skipped and self._comm.main:
             logger.warning("%s", self._describe(outcome))
-        if not skipped and outcome.bad_losses not in ((), self._bad_losses) and self._comm.main:
+        if outcome.finite and outcome.bad_losses not in ((), self._bad_losses) and self._comm.main:
             logger.warning("%s", describe_bad_losses(self.counters.global_steps, outcome.bad_losses))
         self._bad_losses = outcome.bad_losses
         if not skipped:
