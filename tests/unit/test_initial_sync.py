@@ -30,6 +30,18 @@ def test_strides_do_not_matter_and_signs_do():
     assert not torch.equal(content_hash(torch.tensor([0.0])), content_hash(torch.tensor([-0.0])))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_signs_of_many_elements_do_not_cancel(dtype):
+    """A sign is the highest bit of a word, and two highest bits add up to nothing."""
+    values = torch.arange(1, 4097).to(dtype)
+    changed = {content_hash(values).item(), content_hash(-values).item()}
+    for pair in ((0, 1), (0, 2), (1, 3), (100, 4000)):
+        other = values.clone()
+        other[list(pair)] *= -1
+        changed.add(content_hash(other).item())
+    assert len(changed) == 6
+
+
 def test_empty_and_scalar():
     assert content_hash(torch.empty(0)).item() == 0
     assert content_hash(torch.tensor(3.0)).dim() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ from zerolite.comm import Communicator
 
 _ROW = 1 << 14  # words with weights of their own
 _ROWS = {"cpu": 4}  # hashed at once: what a core's cache holds; elsewhere what keeps a device busy
+_made: dict[torch.device, torch.Tensor] = {}  # those weights
 _WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that a tensor consists of
 
 
@@ -61,9 +61,13 @@ def _odd(start: int, count: int, device: torch.device) -> torch.Tensor:
     return mixed | 1
 
 
-@functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    return _odd(1 << 40, _ROW, device)
+    made = _made.get(device)
+    if made is None:
+        made = _odd(1 << 40, _ROW, device)
+        if not is_fake(made):
+            _made[device] = made
+    return made
 
 
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:

@@ -227,6 +227,7 @@ def describe(entry: Entry, names: Names | None) -> str:
 _TAGS = {
     "stats": "the step's statistics",
     "initial_sync": "the start",
+    "consistency": "the comparison of weights",
     "control": "engine.join()",
     "tensor": "parts of a layer",
     "loss": "the mean loss",

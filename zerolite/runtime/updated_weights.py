@@ -42,6 +42,7 @@ class UpdatedWeights:
     def forget(self) -> None:
         """Values have been loaded: what the next update finds is not what the last one has left."""
         self._known = False
+        self._before, self._after = {}, {}
 
     # ---------------------------------------------------------------- the update
 
