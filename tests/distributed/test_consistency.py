@@ -196,6 +196,20 @@ def test_a_loss_that_is_not_finite_while_its_gradients_are_is_said_once(pools: P
     )
 
 
+@pytest.mark.parametrize("stage, world", [(1, 2), *[pytest.param(stage, 4, marks=SLOW) for stage in (0, 1, 3)]])
+def test_ranks_with_parts_of_layers_stop_together(pools: Pools, stage: int, world: int) -> None:
+    ranks = pools(world).run(f"{CASES}:parts_of_a_layer", {"stage": stage}, timeout=120)
+    for result in ranks:
+        assert result == ranks[0]
+        assert f"but 0.0005 on rank {world - 1}" in result["lr"][0]
+        assert "the update of step 2 made weights of param group 0 non-finite" in result["update"][1]
+        weight = result["weight"][0]
+        if world == 2:  # each rank has a part of its own
+            assert not weight
+        else:
+            assert "parameter '0.weight' is " in weight and "on rank 1, but " in weight and "on rank 3" in weight
+
+
 def test_leaf_modules_that_match_nothing_are_an_error(pools: Pools) -> None:
     wrong = config(3, zero={"leaf_modules": ["*.weights", "dwn"], "leaf_module": {"classes": ["Expert"]}})
     for error in pools(2).run(f"{CASES}:refused", {"config": wrong}):

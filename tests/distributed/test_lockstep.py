@@ -17,6 +17,7 @@ STAGES = ["0", "1", "2", "3 defaults", "3 moving", "3 tight"]
 
 def setting(stage: str, precision: str, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     number, _, kind = stage.partition(" ")
+    more = {"consistency_check_interval": 2, **more}
     if precision == "fp16":
         more = {"fp16": dynamic_fp16(), **more}
         precision = ""

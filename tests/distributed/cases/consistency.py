@@ -226,3 +226,38 @@ def spoiling_from_the_start() -> dict[str, str]:
 
 def refused(config: dict[str, Any]) -> str:
     return said(lambda: make_engine(config))
+
+
+def parts_of_a_layer(stage: int) -> dict[str, list[str]]:
+    """Two layers on two tensor-parallel ranks each. By what the last rank does after a step: the errors of the next."""
+    found = {}
+    for what in ("lr", "weight", "update"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": stage},
+            "tensor_parallel": {"size": 2, "plan": {"0": "column", "2": "row"}},
+            "consistency_check_interval": 1,
+        }
+        engine = zerolite.initialize(model, config)
+        x = torch.ones(2, 4) * (1 + engine.data_parallel_rank)
+
+        def step(engine: Any = engine, x: torch.Tensor = x) -> None:
+            engine.backward(engine(x).square().sum())
+            engine.step()
+
+        step()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            if what == "lr":
+                _lr(engine)
+            elif what == "weight":
+                with torch.no_grad():
+                    engine.module[0].weight.view(-1)[0] += 1.0
+            else:
+                engine.optimizer.param_groups[0]["lr"] = torch.inf
+        elif what == "update":
+            engine.optimizer.param_groups[0]["lr"] = torch.inf
+        found[what] = [said(step), said(step)]
+    return found
