@@ -22,6 +22,10 @@ def test_order_matters():
     values = torch.randn(1000)
     assert not torch.equal(content_hash(values), content_hash(values.flip(0)))
     assert not torch.equal(content_hash(torch.tensor([1.0, 2.0])), content_hash(torch.tensor([2.0, 1.0])))
+    rows = torch.zeros(4, 1 << 14)
+    turned = rows.clone()
+    rows[1, 2] = turned[2, 1] = 1.0
+    assert not torch.equal(content_hash(rows), content_hash(turned))
 
 
 def test_strides_do_not_matter_and_signs_do():

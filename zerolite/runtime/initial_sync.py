@@ -9,38 +9,42 @@ import torch
 from zerolite.accelerator import HostRead, is_fake
 from zerolite.comm import Communicator
 
-_ROW = 1 << 14  # words with weights of their own
+_ROW = 1 << 14  # words that have factors of their own
+_OTHER = 0x5851F42D4C957F2C
 _ROWS = {"cpu": 4}  # hashed at once: what a core's cache holds; elsewhere what keeps a device busy
-_made: dict[torch.device, torch.Tensor] = {}  # those weights
-_WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that a tensor consists of
+_made: dict[torch.device, torch.Tensor] = {}  # those factors
+_WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that divides a tensor is taken
 
 
 def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on ``device`` (default: the tensor's),
     where it is computed, part by part. Equal tensors have equal hashes, and so have tensors without memory."""
     device = device or tensor.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
     if tensor.numel() == 0 or is_fake(tensor):
-        return total
-    weights = _weights(device)
+        return torch.zeros((), dtype=torch.int64, device=device)
     words = _words(tensor.detach().contiguous().reshape(-1))
-    whole = words.numel() // _ROW * _ROW
-    first = 0
-    for part in (*words[:whole].split(_ROW * _ROWS.get(device.type, 64)), words[whole:]):
-        rows = part.to(device).view(-1, min(_ROW, max(1, part.numel())))
-        # Any change of one word changes a sum, because odd factors can be inverted modulo 2^64 (overflow wraps); those
-        # of several words cancel with a probability of 2^-32, because a word has half of the bits.
-        sums = (rows * weights[: rows.shape[1]]).sum(1)
-        total += (sums * _odd(first, len(sums), device)).sum()
-        first += len(sums)
-    return total
+    count = -(-words.numel() // _ROW)
+    step = _ROWS.get(device.type, 128)
+    # Any change of one word changes a sum, because odd factors can be inverted modulo 2^64 (overflow wraps); those of
+    # several words cancel with a probability of 2^-32, because a word has half of the bits.
+    sums = torch.empty(count, dtype=torch.int64, device=device)
+    for first, part in zip(range(0, count, step), words.split(_ROW * step), strict=True):
+        part = part.to(device)
+        whole = part.numel() // _ROW
+        if whole:
+            rows = part[: whole * _ROW].view(whole, _ROW)
+            torch.sum(rows * _odd(_ROW, device), 1, out=sums[first : first + whole])
+        rest = part[whole * _ROW :]
+        if rest.numel():  # the last row
+            sums[-1] = (rest * _odd(rest.numel(), device)).sum()
+    return (sums * (_odd(count, device) ^ _OTHER)).sum()  # other factors, or (row 1, word 2) would be (row 2, word 1)
 
 
 def combined_hash(hashes: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """One hash of several 0-dim int64 ``hashes`` on ``device``, in their order."""
     if not hashes:
         return torch.zeros((), dtype=torch.int64, device=device)
-    return (torch.stack(list(hashes)) * _odd(0, len(hashes), device)).sum()
+    return (torch.stack(list(hashes)) * _odd(len(hashes), device)).sum()
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
@@ -53,21 +57,17 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     raise AssertionError("every tensor consists of bytes")
 
 
-def _odd(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers of 64 bits for the places from ``start`` on (splitmix64's mixing of a counter)."""
-    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device) * -7046029254386353131
+def _odd(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 64 bits for the places from 0 on (splitmix64's mixing of a counter)."""
+    if count <= _ROW and device in _made:
+        return _made[device][:count]
+    mixed = torch.arange(1, max(count, _ROW) + 1, dtype=torch.int64, device=device) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return mixed | 1
-
-
-def _weights(device: torch.device) -> torch.Tensor:
-    made = _made.get(device)
-    if made is None:
-        made = _odd(1 << 40, _ROW, device)
-        if not is_fake(made):
-            _made[device] = made
-    return made
+    numbers = mixed | 1
+    if not is_fake(numbers):
+        _made[device] = numbers[:_ROW].clone()
+    return numbers[:count]
 
 
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:
