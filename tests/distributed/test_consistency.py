@@ -176,6 +176,12 @@ def test_an_eps_of_zero_is_named_and_so_is_a_loss_scale_near_zero(pools: Pools) 
         assert "gradients divided by 1e-45 (loss scale)" in result["scale"]
 
 
+def test_new_values_end_it(pools: Pools) -> None:
+    plain = config(1, "bf16", optimizer=("SGD", {"lr": 0.01}))
+    for errors in pools(2).run(f"{CASES}:new_values_after", {"config": plain, "change": {"lr": float("inf")}}):
+        assert [not error for error in errors] == [True, False, True, True], errors
+
+
 def test_spoilt_weights_are_not_saved(pools: Pools, tmp_path: Path) -> None:
     given = {"config": setting(1, "fp32"), "change": {"lr": float("inf")}, "save_dir": str(tmp_path)}
     for error in pools(2).run(f"{CASES}:spoilt_save", given):

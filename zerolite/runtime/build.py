@@ -257,16 +257,16 @@ class _Assembly:
 
     def _check_steps(self) -> None:
         """Let steps check what the config asks for beside their gradients."""
-        interval, world, groups = self.config.consistency_check_interval, self.topology.world, self.sharded.inner
+        interval, world, sharded = self.config.consistency_check_interval, self.topology.world, self.sharded
         consistency = updated = None
         if interval and world.world_size > 1:
             weights = functools.partial(shared_weights, self.model, self.buffer)
             late = self.device.type in SKIPS_ON_DEVICE
             consistency = ConsistencyCheck(self.topology, self.device, weights, interval, late)
         if self.pipeline.checks_finite:
-            updated = UpdatedWeights(lambda: groups.param_groups, lambda: self.sharded.pieces_by_bucket)
+            updated = UpdatedWeights(lambda: sharded.inner.param_groups, lambda: sharded.pieces_by_bucket)
         if consistency is not None or updated is not None:
-            self.pipeline.check_with(StepChecks(groups, world, self.device, consistency, updated), updated)
+            self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
 
     def _make_engine(self, broadcast_buffers: bool) -> Engine:
         boundary = _connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.model)

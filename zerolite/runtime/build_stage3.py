@@ -95,8 +95,8 @@ def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
 
 
 def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
-    """Raise ConfigError for leaf modules that the model does not have: it would be gathered, and perhaps hang, as if
-    they had not been named. DeepSpeed's block may list classes of other models as well."""
+    """Raise ConfigError for leaf modules that the model does not have, which would otherwise be gathered in parts and
+    perhaps hang. DeepSpeed's block may list classes of other models beside one that is there."""
     zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
     modules = list(model.named_modules())
 

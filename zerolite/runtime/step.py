@@ -362,11 +362,8 @@ class StepPipeline:
             self._buffer.refresh_masters(self._written)
             self._buffer.tiers.written_in_place()
             self._written.clear()
-            self._forget_updates()
-
-    def _forget_updates(self) -> None:
-        if self._checks is not None:
-            self._checks.forget()
+            if self._checks is not None:
+                self._checks.forget(update=False)
 
     def follow_writes(self) -> None:
         """The same, and masters follow what has been written into parameters in place, as they do in an update."""
@@ -403,7 +400,8 @@ class StepPipeline:
     def on_masters_loaded(self) -> None:
         """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
         self._written.clear()
-        self._forget_updates()
+        if self._checks is not None:
+            self._checks.forget(update=True)
         self._buffer.tiers.written_in_place()
         self._torn = ""
         self.zero_grad()
@@ -533,7 +531,8 @@ class StepPipeline:
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
         self.counters.load_state_dict(state["counters"])
-        self._forget_updates()
+        if self._checks is not None:
+            self._checks.forget(update=True)
         self._buffer.tiers.written_in_place()
         self._torn = ""
         window = state["window"]

@@ -84,6 +84,8 @@ class StepChecks:
         FloatingPointError if an update has made weights non-finite."""
         blame, self.blame = self.blame, ""
         if blame:
+            assert self._updated is not None
+            self._updated.tell()
             raise FloatingPointError(
                 f"{blame}. These weights are lost: start again from the last checkpoint, and look at the value that "
                 "did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."
@@ -118,10 +120,11 @@ class StepChecks:
         if self._consistency is not None:
             self._consistency.compare_weights()
 
-    def forget(self) -> None:
-        """Values have been loaded, so that weights are not what the last update has left."""
+    def forget(self, update: bool) -> None:
+        """Values have been written, so that weights are not what the last update has left. update: all of them are
+        new, and what that update has made does not matter any more."""
         if self._updated is not None:
-            self._updated.forget()
+            self._updated.forget(update)
 
     def replan(self) -> None:
         """The layout has other buckets than before."""

@@ -30,6 +30,7 @@ class UpdatedWeights:
         self._after: Sums = {}
         self._known = False  # whether masters are those that the last update has left
         self._count = 0  # param groups in the last update
+        self._told = False
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
         self._plans: dict[tuple[tuple[Span, ...], tuple[torch.dtype, ...]], list[_Launch]] = {}
@@ -39,10 +40,16 @@ class UpdatedWeights:
         self._plans.clear()
         self._known = False
 
-    def forget(self) -> None:
-        """Values have been loaded: what the next update finds is not what the last one has left."""
+    def forget(self, update: bool) -> None:
+        """Values have been written or loaded: what the next update finds is not what the last one has left. update:
+        what that one has made does not matter any more, whether it has been told or not."""
         self._known = False
-        self._before, self._after = {}, {}
+        if update or self._told:
+            self._before, self._after = {}, {}
+
+    def tell(self) -> None:
+        """All ranks have been told what the last update has made; new values end it."""
+        self._told = True
 
     # ---------------------------------------------------------------- the update
 
@@ -52,7 +59,7 @@ class UpdatedWeights:
 
     def begin(self) -> None:
         """Before the first call of an update."""
-        self.numbers = self._announced
+        self.numbers, self._told = self._announced, False
         count = len(self._groups())
         self._known = self._known and count == self._count
         self._before, self._after, self._count = self._after if self._known else {}, {}, count

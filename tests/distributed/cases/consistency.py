@@ -173,6 +173,19 @@ def spoiling_update(config: dict[str, Any], change: dict[str, Any], steps: int =
     return {"errors": errors, "warnings": warnings.messages}
 
 
+def new_values_after(config: dict[str, Any], change: dict[str, Any]) -> list[str]:
+    """The errors of four steps; values are loaded after the second, which tells that the first has spoilt them."""
+    engine = make_engine(config)
+    train(engine)
+    good, groups = engine.full_state_dict(), [dict(group) for group in engine.optimizer.param_groups]
+    engine.optimizer.param_groups[-1].update(change)
+    errors = [said(functools.partial(train, engine, 1, step)) for step in (1, 2)]
+    for group, old in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update(old)
+    engine.load_full_state_dict(good)
+    return errors + [said(functools.partial(train, engine, 1, step)) for step in (3, 4)]
+
+
 def spoilt_save(config: dict[str, Any], change: dict[str, Any], save_dir: str) -> str:
     engine = make_engine(config)
     train(engine, 2)
