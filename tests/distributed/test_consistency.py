@@ -83,7 +83,7 @@ def test_where_the_host_does_not_wait_it_is_told_one_step_later(
 
 
 def test_numbers_that_change_after_the_statistics_are_found_in_the_next_step(pools: Pools) -> None:
-    for errors in pools(2).run(f"{CASES}:between_norm_and_update", {"config": setting(1, "bf16")}):
+    for errors in pools(2).run(f"{CASES}:between_clipping_and_update", {"config": setting(1, "bf16")}):
         assert errors[:2] == ["", ""]
         assert "param group 0 has lr 0.001 on rank 0, but 0.0005 on rank 1" in errors[2]
 

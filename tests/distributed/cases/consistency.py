@@ -106,26 +106,26 @@ def other_numbers(config: dict[str, Any], changes: list[str], save_dir: str | No
 
 
 def alike(config: dict[str, Any], steps: int = 4) -> tuple[int, list[str]]:
-    """Values that change alike on all ranks, also between the norm and the update, and on a loss that all share."""
+    """Values that change alike on all ranks, also between clipping and the update, and on a loss that all share."""
     engine = make_engine(config)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, factor=0.5, patience=0)
     with Warnings() as warnings:
         for step in range(steps):
             engine.backward(LOSSES["OddModel"](engine, BATCHES["OddModel"](step, 0, dist.get_rank())))
-            engine.get_global_grad_norm()
+            engine.clip_gradients(100.0)
             engine.optimizer.param_groups[0]["weight_decay"] = 0.01 * step
             engine.step()
             schedule.step(engine.reduce(float(dist.get_rank() + step)))
     return engine.global_steps, warnings.messages
 
 
-def between_norm_and_update(config: dict[str, Any]) -> list[str]:
+def between_clipping_and_update(config: dict[str, Any]) -> list[str]:
     """One rank changes its learning rate where the statistics have been exchanged already."""
     engine = make_engine(config)
     errors = []
     for step in range(3):
         engine.backward(LOSSES["OddModel"](engine, BATCHES["OddModel"](step, 0, dist.get_rank())))
-        engine.get_global_grad_norm()
+        engine.clip_gradients(100.0)
         if step == 1 and dist.get_rank() == 1:
             _lr(engine)
         errors.append(said(engine.step))
