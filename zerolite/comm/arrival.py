@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,7 +16,9 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from zerolite.comm.exits import exited_ranks
 from zerolite.comm.ranks import list_of, name_ranks
+from zerolite.listening import listen_at
 
 logger = logging.getLogger("zerolite")
 
@@ -90,8 +93,21 @@ def _kept_by_agent(host: str, port: int) -> bool:
 
 
 def _make_tcp_store(host: str, port: int, keeps: bool, timeout: timedelta) -> dist.TCPStore:
-    libuv = os.environ.get("USE_LIBUV", "1") == "1"
-    return dist.TCPStore(host, port, None, keeps, timeout, wait_for_workers=False, multi_tenant=keeps, use_libuv=libuv)
+    listener = None
+    if keeps:
+        with contextlib.suppress(OSError):  # this process may keep one at this port already, which is used again
+            listener, _ = listen_at(host, port)
+    return dist.TCPStore(
+        host,
+        port,
+        None,
+        keeps,
+        timeout,
+        wait_for_workers=False,
+        multi_tenant=keeps,
+        master_listen_fd=listener,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
 
 
 def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
@@ -192,7 +208,9 @@ class _Meeting:
         if trouble is not None:
             self._decide(trouble)
         while not store.check(["outcome"]):
-            if patience.left() <= 0 and (missing := self._missing()):
+            if exited := self._exited():
+                self._decide(exited)
+            elif patience.left() <= 0 and (missing := self._missing()):
                 self._decide(self._too_late(missing))
             patience.pause(self._complaint)
         outcome = store.get("outcome").decode()
@@ -234,6 +252,18 @@ class _Meeting:
 
     def _missing(self) -> list[int]:
         return [rank for rank in range(self._world_size) if not self._store.check([f"{rank}/times"])]
+
+    def _exited(self) -> str:
+        """What is said of ranks that will never come, since they have ended; "" if there are none."""
+        gone = [rank for rank in exited_ranks(self._store) if not self._store.check([f"{rank}/times"])]
+        if not gone:
+            return ""
+        return (
+            f"{name_ranks(gone)} of {self._world_size} exited with status 0 before this call, and the others wait for "
+            f"{'it' if len(gone) == 1 else 'them'}: the script has come to its end there, or has called sys.exit or "
+            "os._exit. All ranks must make this call, or none (see the output of "
+            f"{name_ranks(gone)})"
+        )
 
     def _too_late(self, missing: list[int]) -> str:
         known = next(rank for rank in range(self._world_size) if rank not in missing)

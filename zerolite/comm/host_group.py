@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.communicator import Communicator
+from zerolite.comm.exits import exited_ranks
 from zerolite.comm.objects import broadcast_object, gather_objects
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import name_ranks
+
+_LOOK_S = 1.0  # seconds between two looks for ranks that have ended
 
 
 class HostGroup:
@@ -22,6 +26,7 @@ class HostGroup:
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
+        self._members = comm.members()
         alone = comm.group is None or comm.world_size == 1
         self.group = None if alone else second_group(comm.group, "gloo", purpose)  # type: ignore[arg-type]
         self._meetings = 0
@@ -49,14 +54,17 @@ class HostGroup:
         # Whether all have come or somebody has given up is decided once, by who is first at this counter.
         if everybody and store.add(f"{meeting}/decided", 1) == 1:
             store.set(f"{meeting}/outcome", "all")
-        try:
-            store.wait([f"{meeting}/outcome"], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
+        deadline = time.monotonic() + timeout_s
+        while not _comes(store, f"{meeting}/outcome", min(_LOOK_S, deadline - time.monotonic())):
+            exited = [self._members.index(rank) for rank in exited_ranks(store) if rank in self._members]
+            exited = [rank for rank in exited if not store.check([f"{meeting}/{rank}"])]
+            if time.monotonic() < deadline and not exited:
+                continue
             missing = [rank for rank in range(self.world_size) if not store.check([f"{meeting}/{rank}"])]
             if store.add(f"{meeting}/decided", 1) == 1:
                 store.set(f"{meeting}/outcome", "given up")
             if missing:
-                raise RuntimeError(_without(missing, timeout_s, what)) from error
+                raise RuntimeError(_without(exited, 0.0, what) if exited else _without(missing, timeout_s, what))
         if store.get(f"{meeting}/outcome") != b"all":
             return False
         if self._meetings > 1:  # everybody has left the one before
@@ -78,7 +86,23 @@ class HostGroup:
         return broadcast_object(value, source, self.group)
 
 
+def _comes(store: dist.Store, key: str, wait_s: float) -> bool:
+    """Whether the key is there, after so many seconds at most. Raises RuntimeError if the store has gone."""
+    try:
+        store.wait([key], timedelta(seconds=max(wait_s, 0.001)))
+        return True
+    except RuntimeError:
+        return bool(store.check([key]))
+
+
 def _without(missing: list[int], timeout_s: float, what: str) -> str:
+    """timeout_s: for how long they have been waited for; 0 if they have exited."""
+    if not timeout_s:
+        return (
+            f"{what}: {name_ranks(missing)} exited with status 0 before this call, which all ranks must make: the "
+            f"script has come to its end there, or has called sys.exit or os._exit (see the output of "
+            f"{name_ranks(missing)})"
+        )
     return (
         f"{what}: {name_ranks(missing)} did not take part within {timeout_s:g} s; all ranks must make this call, in "
         "the same place (not inside `if rank == 0`), and ranks that are slow need a longer checkpoint.timeout_s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from zerolite.comm.host_memory import HostMemory
 from zerolite.comm.wire import Wire
 from zerolite.memory_items import BUCKETS, own
 
-_SMALL = 4096  # elements below which a message is as fast as shared memory
+_SMALL = 4096  # elements below which sums take no turn among the large tensors
 
 
 class _Launch(NamedTuple):
@@ -35,6 +36,19 @@ class _Launch(NamedTuple):
         return [place, kind, self.nbytes, -place, -kind, -self.nbytes]
 
 
+class _Lane:
+    """Collectives that take turns in one memory."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self.count = 0  # turns so far
+        self.last: Pending | None = None  # the latest, until it is finished
+
+    def close(self) -> None:
+        self.last = None
+        self.memory.close()
+
+
 class SharedMemoryCommunicator(GlooCommunicator):
     """Gloo between processes of one host, with the payload in shared memory: a copy in, a fence, and a sum or copy
     out of the peers' memory.
@@ -42,24 +56,24 @@ class SharedMemoryCommunicator(GlooCommunicator):
     It costs a quarter of the processor time of messages over the loopback interface. Where shared memory runs short
     (a container's /dev/shm is often 64 MB) every rank falls back to messages.
 
-    One collective is in flight at a time: a launch waits until the one before it has arrived, and one that needs
-    larger memory than any before waits for all ranks to launch it. So a rank whose next launch others wait for must
-    not launch a second one here first: see ``Pending.arrived``.
+    One collective of large tensors is in flight at a time: a launch waits until the one before it has arrived, and one
+    that needs larger memory than any before waits for all ranks to launch it. So a rank whose next launch others wait
+    for must not launch a second one here first: see ``Pending.arrived``.
     """
 
     def __init__(self, wire: Wire) -> None:
         super().__init__(wire)
-        self._memory = HostMemory(wire.share_memory, self.rank)
-        self._count = 0  # collectives launched through shared memory
-        self._last: Pending | None = None  # the latest, until it is finished
+        self._large = _Lane(HostMemory(wire.share_memory, self.rank))
+        self._small = _Lane(HostMemory(wire.share_memory, self.rank))
+        self._launched = 0  # tickets so far
 
     def close(self) -> None:
         super().close()
-        self._last = None
-        self._memory.close()
+        self._large.close()
+        self._small.close()
 
     def memory(self) -> Sequence[torch.Tensor]:
-        return self._memory.maps
+        return [*self._large.memory.maps, *self._small.memory.maps]
 
     # Who joins the fence of collective j has finished collective j - 1; so who has seen fence j - 1 knows that all
     # have finished collective j - 2, and that what it sent from may be overwritten. With three regions in turn, the
@@ -67,14 +81,16 @@ class SharedMemoryCommunicator(GlooCommunicator):
     # - 2: free once fence j - 1 has been seen.
 
     def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
-        if self._memory.exhausted:
+        lane = self._large
+        if lane.memory.exhausted:
             return None  # some collectives take no turn now
-        free = ahead == 0 or (ahead == 1 and (self._last is None or self._last.arrived()))
-        region = self._memory.own_region(self._count + 1 + ahead, numel * dtype.itemsize) if free else None
+        free = ahead == 0 or (ahead == 1 and (lane.last is None or lane.last.arrived()))
+        region = lane.memory.own_region(lane.count + 1 + ahead, numel * dtype.itemsize) if free else None
         return None if region is None else region.view(dtype)
 
     def _exchange(
         self,
+        lane: _Lane,
         launch: _Launch,
         tensors: Sequence[torch.Tensor],
         copy_in: Callable[[torch.Tensor], object],
@@ -85,31 +101,39 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
         Raises RuntimeError, here or when it is waited for, if another rank launches something else in this place.
         """
-        if self._last is not None:
-            self._last.wait()
-        nbytes = launch.nbytes
-        if self._memory.exhausted and not self._memory.holds(nbytes):
+        if lane.last is not None:
+            lane.last.wait()
+        nbytes, memory = launch.nbytes, lane.memory
+        if memory.exhausted and not memory.holds(nbytes):
             return None
-        self._count += 1
-        ticket = launch.ticket(self.wire.serial, self._count)
-        if not self._memory.holds(nbytes):
+        lane.count += 1
+        ticket = self._ticket(launch)
+        if not memory.holds(nbytes):
             # Memory is made by all ranks together: only if all are about to.
-            fence, highest = self.wire.highest(ticket)
-            wait_for((fence,), (launch.op, launch.tag, nbytes, torch.uint8, 0))
-            self._compare(highest(), ticket, launch)
-        regions = self._memory.regions(self._count, nbytes, tensors[0])
+            self._compare_now(launch, ticket)
+        regions = memory.regions(lane.count, nbytes, tensors[0])
         if regions is None:
             return None
         copy_in(regions[self.rank])
         fence, highest = self.wire.highest(ticket)
 
         def conclude() -> torch.Tensor:
-            self._last = None
+            lane.last = None
             self._compare(highest(), ticket, launch)
             return finish(regions)
 
-        self._last = Pending((fence,), tensors, conclude)
-        return self._last
+        lane.last = Pending((fence,), tensors, conclude)
+        return lane.last
+
+    def _ticket(self, launch: _Launch) -> list[int]:
+        self._launched += 1
+        return launch.ticket(self.wire.serial, self._launched)
+
+    def _compare_now(self, launch: _Launch, ticket: list[int]) -> None:
+        """Wait until all ranks are about to launch something. Raises RuntimeError if it is not the same."""
+        fence, highest = self.wire.highest(ticket)
+        wait_for((fence,), (launch.op, launch.tag, launch.nbytes, torch.uint8, 0))
+        self._compare(highest(), ticket, launch)
 
     def _compare(self, highest: list[int], ticket: list[int], launch: _Launch) -> None:
         """The maximum over ranks of the tickets is this rank's: all are equal. Otherwise every rank raises."""
@@ -118,26 +142,56 @@ class SharedMemoryCommunicator(GlooCommunicator):
         shortest, longest = -highest[5], highest[2]
         error = Mismatch(
             f"rank {self.rank}: the ranks launched different collectives in the same place. Expected the same one "
-            f"everywhere; here it is {launch.op} of {launch.nbytes} bytes for {launch.tag!r} (number {self._count} of "
-            f"communicator {self.wire.serial}), and over the ranks it has {shortest} to {longest} bytes. Do branches "
-            "that depend on the rank use different modules (at stage 3 make one unit of them: "
-            "zero_optimization.leaf_modules), or the backwards of two engines overlap?"
+            f"everywhere; here it is {launch.op} of {launch.nbytes} bytes for {launch.tag!r} (number "
+            f"{ticket[0] & 0xFFFFFFFF} of communicator {self.wire.serial}), and over the ranks it has {shortest} to "
+            f"{longest} bytes. Do branches that depend on the rank use different modules (at stage 3 make one unit of "
+            "them: zero_optimization.leaf_modules), or the backwards of two engines overlap?"
         )
         raise WAIT.explain(error) or error
 
+    # Everything that gloo carries here has the length of a ticket, or follows one that all ranks have sent alike: gloo
+    # aborts the process for a message that is longer than expected.
+
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         # Everybody sums everything: up to four ranks that is no more work than two halves, and needs one fence.
-        if tensor.dim() != 1 or tensor.numel() < _SMALL or self.world_size > 4:
+        small = tensor.numel() < _SMALL
+        if self.world_size > 4 and not small and tensor.dim() == 1 and tensor.numel() % self.world_size == 0:
             return super()._all_reduce(tensor, tag, divisor)
-
-        def copy_in(region: torch.Tensor) -> None:
-            region.view(tensor.dtype).copy_(tensor)
+        flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            return mean_in_order([region.view(tensor.dtype) for region in regions], divisor, tensor)
+            mean_in_order([region.view(flat.dtype) for region in regions], divisor, flat)
+            return tensor
 
-        pending = self._exchange(_Launch("all_reduce", tag, _bytes(tensor)), (tensor,), copy_in, finish)
+        pending = self._summed(small, _Launch("all_reduce", tag, _bytes(tensor)), flat, finish)
         return pending or super()._all_reduce(tensor, tag, divisor)
+
+    def _all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        flat = tensor.view(-1)
+
+        def finish(regions: list[torch.Tensor]) -> torch.Tensor:
+            highest = functools.reduce(torch.maximum, [region.view(flat.dtype) for region in regions])
+            flat.copy_(highest)
+            return tensor
+
+        pending = self._summed(True, _Launch("all_reduce_max", "", _bytes(tensor)), flat, finish)
+        return pending or super()._all_reduce_max(tensor)
+
+    def _summed(
+        self,
+        small: bool,
+        launch: _Launch,
+        flat: torch.Tensor,
+        finish: Callable[[list[torch.Tensor]], torch.Tensor],
+    ) -> Pending | None:
+        """An exchange of all of ``flat`` [n]."""
+        lane = self._small if small else self._large
+        return self._exchange(lane, launch, (flat,), lambda region: region.view(flat.dtype).copy_(flat), finish)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        launch = _Launch("broadcast", "", _bytes(tensor), source)
+        self._compare_now(launch, self._ticket(launch))
+        return super()._broadcast(tensor, source)
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         def copy_in(region: torch.Tensor) -> None:
@@ -153,7 +207,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
             exact = full.dtype if full.dtype not in HALF or dtype in HALF else torch.float32
             return own(mean_in_order(parts, divisor, empty(parts[0].numel(), exact, full)).to(dtype), BUCKETS)
 
-        pending = self._exchange(_Launch("reduce_scatter", tag, _bytes(full)), (full,), copy_in, finish)
+        pending = self._exchange(self._large, _Launch("reduce_scatter", tag, _bytes(full)), (full,), copy_in, finish)
         return pending or super()._reduce_scatter(full, tag, divisor, dtype)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
@@ -165,7 +219,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
                 self.part(full, peer).copy_(self.part(regions[peer].view(full.dtype), peer))
             return full
 
-        pending = self._exchange(_Launch("all_gather", tag, _bytes(full)), (full,), copy_in, finish)
+        pending = self._exchange(self._large, _Launch("all_gather", tag, _bytes(full)), (full,), copy_in, finish)
         return pending or super()._all_gather(full, tag)
 
     def _gather_shards(
@@ -184,7 +238,9 @@ class SharedMemoryCommunicator(GlooCommunicator):
             return NOTHING
 
         launch = _Launch("all_gather", tag, total, hash((key, *starts)))
-        pending = self._exchange(launch, (*fulls, *shards), lambda region: pack(region, shards, starts), finish)
+        pending = self._exchange(
+            self._large, launch, (*fulls, *shards), lambda region: pack(region, shards, starts), finish
+        )
         return pending or super()._gather_shards(fulls, shards, tag, key)
 
 

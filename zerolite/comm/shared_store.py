@@ -7,6 +7,8 @@ import os
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from zerolite.comm.exits import exited_ranks
+
 
 class SharedStore:
     """Of the default process group's ranks, over a connection of its own, so that it waits for nobody who waits in the
@@ -54,6 +56,10 @@ class SharedStore:
     def add(self, key: str, number: int) -> int:
         """The counter ``key`` after ``number`` has been added; 0 reads it."""
         return int(self._store.add(key, number)) if self._store is not None else number
+
+    def exited(self) -> list[int]:
+        """The ranks of the job that the launcher knows to have exited with status 0."""
+        return [] if self._store is None else exited_ranks(self._store)
 
     def delete(self, key: str) -> None:
         if self._store is not None:

@@ -23,9 +23,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from zerolite import failure_record
-from zerolite.failure_record import FailureRecord
+from zerolite.failure_record import EXIT_COUNT, NUMBERED_EXIT, FailureRecord
 from zerolite.launcher.board import LOST_S, Board
-from zerolite.launcher.failures import Failure, Outcome, count, exit_status, headline, in_order
+from zerolite.launcher.failures import Failure, Outcome, count, exit_status, headline, in_order, thread_notes
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.meeting import Meeting, MeetingError, host_name
@@ -69,6 +69,7 @@ class Agent(LocalElasticAgent):
         self._noted_done = False
         self._memory_kills = MemoryKills()
         self._unfinished_since: dict[int, float] = {}
+        self._told_of: set[int] = set()
         super().__init__(make_spec(job, self.meeting), self.logs)
 
     @property
@@ -89,6 +90,7 @@ class Agent(LocalElasticAgent):
         if nodes > 1:
             self.board = Board(self.job.master_addr, meeting.port, meeting.attempt, meeting.node, meeting.hosts)
         self.failures, self._unfinished_since, self._noted_done = [], {}, False
+        self._told_of = set()
         self.logs.attempt = meeting.attempt
         if meeting.attempt and meeting.node == 0:
             why = meeting.why_last_failed() or "nodes have come or gone"
@@ -121,6 +123,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._exit_codes()
+        self._tell_of_exits(codes)
         if self.stopping:
             self._remaining_restarts = 0
             return RunResult(WorkerState.HEALTHY if None in codes.values() else WorkerState.FAILED)
@@ -131,6 +134,15 @@ class Agent(LocalElasticAgent):
         if None in codes.values() or not self._done_everywhere():
             return RunResult(WorkerState.HEALTHY)
         return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+
+    def _tell_of_exits(self, codes: dict[int, int | None]) -> None:
+        """Tell all ranks which of them have ended with status 0: those that wait for one of them end with an error."""
+        store = self.meeting.rank_store
+        for worker in self._worker_group.workers:
+            if codes[worker.local_rank] == 0 and worker.local_rank not in self._told_of:
+                self._told_of.add(worker.local_rank)
+                with contextlib.suppress(RuntimeError):  # the first node has gone
+                    store.set(NUMBERED_EXIT.format(store.add(EXIT_COUNT, 1)), str(worker.global_rank))
 
     def _failed_ranks(self, codes: dict[int, int | None]) -> dict[int, int]:
         """Exit codes of the local ranks that have failed, also of one that reported an error and hangs since."""
@@ -152,6 +164,9 @@ class Agent(LocalElasticAgent):
             sentence = f"the first node, {self.job.master_addr}, has gone: its agent has ended or cannot be reached"
             self.failures.append(Failure(host=self.host, seen=time.time(), of_agent=sentence))
         everywhere = in_order(self.failures + (board.failures if board is not None else []))
+        if all(failure.consequence for failure in everywhere):
+            ended = [rank for rank, code in self._exit_codes().items() if code == 0]
+            self.failures += [self._failure(worker_group, rank, 0, time.time()) for rank in ended]
         if self._can_restart():
             self.meeting.note_failure(headline(everywhere[0]) if everywhere else "another node failed")
         else:
@@ -232,9 +247,18 @@ class Agent(LocalElasticAgent):
     def outcome(self) -> Outcome:
         """What has become of the job, as this node knows it."""
         if self.board is None:
-            return Outcome(self.failures, True, self.meeting.attempt)
+            return Outcome(self.failures, True, self.meeting.attempt, self._thread_notes())
         speaks = self.meeting.node == 0 or self.board.gone
-        return Outcome(self.failures + self.board.failures, speaks, self.meeting.attempt)
+        return Outcome(self.failures + self.board.failures, speaks, self.meeting.attempt, self._thread_notes())
+
+    def _thread_notes(self) -> list[str]:
+        """Lines about errors in threads of the local ranks, in the order of the ranks."""
+        lines: list[str] = []
+        for rank, path in sorted(self.logs.error_files.items()):
+            record = failure_record.read(path + failure_record.THREAD)
+            if record is not None:
+                lines += thread_notes(rank, self.host, record, self.logs.outputs[rank])
+        return lines
 
     def leave(self) -> None:
         """Let the other nodes go on without this one; the first node lets them leave before it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,11 +79,13 @@ class Outcome:
         failures: of all nodes as far as known, none for success.
         speaks: whether this node's supervisor prints the last lines; one node does.
         attempt: which attempt it was, 0 for the first.
+        notes: further last lines, of this node alone; also where the job succeeded.
     """
 
     failures: list[Failure] = field(default_factory=list)
     speaks: bool = True
     attempt: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "failures": [f.to_json() for f in self.failures]})
@@ -96,8 +99,14 @@ class Outcome:
 
 def in_order(failures: Sequence[Failure]) -> list[Failure]:
     """The failures by what they say of the cause, each kind as they happened: failures of ranks, then what an agent
-    says of its node or another, then errors of ranks that only say that another one has gone."""
-    return sorted(failures, key=lambda failure: (failure.consequence, bool(failure.of_agent), failure.time))
+    says of its node or another, then errors of ranks that only say that another one has gone, then ranks that have
+    exited with status 0."""
+
+    def place(failure: Failure) -> tuple[bool, bool, bool, float]:
+        succeeded = failure.exitcode == 0
+        return succeeded, failure.consequence, bool(failure.of_agent), failure.time
+
+    return sorted(failures, key=place)
 
 
 def exit_status(failures: Sequence[Failure]) -> int:
@@ -149,6 +158,8 @@ def headline(failure: Failure, attempt: int = 0) -> str:
     if failure.of_agent:
         return failure.of_agent
     where = f"rank {failure.rank} of {failure.world_size} on host {failure.host} (process {failure.pid})"
+    if failure.exitcode == 0:
+        return f"{where} had exited with status 0"
     return f"{where} failed{f' in attempt {attempt}' if attempt else ''}: {reason(failure)}"
 
 
@@ -170,12 +181,21 @@ def describe(outcome: Outcome, host: str) -> list[str]:
     if same:
         lines.append(f"zerolite: {count(len(same), 'other rank')} ended with the same message")
     later = [other for other in others if not other.consequence and not other.of_agent and other not in same][:_LATER]
-    lines.extend(f"zerolite: after that, {headline(failure)}" for failure in later)
+    lines.extend(
+        f"zerolite: {'after' if failure.exitcode else 'before'} that, {headline(failure)}" for failure in later
+    )
     ended = first.world_size - 1 - len(same) - len(later)
     if ended > 0:
         others_text = f"other {count(ended, 'rank')} were" if ended > 1 else "other rank was"
         lines.append(f"zerolite: the {others_text} ended, if still running")
     return lines
+
+
+def thread_notes(rank: int, host: str, record: FailureRecord, output: Sequence[str]) -> list[str]:
+    """Lines about an error that has ended a thread of a rank, other than its main one."""
+    when = time.strftime("%H:%M:%S", time.localtime(record.time))
+    lines = [f"zerolite: rank {rank} on host {host} lost a thread at {when}, {record.message.splitlines()[0]}"]
+    return [*lines, *record.traceback.rstrip().splitlines()] if output else [f"{lines[0]} (see above)"]
 
 
 def said(failure: Failure) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from zerolite.failure_record import THREAD
 from zerolite.launcher.failures import TAIL_LINES
 from zerolite.launcher.follow_files import FileFollower
 
@@ -55,8 +56,9 @@ class RankLogs(LogsSpecs):
             destination.stdouts[local_rank] = f"{start}.out" if to_file else ""
             destination.stderrs[local_rank] = f"{start}.err" if to_file else ""
             destination.error_files[local_rank] = f"{start}.json"
-            if os.path.exists(f"{start}.json"):
-                os.remove(f"{start}.json")
+            for suffix in ("", THREAD):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(f"{start}.json{suffix}")
             self.outputs[rank] = [f"{start}.out", f"{start}.err"] if to_file else []
             self.error_files[rank] = f"{start}.json"
             env["TORCHELASTIC_ERROR_FILE"] = f"{start}.json"

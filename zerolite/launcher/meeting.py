@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from zerolite.launcher.job import NodeJob
+from zerolite.listening import listen_at
 
 JOIN_S = 300
 """Seconds in which all nodes must have come."""
@@ -39,6 +40,7 @@ class Meeting(RendezvousHandler):
 
     Attributes:
         store: this agent's connection to the store.
+        rank_store: the same to the store of the current attempt's ranks.
         attempt: number of this start of the ranks, 0 for the first; the same on all nodes.
         restarts: how many of them followed a failure.
         node: this node's number in the current attempt.
@@ -49,7 +51,7 @@ class Meeting(RendezvousHandler):
         self._job = job
         self._host = host
         self.store = connect(job)
-        self._rank_store = self.store
+        self.rank_store = self.store
         self._run_id: str = self.store.get("zerolite/run_id").decode()
         self.attempt = -1
         self.restarts = 0
@@ -126,8 +128,11 @@ class Meeting(RendezvousHandler):
         """The port of the ranks' store, which the first node hosts. When they start again they need an empty one."""
         if hosts_store(self._job):
             if self.attempt:
-                self._rank_store = TCPStore(self._job.master_addr, 0, is_master=True, wait_for_workers=False)
-            store.set("port", str(self._rank_store.port))
+                self.rank_store = _keep_store(self._job.master_addr, 0)
+            store.set("port", str(self.rank_store.port))
+        elif self.attempt:
+            port = int(store.get("port"))
+            self.rank_store = TCPStore(self._job.master_addr, port, is_master=False, wait_for_workers=False)
         return int(store.get("port"))
 
     def _wait_for_all(self, store: PrefixStore, nodes: int) -> None:
@@ -177,12 +182,13 @@ def connect(job: NodeJob) -> TCPStore:
     address = f"{host}:{job.master_port}"
     try:
         timeout = timedelta(seconds=JOIN_S)
-        store = TCPStore(job.master_addr, job.master_port, is_master=hosts, timeout=timeout, wait_for_workers=False)
         if hosts:
+            store = _keep_store(job.master_addr, job.master_port, timeout)
             store.set("zerolite/run_id", job.job_id)
         else:
+            store = TCPStore(job.master_addr, job.master_port, timeout=timeout, wait_for_workers=False)
             store.get("zerolite/run_id")
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         problem = str(error).splitlines()[0]
         if hosts:
             raise MeetingError(
@@ -194,6 +200,12 @@ def connect(job: NodeJob) -> TCPStore:
             "that the first node's command runs, the address and port, and that no firewall closes the port."
         ) from error
     return store
+
+
+def _keep_store(address: str, port: int, timeout: timedelta = timedelta(seconds=JOIN_S)) -> TCPStore:
+    """A store that listens on that address alone, if it is one of this machine's; otherwise on all."""
+    listener, port = listen_at(address, port)
+    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
 
 
 def hosts_store(job: NodeJob) -> bool:

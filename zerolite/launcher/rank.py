@@ -14,6 +14,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 import types
 from typing import NoReturn
@@ -87,6 +88,21 @@ def report(error: BaseException) -> int:
     return 128 + signal.SIGINT if interrupted else 1
 
 
+def note_thread_errors() -> None:
+    """From now on, leave a record of an error that ends a thread. Python prints it, and the process goes on."""
+    show = threading.excepthook
+
+    def note(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:
+            name = args.thread.name if args.thread is not None else "of no name"
+            lines = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+            message = "".join(traceback.format_exception_only(args.exc_type, args.exc_value)).strip()
+            failure_record.write(f"thread {name!r}: {message}", "".join(lines), suffix=failure_record.THREAD)
+        show(args)
+
+    threading.excepthook = note
+
+
 def new_main() -> types.ModuleType:
     """An empty `__main__`, as the interpreter makes it."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -131,7 +147,7 @@ def run_command(name: str, arguments: list[str]) -> NoReturn:
 
 def prepare() -> None:
     """What holds for whatever is run: the end with the agent, the cores, input and output, the stack at a fatal
-    signal."""
+    signal, errors of threads."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))
@@ -146,6 +162,7 @@ def prepare() -> None:
         sys.stdout.reconfigure(line_buffering=True)  # every line at once, and whole
     with contextlib.suppress(ValueError, OSError):  # stderr may be closed
         faulthandler.enable()
+    note_thread_errors()
 
 
 def main(argv: list[str]) -> int:

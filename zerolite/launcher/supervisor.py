@@ -127,11 +127,13 @@ class Supervisor:
         outcome = Outcome.from_json(lines[-1])
         if not outcome.failures:
             self._clear_up()
+            for line in outcome.notes:
+                write(line)
             return 0
         self._end_all(LATE_GRACE_S)
-        if outcome.speaks:
-            for line in describe(outcome, os.uname().nodename):
-                write(line)
+        said = describe(outcome, os.uname().nodename) if outcome.speaks else []
+        for line in [*said, *outcome.notes]:
+            write(line)
         self._name_logs()
         return exit_status(outcome.failures)
 

@@ -151,11 +151,18 @@ _Cause = tuple[str, str] | None
 
 def _gone(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
     ended = [rank for rank, known in absent.items() if known.ended.startswith("ended normally")]
-    failed = [rank for rank, known in absent.items() if known.ended and rank not in ended]
+    exited = [rank for rank, known in absent.items() if known.ended.startswith("exited with status 0")]
+    failed = [rank for rank, known in absent.items() if known.ended and rank not in (*ended, *exited)]
     if failed:
         return (
             f"{name_ranks(failed)} ended with an exception.",
             f"see the output of {name_ranks(failed)}.",
+        )
+    if exited:
+        return (
+            f"{name_ranks(exited)} exited with status 0 without Python's clean-up, while the others went on: it has "
+            "called os._exit, or a library has.",
+            f"see the output of {name_ranks(exited)}; let all ranks end their loops alike.",
         )
     if ended:
         return (

@@ -46,6 +46,8 @@ EXIT_STATUS = 76
 _LONGEST_PERIOD_S = 5.0
 _LATE_S = 1.0  # how late the thread may come to a look because others have the processor
 _ANSWER_S = 3.0  # beyond two periods: how long a rank's answer may take
+_EXITED = "exited with status 0"
+_EXITED_S = 10.0  # how long to wait for ranks of which one has exited with status 0
 _RAISE_S = 10.0  # how long a rank that was asked about a mismatch may take to find out by itself
 _SILENT_S = 30.0  # how long the store may take to answer
 _LEAVE_S = 3.0  # how long ranks wait for the others to have read the verdict
@@ -92,6 +94,7 @@ class Watchdog:
         self._steps = 0  # done, as far as this thread has seen
         self._looked = time.monotonic()  # when the thread was last done with the store
         self._process = os.getpid()
+        self._local_ranks = _local_ranks()
         self._trains: int | None = None  # the thread that has called initialize
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._woken, False)
@@ -111,6 +114,8 @@ class Watchdog:
         if self._thread.is_alive():
             self._nudge()
             return
+        if self._local_ranks[1]:
+            self._store.set(f"process/{self._rank}", json.dumps([self._process, _pid_namespace()]))
         self._thread.start()
         if not self._store.alone:
             self._guard.start()
@@ -200,12 +205,14 @@ class Watchdog:
         self._beat()
         waited, epoch = self._waited(), self._epoch
         too_long = waited > self._timeout_s
+        exited = self._exited_members() if waited > _EXITED_S and not too_long else []
         asked = self._store.add(f"{epoch}/asked", 0)
-        if not (asked or too_long) or self._closed:
+        if not (asked or too_long or exited) or self._closed:
             return
+        longer = f"longer than desync_timeout_s ({self._timeout_s:g} s)"
         reason = (
-            f"zerolite: rank {self._rank} has waited {waited:.0f} s for the other ranks, longer than desync_timeout_s "
-            f"({self._timeout_s:g} s), so the job is ended."
+            f"zerolite: rank {self._rank} has waited {waited:.0f} s for the other ranks, "
+            f"{f'of which {name_ranks(exited)} exited with status 0' if exited else longer}, so the job is ended."
         )
         fatal = json.loads(self._store.get(f"{epoch}/fatal")) if asked else True
         verdict = self._consult(reason, True, epoch)
@@ -217,6 +224,13 @@ class Watchdog:
         if not self._raising:
             self._end(verdict)
         self._raising, self._heard = False, ""
+
+    def _exited_members(self) -> list[int]:
+        """The ranks that have exited with status 0, if every collective of the engines needs all ranks."""
+        engines = list(self._engines.values())
+        if not engines or not all(engine.topology.trivial for engine in engines):
+            return []  # what is waited for may concern other ranks alone
+        return self._store.exited()
 
     def _waited(self) -> float:
         return WAIT.look(2 * (self._period or 0.0) + _LATE_S)
@@ -320,11 +334,26 @@ class Watchdog:
     def _last_of(self, rank: int) -> Absent:
         store = self._store
         ended = store.get(f"ended/{rank}") if store.has(f"ended/{rank}") else ""
+        if not ended:
+            ended = _EXITED if rank in store.exited() else self._under_torchrun(rank)
         last = ""
         if store.has(f"beat/{rank}"):
             step, when = json.loads(store.get(f"beat/{rank}"))
             last = f"in step {step}, {max(0.0, time.time() - when):.0f} s ago"
         return Absent(ended, last)
+
+    def _under_torchrun(self, rank: int) -> str:
+        """How a rank has ended whose process, a child of the torchrun that runs this one, is gone. torchrun says
+        nothing of it, but ends the job within a second after any status other than 0."""
+        first, count = self._local_ranks
+        if not first <= rank < first + count or not self._store.has(f"process/{rank}"):
+            return ""
+        process, namespace = json.loads(self._store.get(f"process/{rank}"))
+        with contextlib.suppress(OSError):
+            if namespace == _pid_namespace():
+                os.kill(process, 0)
+            return ""
+        return f"{_EXITED} (process {process} is gone, and torchrun ends the job after any other status)"
 
     # ---------------------------------------------------------------- errors of collectives
 
@@ -364,8 +393,13 @@ class Watchdog:
             while not ended and time.monotonic() < deadline:
                 numbers = range(1, min(store.add("endings", 0), _ENDINGS) + 1)  # all ranks ask for them at once
                 ranks = [int(store.get(f"endings/{n}")) for n in numbers if store.has(f"endings/{n}")]
-                ended = {rank: self._last_of(rank) for rank in ranks if store.has(f"ended/{rank}")}
+                ranks = [rank for rank in ranks if store.has(f"ended/{rank}")] or store.exited()
+                ended = {rank: self._last_of(rank) for rank in ranks}
                 time.sleep(0 if ended else 0.05)
+            if not ended:
+                first, count = self._local_ranks
+                said = {rank: self._under_torchrun(rank) for rank in range(first, first + count)}
+                ended = {rank: Absent(text) for rank, text in said.items() if text}
         return ended
 
     def _without_peer(self, error: RuntimeError) -> str:
@@ -382,6 +416,11 @@ class Watchdog:
             advice = (
                 f"uneven batches? {name_ranks(list(ended))} left while this rank still had work; put the loop in `with "
                 "engine.join():`, or give all ranks as many batches. (It may also have called sys.exit: see its output)"
+            )
+        elif all(known.ended.startswith(_EXITED) for known in ended.values()):
+            advice = (
+                f"the others still needed {name_ranks(list(ended))}, which left without Python's clean-up: it has "
+                "called os._exit, or a library has. See its output, and let all ranks end their loops alike"
             )
         return (
             f"rank {self._rank} has lost another rank, in {own.place()}: {said or 'it said nothing before it went'}. "
@@ -418,6 +457,24 @@ class Watchdog:
         print(
             f"zerolite: SIGUSR1: rank {self._rank} stands in {own.place()}{waits}\n{text}", file=sys.stderr, flush=True
         )
+
+
+def _local_ranks() -> tuple[int, int]:
+    """The first of the ranks that torchrun has started on this host, and how many they are; 0, 0 without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, 0
+    numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not all(number.isdecimal() for number in numbers):
+        return 0, 0
+    rank, local_rank, count = map(int, numbers)
+    return rank - local_rank, count
+
+
+def _pid_namespace() -> str:
+    """Where numbers of processes mean the same; containers have their own."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def _listen(pipe: int) -> bool:

@@ -205,7 +205,7 @@ def first_in_inference_mode(kind: str) -> None:
             flight.check()
         result = reduction.pending.wait()
         assert not result.is_inference()
-        memories = [comm._memory for comm in (first, second) if isinstance(comm, SharedMemoryCommunicator)]
+        memories = [comm._large.memory for comm in (first, second) if isinstance(comm, SharedMemoryCommunicator)]
         assert not any(mapped.is_inference() for memory in memories for mapped in memory.maps)
         reduction.check()
         result.add_(1.0)  # an inference tensor would refuse

@@ -1,0 +1,25 @@
+"""Ranks that have ended with exit status 0, which looks like success, while others may wait for them for ever.
+
+The `zerolite` launcher's agent, whose children the ranks are, writes it into the store of the rendezvous.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from zerolite.failure_record import EXIT_COUNT, NUMBERED_EXIT
+
+_READ = 64  # ranks: when all end normally, nobody needs to know of more
+
+
+def exited_ranks(store: dist.Store) -> list[int]:
+    """The ranks of the job that are known to have exited with status 0.
+
+    Args:
+        store: the rendezvous' one, behind any number of prefixes.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    count = min(store.add(EXIT_COUNT, 0), _READ)
+    known = [NUMBERED_EXIT.format(number) for number in range(1, count + 1)]
+    return sorted(int(store.get(key)) for key in known if store.check([key]))

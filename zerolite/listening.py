@@ -1,0 +1,57 @@
+"""A socket that listens on one address, for stores of torch.distributed, which would listen on all. Needs no torch."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` means the machine that the word is said on: `localhost`, `127.0.0.1`, `::1`, ..."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def loopback_interface() -> str | None:
+    """The name of this machine's loopback interface, None if it has none of the usual names."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def listen_at(host: str, port: int) -> tuple[int | None, int]:
+    """Listen on the address of this machine that ``host`` means, and on no other.
+
+    Args:
+        host: a name or an address. Loopback addresses count only where it says loopback itself, since many machines
+            take their own name for 127.0.1.1, where no other machine finds them.
+        port: TCP port; 0 for a free one.
+
+    Returns:
+        The file descriptor of the socket, which belongs to the caller, and its port; None and ``port`` if ``host`` is
+        no address of this machine (behind a port forwarding, say).
+
+    Raises:
+        OSError: something listens there already, or the port may not be used.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None, port
+    # IPv4 first: every client tries it, whatever else the name means.
+    for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        if is_loopback(str(address[0])) != is_loopback(host):
+            continue
+        try:
+            listener = socket.create_server(address[:2], family=family, backlog=2048)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            raise
+        bound = int(listener.getsockname()[1])
+        return listener.detach(), bound
+    return None, port
