@@ -1,10 +1,20 @@
-"""A socket that listens on one address, for stores of torch.distributed, which would listen on all. Needs no torch."""
+"""How the processes of a job listen on the network, and the secret by which they know each other. Needs no torch.
+
+The stores of torch.distributed would listen on all addresses, and know nothing of secrets.
+"""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+Store = TypeVar("Store")
+
+SECRET_VARIABLE = "ZEROLITE_JOB_SECRET"
+"""The environment variable with the secret of a job, the same on all its ranks."""
 
 
 def is_loopback(host: str) -> bool:
@@ -55,3 +65,17 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
         bound = int(listener.getsockname()[1])
         return listener.detach(), bound
     return None, port
+
+
+def keep_store(make: Callable[..., Store], host: str, port: int, libuv: bool) -> Store:
+    """A TCPStore that listens on the address of this machine that ``host`` means; on all, if it means none of them.
+
+    Args:
+        make: torch.distributed.TCPStore, with further arguments.
+        port: as in :func:`listen_at`, whose errors are raised.
+        libuv: whether torch's faster server may be used; that of torch 2.6 takes no sockets.
+    """
+    listener, port = listen_at(host, port)
+    if listener is None:
+        return make(host, port, is_master=True)
+    return make(host, port, is_master=True, master_listen_fd=listener, use_libuv=libuv)

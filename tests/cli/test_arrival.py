@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.pool import Pool
+from zerolite.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
 CASES = "tests.distributed.cases.arrival"
 
@@ -123,6 +124,25 @@ def test_missing_at_an_address_that_was_given(pool: Pool, tmp_path: Path, method
     case = {"init_method": address, "rank": 0, "world_size": 3, "timeout": 0.5}
     results = start(pool, [{}, None, None], **case)
     assert "ranks 1 and 2 of 3 did not arrive within 0.5 s" in results[0]["error"]
+
+
+def test_a_rank_that_has_exited_is_not_waited_for(pool: Pool) -> None:
+    """The launcher's agent, which keeps the store, says so."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a"}
+    store.set(NUMBERED_EXIT.format(store.add(EXIT_COUNT, 1)), "2")
+    results = start(pool, ranks(0, 1, None), store.port, env=env, timeout=60.0)
+    for result in results[:2]:
+        assert "init_distributed: rank 2 of 3 exited with status 0 before this call" in result["error"]
+        assert result["seconds"] < 20
+
+
+def test_on_one_machine_nothing_listens_to_others(pool: Pool) -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    found = pool.run(f"{CASES}:start_and_look", {"env": env})
+    assert found[0]["ports"] and {address for one in found for address in one["ports"]} == {"0100007F"}
+    assert [one["interface"] for one in found] == ["lo"] * 3
+    assert [one["after"] for one in found] == [None] * 3, "what was set is taken back at the end"
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import run_command, start_command
+from tests.cli.helpers import job_environment, run_command, start_command
 from zerolite.runtime.watchdog import EXIT_STATUS
 
 slow = pytest.mark.slow
@@ -29,6 +30,8 @@ def fail(*args):
 
 if how == "raise at import" and odd:
     fail()
+if how == "exit early" and odd:
+    sys.exit(0)
 config = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2 if how == "other lr" and odd else 1e-3}},
@@ -43,6 +46,8 @@ for step in range(5 + (how == "more" and odd)):
     if how == "sleep" and odd and step == 2:
         print("going to sleep", flush=True)
         time.sleep(1000)
+    if how == "os._exit" and odd and step == 2:
+        os._exit(0)
     place = how.partition(" in ")[2] if odd and step == 2 else ""
     if place == "forward":
         model[1].register_forward_pre_hook(fail)
@@ -92,6 +97,31 @@ def test_a_rank_with_one_batch_more_is_told(tmp_path: Path, stage: int) -> None:
     assert finished.returncode == 1
     assert "rank 0 ended normally after step 5. Uneven batches?" in finished.stderr
     assert "PeerLost" in finished.stderr and seconds < 45
+
+
+@slow
+@pytest.mark.parametrize("how", ["exit early", "os._exit"])
+def test_a_rank_that_exits_with_status_0_is_told_at_once(tmp_path: Path, how: str) -> None:
+    finished, seconds = start(tmp_path, how, 2, 60.0)
+    assert finished.returncode == 1 and seconds < 45, finished.stderr
+    if how == "exit early":
+        assert "init_distributed: rank 1 of 2 exited with status 0 before this call" in finished.stderr
+    else:
+        assert "PeerLost: rank 0 has lost another rank, in step 3" in finished.stderr
+        assert "rank 1 exited with status 0. The others still needed rank 1" in finished.stderr
+        assert "os._exit" in finished.stderr
+    assert "before that, rank 1 of 2 on host" in finished.stderr or how == "exit early"
+
+
+@slow
+def test_torchrun_names_a_rank_that_exits_with_status_0(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += ["os._exit", "2", "60"]
+    finished = subprocess.run(command, cwd=tmp_path, env=job_environment(), capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 1
+    assert "rank 1 exited with status 0 (process" in finished.stderr and "PeerLost" in finished.stderr
 
 
 @slow

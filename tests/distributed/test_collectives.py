@@ -52,6 +52,9 @@ def test_two_communicators_may_mix_in_any_order(pools: Pools, world: int, kind: 
         ("key", [r"all_gather of 512 bytes"] * 2),
         ("tag", [r"all_gather of 512 bytes for 'parameters'", r"all_gather of 512 bytes for 'masters'"]),
         ("operation", [r"reduce_scatter of \d+ bytes for 'gradients'", r"all_gather of \d+ bytes for 'x'"]),
+        ("statistics", [r"all_reduce of 80 bytes for 'stats'", r"reduce_scatter of \d+ bytes for 'gradients'"]),
+        ("statistics of another length", [r"all_reduce of 80 bytes", r"all_reduce of 12 bytes"]),
+        ("broadcast", [r"broadcast of 80 bytes", r"all_reduce_max of 12 bytes"]),
         ("lengths of the same sum", [r"all_gather of 192 bytes"] * 2),
     ],
 )

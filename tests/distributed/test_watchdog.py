@@ -93,6 +93,10 @@ def test_ranks_that_find_out_by_themselves_raise_it(pools: Pools, tmp_path: Path
         assert f"rank {result['rank']}: the ranks launched different collectives" in message
         assert "rank 0: reduce_scatter for gradients" in message and "rank 1: all_gather for metrics" in message
         assert "engine.reduce()" in message
+    case = {"how": "skip the step", "stage": 2, "timeout_s": 30.0, "directory": str(tmp_path)}
+    for result in pools(2).run(f"{CASES}:part", case):
+        assert "all_reduce for stats" in result["raised"] and "reduce_scatter for gradients" in result["raised"]
+        assert "engine.step()" in result["raised"]
     case = {"how": "branch", "stage": 3, "timeout_s": 30.0, "directory": str(tmp_path)}
     for result in pools(2).run(f"{CASES}:part", case):
         assert "number 4 in this step: rank 0: 'experts.first' entered; rank 1: 'experts.second'" in result["raised"]

@@ -24,6 +24,7 @@ LAYERS = {
     "zerolite.memory_items": 0,
     "zerolite.pinned_memory": 0,
     "zerolite.failure_record": 0,
+    "zerolite.listening": 0,
     "zerolite.cuts": 0,
     "zerolite.config": 1,
     "zerolite.comm": 1,
@@ -155,6 +156,7 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
 PURE = (
     "zerolite.version",
     "zerolite.failure_record",
+    "zerolite.listening",
     "zerolite.sizes",
     "zerolite.planning.errors",
     "zerolite.checkpoint.boxes",

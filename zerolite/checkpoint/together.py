@@ -39,7 +39,7 @@ def one_request(what: str, requests: Mapping[int, Any]) -> Any:
 
 
 def on_all_ranks(host: HostGroup, what: str, action: Callable[[], Result]) -> list[Result]:
-    """Every rank's result of ``action``, which travels by pickle. If it raises on any rank: there what it raised,
+    """Every rank's result of ``action``. If it raises on any rank: there what it raised,
     elsewhere the same CheckpointError, or one that quotes any other error. Called on all ranks."""
     own, error = _attempt(action)
     rows = host.gather((own, _told(what, host.rank, error)))

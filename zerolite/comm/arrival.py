@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import logging
 import os
@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import urlparse
 
+import torch
 import torch.distributed as dist
 
 from zerolite.comm.exits import exited_ranks
 from zerolite.comm.ranks import list_of, name_ranks
-from zerolite.listening import listen_at
+from zerolite.listening import keep_store
 
 logger = logging.getLogger("zerolite")
 
@@ -93,21 +94,15 @@ def _kept_by_agent(host: str, port: int) -> bool:
 
 
 def _make_tcp_store(host: str, port: int, keeps: bool, timeout: timedelta) -> dist.TCPStore:
-    listener = None
-    if keeps:
-        with contextlib.suppress(OSError):  # this process may keep one at this port already, which is used again
-            listener, _ = listen_at(host, port)
-    return dist.TCPStore(
-        host,
-        port,
-        None,
-        keeps,
-        timeout,
-        wait_for_workers=False,
-        multi_tenant=keeps,
-        master_listen_fd=listener,
-        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
-    )
+    libuv = os.environ.get("USE_LIBUV", "1") == "1"
+    make = functools.partial(dist.TCPStore, world_size=None, timeout=timeout, wait_for_workers=False)
+    if not keeps:
+        return make(host, port, is_master=False, use_libuv=libuv)
+    make = functools.partial(make, multi_tenant=True)
+    try:
+        return keep_store(make, host, port, libuv and torch.__version__ >= "2.7")
+    except OSError:  # this process may keep one there already, which torch finds
+        return make(host, port, is_master=True, use_libuv=libuv)
 
 
 def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:

@@ -44,7 +44,7 @@ class ControlChannel:
         self._last = [own, full, dist.all_gather(list(full), own, group=self._group, async_op=True)]
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Rank ``source``'s ``value``, which travels by pickle between the ranks of the job."""
+        """Rank ``source``'s ``value``."""
         return broadcast_object(value, source, self._group)
 
     def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

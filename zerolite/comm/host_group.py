@@ -21,8 +21,7 @@ _LOOK_S = 1.0  # seconds between two looks for ranks that have ended
 
 class HostGroup:
     """All methods are called on all ranks of ``comm``, in the same order; the first one is making it. It neither waits
-    for the device nor gets in the way of what is in flight. What travels does so by pickle, between the ranks of one
-    job. ``group`` is None where there is one process."""
+    for the device nor gets in the way of what is in flight. ``group`` is None where there is one process."""
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size

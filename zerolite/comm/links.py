@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.flight import blocked
+from zerolite.comm.objects import pack, unpack
 from zerolite.comm.process_group import second_group
 
 _TAG = 1
@@ -18,7 +18,7 @@ _TAG = 1
 
 class HostLinks:
     """Between the ranks of ``comm``, on all of which it is made, in the same order. Every :meth:`send` needs a
-    :meth:`receive` there. What travels does so by pickle, between the ranks of one job."""
+    :meth:`receive` there."""
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         assert comm.group is not None
@@ -30,7 +30,7 @@ class HostLinks:
 
     def send(self, value: Any, rank: int) -> None:
         """``value`` to ``rank``, which need not wait for it yet."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
         length = torch.tensor([packed.numel()], dtype=torch.int64, device="cpu")
         for tensor in (length, packed):
             self._sent.append((dist.isend(tensor, self._ranks[rank], group=self._group, tag=_TAG), tensor))
@@ -42,7 +42,7 @@ class HostLinks:
             dist.recv(length, self._ranks[rank], group=self._group, tag=_TAG)
             packed = torch.empty(int(length), dtype=torch.uint8, device="cpu")
             dist.recv(packed, self._ranks[rank], group=self._group, tag=_TAG)
-        return pickle.loads(ctypes.string_at(packed.data_ptr(), packed.numel()))
+        return unpack(ctypes.string_at(packed.data_ptr(), packed.numel()))
 
     def finish(self) -> None:
         """Wait until all that was sent has been received."""

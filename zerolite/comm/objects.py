@@ -1,4 +1,7 @@
-"""Python objects between the ranks of a job, by pickle. (torch's own calls for it need numpy.)
+"""Python objects between the ranks of a job. (torch's own calls for it need numpy.)
+
+What is plain travels as JSON. Everything else is pickled, and signed with the secret of the job, if it has one, so that
+nothing is unpickled that came from somebody else.
 
 The watchdog does not time these: they are used by threads too, and where ranks may take long, as in saving.
 """
@@ -6,11 +9,56 @@ The watchdog does not time these: they are used by threads too, and where ranks 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import hmac
+import json
+import os
 import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from zerolite.listening import SECRET_VARIABLE
+
+_JSON, _PICKLE = b"j", b"p"
+_SIGNATURE = hashlib.sha256().digest_size  # bytes
+
+
+def pack(value: Any) -> bytes:
+    """``value`` for :func:`unpack` on another rank."""
+    if _is_plain(value):
+        return _JSON + json.dumps(value).encode()
+    pickled = pickle.dumps(value)
+    return _PICKLE + _signature(pickled) + pickled
+
+
+def unpack(packed: bytes) -> Any:
+    """The inverse of :func:`pack`. Raises RuntimeError for what no rank of this job has packed."""
+    kind, content = packed[:1], packed[1:]
+    if kind == _JSON:
+        return json.loads(content)
+    signature, pickled = content[:_SIGNATURE], content[_SIGNATURE:]
+    if kind != _PICKLE or not hmac.compare_digest(signature, _signature(pickled)):
+        raise RuntimeError(
+            "a message to this rank is not signed with the secret of its job, so it is not read: either "
+            f"{SECRET_VARIABLE} is not the same on all ranks, or something else has connected to this job"
+        )
+    return pickle.loads(pickled)
+
+
+def _signature(content: bytes) -> bytes:
+    return hmac.digest(os.environ.get(SECRET_VARIABLE, "").encode(), content, "sha256")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives back the same value with the same types."""
+    cls = type(value)
+    if cls is list:
+        return all(map(_is_plain, value))
+    if cls is dict:
+        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+    return value is None or cls in (bool, int, float, str)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -47,8 +95,8 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> N
 
 
 def _packed(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
 
 
 def _unpacked(row: torch.Tensor, length: int) -> Any:
-    return pickle.loads(ctypes.string_at(row.data_ptr(), length))
+    return unpack(ctypes.string_at(row.data_ptr(), length))

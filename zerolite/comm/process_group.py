@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,15 @@ from zerolite.accelerator import is_dry_run
 from zerolite.comm.arrival import meet, open_store
 from zerolite.comm.flight import blocked
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
+from zerolite.listening import is_loopback, loopback_interface
 
 logger = logging.getLogger("zerolite")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _started_here = False
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_gloo_kept_here = False  # by this module, not by the user
 
 
 class _Closable(Protocol):
@@ -153,7 +157,7 @@ def destroy() -> None:
     """End what :func:`init_distributed` started: process groups, their threads, their sockets. Called on all ranks,
     after the last step. A group that the caller started themselves is left alone. Waits for checkpoints that are being
     saved in the background, and raises CheckpointError if that goes wrong."""
-    global _started_here
+    global _started_here, _gloo_kept_here
     failed: Exception | None = None
     if _started_here and dist.is_initialized():
         for user in list(_users):
@@ -163,6 +167,9 @@ def destroy() -> None:
                 failed = error
         _second_groups.clear()
         dist.destroy_process_group()
+        if _gloo_kept_here:  # another group may reach other machines
+            os.environ.pop(_GLOO_INTERFACE, None)
+            _gloo_kept_here = False
         gc.collect()  # engines are cycles; what is left of them holds the group, whose threads end with it
     _started_here = False
     if failed is not None:
@@ -207,7 +214,19 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
 def _start(backend: str, init_method: str, rank: int, world_size: int, timeout: timedelta) -> None:
     store = open_store(init_method, rank, world_size, timeout)
     meet(store, rank, world_size, timeout.total_seconds())
+    _keep_gloo_here(urlparse(init_method).hostname, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _keep_gloo_here(host: str | None, world_size: int) -> None:
+    """Have gloo listen on the loopback interface alone where all ranks are on one machine, unless the user has chosen
+    an interface. It would listen on the address of the host's name."""
+    global _gloo_kept_here
+    one_machine = is_loopback(host or "") or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    interface = loopback_interface()
+    if one_machine and interface is not None and _GLOO_INTERFACE not in os.environ:
+        os.environ[_GLOO_INTERFACE] = interface
+        _gloo_kept_here = True
 
 
 def _checked_place(init_method: str, rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from zerolite.accelerator import address
-from zerolite.comm.communicator import NOTHING, Pending, done, empty
+from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
 from zerolite.comm.flight import WAIT, Mismatch, wait_for
 from zerolite.comm.gloo import HALF, GlooCommunicator, mean_in_order, pack, places_in_pack
 from zerolite.comm.host_memory import HostMemory
@@ -160,32 +160,30 @@ class SharedMemoryCommunicator(GlooCommunicator):
         flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
+            if small and self.peers_agree:  # values of a dry run that somebody reads
+                return divide(tensor, divisor)
             mean_in_order([region.view(flat.dtype) for region in regions], divisor, flat)
             return tensor
 
-        pending = self._summed(small, _Launch("all_reduce", tag, _bytes(tensor)), flat, finish)
+        pending = self._exchange_whole(_Launch("all_reduce", tag, _bytes(tensor)), flat, finish)
         return pending or super()._all_reduce(tensor, tag, divisor)
 
     def _all_reduce_max(self, tensor: torch.Tensor) -> Pending:
         flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            highest = functools.reduce(torch.maximum, [region.view(flat.dtype) for region in regions])
-            flat.copy_(highest)
+            if not self.peers_agree:
+                flat.copy_(functools.reduce(torch.maximum, [region.view(flat.dtype) for region in regions]))
             return tensor
 
-        pending = self._summed(True, _Launch("all_reduce_max", "", _bytes(tensor)), flat, finish)
+        pending = self._exchange_whole(_Launch("all_reduce_max", "", _bytes(tensor)), flat, finish)
         return pending or super()._all_reduce_max(tensor)
 
-    def _summed(
-        self,
-        small: bool,
-        launch: _Launch,
-        flat: torch.Tensor,
-        finish: Callable[[list[torch.Tensor]], torch.Tensor],
+    def _exchange_whole(
+        self, launch: _Launch, flat: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]
     ) -> Pending | None:
-        """An exchange of all of ``flat`` [n]."""
-        lane = self._small if small else self._large
+        """An exchange of all of ``flat`` [n] from every rank to every rank."""
+        lane = self._small if flat.numel() < _SMALL else self._large
         return self._exchange(lane, launch, (flat,), lambda region: region.view(flat.dtype).copy_(flat), finish)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Pending:

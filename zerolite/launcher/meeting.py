@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
+import pickle
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
+import torch
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
+    dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from zerolite.launcher.job import NodeJob
-from zerolite.listening import listen_at
+from zerolite.listening import keep_store
 
 JOIN_S = 300
 """Seconds in which all nodes must have come."""
@@ -31,6 +37,40 @@ _UNNUMBERED = 1 << 30
 
 class MeetingError(RuntimeError):
     """The nodes of a job did not come together; the message says which, and what to do."""
+
+
+class _StateReader(pickle.Unpickler):
+    """Reads the state of torch's rendezvous, which torch keeps in the store by pickle, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _STATE_CLASSES:
+            return super().find_class(module, name)
+        raise MeetingError(
+            f"the rendezvous store holds something that no agent has written there: its state names '{module}.{name}'. "
+            "Another program writes to the store: let only the hosts of the job reach its port (--master-port)."
+        )
+
+
+_STATE_CLASSES = {
+    (dynamic_rendezvous.__name__, "_RendezvousState"),
+    (dynamic_rendezvous.__name__, "_NodeDesc"),
+    *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
+}
+
+
+class _CheckedBackend(C10dRendezvousBackend):
+    """Hands on a state to be unpickled only if it holds what a state may hold: the store takes what anybody writes."""
+
+    def get_state(self) -> Any:
+        return self._checked(super().get_state())
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        return self._checked(super().set_state(state, token))
+
+    def _checked(self, found: Any) -> Any:
+        if found is not None:
+            _StateReader(io.BytesIO(found[0])).load()
+        return found
 
 
 class Meeting(RendezvousHandler):
@@ -60,7 +100,7 @@ class Meeting(RendezvousHandler):
         self._dynamic = self._make_dynamic() if is_dynamic(job) else None
 
     def _make_dynamic(self) -> DynamicRendezvousHandler:
-        backend = C10dRendezvousBackend(self.store, self._run_id)
+        backend = _CheckedBackend(self.store, self._run_id)
         timeout = RendezvousTimeout(join=timedelta(seconds=JOIN_S), last_call=timedelta(seconds=LAST_CALL_S))
         job = self._job
         handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
@@ -203,9 +243,8 @@ def connect(job: NodeJob) -> TCPStore:
 
 
 def _keep_store(address: str, port: int, timeout: timedelta = timedelta(seconds=JOIN_S)) -> TCPStore:
-    """A store that listens on that address alone, if it is one of this machine's; otherwise on all."""
-    listener, port = listen_at(address, port)
-    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener)
+    make = functools.partial(TCPStore, timeout=timeout, wait_for_workers=False)
+    return keep_store(make, address, port, torch.__version__ >= "2.7")
 
 
 def hosts_store(job: NodeJob) -> bool:

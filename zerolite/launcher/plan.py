@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import subprocess
 import uuid
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from zerolite.launcher.job import NodeJob
 from zerolite.launcher.options import LaunchRequest, make_node_job
 from zerolite.launcher.remote_commands import Route, exported_variables
 from zerolite.launcher.resources import default_nproc
+from zerolite.listening import SECRET_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
 def make_node_jobs(request: LaunchRequest, job: Plan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
     """Return each node's part. Without ``reaches`` (nothing was checked) all take the likeliest address."""
     variables = {**exported_variables(os.environ), **request.env}
+    if not request.dry_run:
+        variables.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
     set_gloo = network.GLOO_VARIABLE not in variables and reaches is not None and len(job.hosts) > 1
     common = next((reach.address for reach in reaches or () if reach.address), job.addresses[0])
     parts = []

@@ -23,6 +23,7 @@ from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, run_module
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_command, threads_per_rank
+from zerolite.listening import SECRET_VARIABLE
 
 INTERRUPT_S = 20.0
 """Seconds that the ranks have after Ctrl-C."""
@@ -87,6 +88,8 @@ class Supervisor:
         lifeline, self._lifeline = os.pipe()
         self._outcome, outcome = os.pipe()
         environ = {**os.environ, **node_environment(self._job, os.environ), JOB_ID_VARIABLE: self._marker}
+        if self._job.max_nodes == 1:
+            environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
         quiet = [] if CPP_LOG_VARIABLE in environ else [QUIET]
         agent = subprocess.Popen(
             [*agent_command(), str(lifeline), str(outcome), self._log_dir, *quiet],

@@ -7,7 +7,6 @@ each rank's part is gathered over the data-parallel ranks, and is then sent to t
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from zerolite.accelerator import host_value
 from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.names import clean
 from zerolite.comm import Communicator, Topology
+from zerolite.comm.objects import pack, unpack
 from zerolite.cuts import Cut, cut_of, names_of
 from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.zero.partition_parameters import GatheredParameters
@@ -84,16 +84,15 @@ def union(own: Mapping[str, Any], topology: Topology, device: torch.device) -> d
 
 
 def sent(value: Any, comm: Communicator, device: torch.device, source: int = 0) -> Any:
-    """Rank ``source``'s ``value``, which travels by pickle; that of others is ignored. Called on all ranks of
-    ``comm``."""
-    packed = pickle.dumps(value) if comm.rank == source else b""
+    """Rank ``source``'s ``value``; that of others is ignored. Called on all ranks of ``comm``."""
+    packed = pack(value) if comm.rank == source else b""
     length = torch.tensor(len(packed), device=device)
     comm.broadcast(length, TAG, source)
     content = torch.empty(int(host_value(length)), dtype=torch.uint8, device=device)
     if comm.rank == source:
         content.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
     comm.broadcast(content, TAG, source)
-    return value if comm.rank == source else pickle.loads(bytes(content.tolist()))
+    return value if comm.rank == source else unpack(bytes(content.tolist()))
 
 
 def owners_of(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,25 @@ def start(
         arrival.logger.removeHandler(handler)
         zerolite.destroy()
     return result
+
+
+def start_and_look(env: dict[str, str]) -> dict[str, Any]:
+    """The addresses on which this process listens once it has started, as /proc/net has them."""
+    os.environ.update(env)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    zerolite.init_distributed("gloo", timeout=20)
+    _sum_of_ranks()
+    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    ports = [line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    dist.barrier()
+    zerolite.destroy()
+    return {"ports": ports, "interface": interface, "after": os.environ.get("GLOO_SOCKET_IFNAME")}
+
+
+def _is_link(descriptor: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
 def start_again(env: dict[str, str], times: int) -> list[float]:

@@ -173,6 +173,11 @@ def mismatch(what: str) -> str:
             if odd
             else comm.gather_shards([torch.empty(16 * comm.world_size**2)], [torch.ones(16 * comm.world_size)], "x")
         ),
+        "statistics": lambda: comm.all_reduce(torch.ones(20), "stats") if odd else Reduction(comm, 16),
+        "statistics of another length": lambda: comm.all_reduce(torch.ones(20 if odd else 3), "stats"),
+        "broadcast": lambda: (
+            comm.broadcast(torch.ones(20), "buffers") if odd else comm.all_reduce_max(torch.ones(3), "x")
+        ),
         "lengths of the same sum": lambda: comm.gather_shards(
             [torch.empty(n * comm.world_size) for n in ((16, 32) if odd else (32, 16))],
             [torch.ones(n) for n in ((16, 32) if odd else (32, 16))],
@@ -183,7 +188,8 @@ def mismatch(what: str) -> str:
         Gather(comm, "odd lengths").check()
     try:
         launched = launches[what]()
-        getattr(launched, "pending", launched).wait()
+        if launched is not None:
+            getattr(launched, "pending", launched).wait()
     except RuntimeError as error:
         message = str(error)
     else:

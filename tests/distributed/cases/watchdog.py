@@ -82,6 +82,8 @@ def part(how: str, stage: int, timeout_s: float, directory: str, shared_memory: 
                 engine.reduce(1.0)
             loss = engine(torch.randn(2, 8)).square().mean()
             engine.backward(loss)
+            if doing == "skip the step":
+                continue
             engine.step()
         except flight.Mismatch as error:
             raised = str(error)

@@ -1,0 +1,118 @@
+"""On which addresses stores listen, what is signed, and what is unpickled."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from zerolite.comm import objects
+from zerolite.comm.host_group import _comes
+from zerolite.launcher import meeting
+from zerolite.launcher.job import NodeJob
+from zerolite.listening import SECRET_VARIABLE, is_loopback, keep_store, listen_at
+
+
+class Trap:
+    """Unpickling it leaves a mark."""
+
+    sprung: list[str] = []
+
+    def __reduce__(self) -> Any:
+        return Trap.sprung.append, ("sprung",)
+
+
+@pytest.fixture(autouse=True)
+def no_trap() -> None:
+    Trap.sprung.clear()
+
+
+def test_loopback_is_what_says_so() -> None:
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1")))
+    assert not any(map(is_loopback, ("worker-1", "10.0.0.1", "::", "0.0.0.0", "")))
+
+
+def test_a_name_for_loopback_is_no_address_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian calls a machine's own name 127.0.1.1."""
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [entry])
+    assert listen_at("worker-1", 4711) == (None, 4711)
+    foreign = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [foreign])
+    assert listen_at("gateway", 4711) == (None, 4711)
+
+
+def test_a_store_on_one_machine_cannot_be_reached_by_another_address() -> None:
+    make = functools.partial(TCPStore, timeout=timedelta(seconds=10), wait_for_workers=False)
+    store = keep_store(make, "127.0.0.1", 0, torch.__version__ >= "2.7")
+    store.set("key", "value")
+    assert make("127.0.0.1", store.port, is_master=False).get("key") == b"value"
+    with pytest.raises(OSError):  # an address of this machine too, on which a store of torch's own listens
+        socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
+    with pytest.raises(OSError, match="in use"):
+        listen_at("127.0.0.1", store.port)
+
+
+def test_the_launchers_store_listens_where_the_first_node_is() -> None:
+    store = meeting.connect(NodeJob("job", ["train.py"]))
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
+
+
+@pytest.mark.parametrize("value", [None, 1.5, "text", [1, [True, None]], {"a": [{"b": 2}]}, float("inf")])
+def test_plain_objects_travel_as_json(value: Any) -> None:
+    packed = objects.pack(value)
+    assert packed[:1] == b"j" and objects.unpack(packed) == value
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1: 2}, {"a": (1,)}, frozenset("ab"), timedelta(1), True == 1, [b"bytes"]])
+def test_all_objects_keep_their_types(value: Any) -> None:
+    found = objects.unpack(objects.pack(value))
+    assert found == value and type(found) is type(value)
+
+
+def test_nothing_is_unpickled_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "of another job")
+    forged = [objects.pack(Trap()), b"p" + b"\0" * 32 + pickle.dumps(Trap()), pickle.dumps(Trap()), b""]
+    monkeypatch.setenv(SECRET_VARIABLE, "of this job")
+    for packed in forged:
+        with pytest.raises(RuntimeError, match="not signed with the secret of its job"):
+            objects.unpack(packed)
+    assert not Trap.sprung
+    objects.unpack(objects.pack(Trap()))
+    assert Trap.sprung == ["sprung"], "the trap works"
+
+
+def test_the_agents_unpickle_their_state_and_nothing_else() -> None:
+    store = meeting.connect(NodeJob("job", ["train.py"]))
+    backend = meeting._CheckedBackend(store, "run")
+    state = _RendezvousState()
+    node = _NodeDesc("worker-1", 1, 0)
+    state.participants[node] = 0
+    state.wait_list.add(node)
+    state.deadline = meeting.dynamic_rendezvous.datetime.now(meeting.dynamic_rendezvous.timezone.utc)
+    state.last_heartbeats[node] = state.deadline
+    assert backend.get_state() is None
+    backend.set_state(pickle.dumps(state))
+    assert pickle.loads(backend.get_state()[0]).participants == {node: 0}
+    for forged in (Trap(), {"participants": Trap()}):
+        state.closed = forged  # type: ignore[assignment]
+        meeting.C10dRendezvousBackend.set_state(backend, pickle.dumps(state), backend.get_state()[1])
+        with pytest.raises(meeting.MeetingError, match=r"something that no agent has written there"):
+            backend.get_state()
+        backend._store.delete_key(backend._key)
+    assert not Trap.sprung
+
+
+def test_waiting_for_a_key_ends(tmp_path: Any) -> None:
+    store = meeting.connect(NodeJob("job", ["train.py"]))
+    assert not _comes(store, "never", 0.01)
+    store.set("now", "1")
+    assert _comes(store, "now", 10.0)
