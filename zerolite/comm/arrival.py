@@ -29,7 +29,7 @@ _ANSWER_S = 60.0  # for whoever listens to say that it is a store
 _FAREWELL_S = 3.0  # that rank 0 stays for others to read why the meeting failed, since the store ends with it
 
 
-class _Patience:
+class Patience:
     """Waiting by looking again and again (so that Ctrl-C works), until some time is over, with warnings on the way."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -41,7 +41,7 @@ class _Patience:
         """Seconds, 0 or less when the time is over."""
         return self._start + self._timeout_s - time.monotonic()
 
-    def pause(self, complaint: Callable[[], str | None]) -> None:
+    def pause(self, complaint: Callable[[], str | None] = lambda: None) -> None:
         """Wait a little: the longer, the longer it has been. ``complaint`` makes the warning, if there is to be one."""
         waited = time.monotonic() - self._start
         if waited >= self._warn_at:
@@ -107,7 +107,7 @@ def _make_tcp_store(host: str, port: int, keeps: bool, timeout: timedelta) -> di
 
 def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
     """A connection to the store that somebody else keeps; waits until somebody does."""
-    patience = _Patience(timeout.total_seconds())
+    patience = Patience(timeout.total_seconds())
     while (refusal := _refusal(host, port, patience.left())) is not None:
         if patience.left() <= 0:
             raise RuntimeError(
@@ -196,7 +196,7 @@ class _Meeting:
 
     def _outcome(self) -> str:
         """ "all", or what went wrong."""
-        store, patience = self._store, _Patience(self._timeout_s)
+        store, patience = self._store, Patience(self._timeout_s)
         trouble = self._arrive()
         if trouble is None and store.add("count", 1) == self._world_size:
             self._decide("all")
@@ -279,8 +279,8 @@ class _Meeting:
 
     def _stay_for_others(self) -> None:
         """The store may end with this process: wait a little until all that are here have read the outcome."""
-        store, patience = self._store, _Patience(_FAREWELL_S if self._rank == 0 else 0.0)
+        store, patience = self._store, Patience(_FAREWELL_S if self._rank == 0 else 0.0)
         left = store.add("left", 1)
         while left < store.add("arrived", 0) and patience.left() > 0:
-            patience.pause(lambda: None)
+            patience.pause()
             left = store.add("left", 0)

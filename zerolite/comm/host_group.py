@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from zerolite.comm.arrival import Patience
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.exits import exited_ranks
 from zerolite.comm.objects import broadcast_object, gather_objects
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import name_ranks
-
-_LOOK_S = 1.0  # seconds between two looks for ranks that have ended
 
 
 class HostGroup:
@@ -53,11 +50,12 @@ class HostGroup:
         # Whether all have come or somebody has given up is decided once, by who is first at this counter.
         if everybody and store.add(f"{meeting}/decided", 1) == 1:
             store.set(f"{meeting}/outcome", "all")
-        deadline = time.monotonic() + timeout_s
-        while not _comes(store, f"{meeting}/outcome", min(_LOOK_S, deadline - time.monotonic())):
+        patience = Patience(timeout_s)
+        while not store.check([f"{meeting}/outcome"]):
             exited = [self._members.index(rank) for rank in exited_ranks(store) if rank in self._members]
             exited = [rank for rank in exited if not store.check([f"{meeting}/{rank}"])]
-            if time.monotonic() < deadline and not exited:
+            if patience.left() > 0 and not exited:
+                patience.pause()
                 continue
             missing = [rank for rank in range(self.world_size) if not store.check([f"{meeting}/{rank}"])]
             if store.add(f"{meeting}/decided", 1) == 1:
@@ -83,15 +81,6 @@ class HostGroup:
         if self.group is None:
             return value
         return broadcast_object(value, source, self.group)
-
-
-def _comes(store: dist.Store, key: str, wait_s: float) -> bool:
-    """Whether the key is there, after so many seconds at most. Raises RuntimeError if the store has gone."""
-    try:
-        store.wait([key], timedelta(seconds=max(wait_s, 0.001)))
-        return True
-    except RuntimeError:
-        return bool(store.check([key]))
 
 
 def _without(missing: list[int], timeout_s: float, what: str) -> str:
