@@ -67,15 +67,16 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
     return None, port
 
 
-def keep_store(make: Callable[..., Store], host: str, port: int, libuv: bool) -> Store:
+def keep_store(make: Callable[..., Store], host: str, port: int, torch_version: str) -> Store:
     """A TCPStore that listens on the address of this machine that ``host`` means; on all, if it means none of them.
 
     Args:
         make: torch.distributed.TCPStore, with further arguments.
         port: as in :func:`listen_at`, whose errors are raised.
-        libuv: whether torch's faster server may be used; that of torch 2.6 takes no sockets.
+        torch_version: in torch 2.6 the faster of two servers, libuv's, takes no sockets.
     """
     listener, port = listen_at(host, port)
     if listener is None:
         return make(host, port, is_master=True)
-    return make(host, port, is_master=True, master_listen_fd=listener, use_libuv=libuv)
+    server = {"use_libuv": False} if torch_version < "2.7" else {}
+    return make(host, port, is_master=True, master_listen_fd=listener, **server)

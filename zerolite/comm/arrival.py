@@ -95,14 +95,15 @@ def _kept_by_agent(host: str, port: int) -> bool:
 
 def _make_tcp_store(host: str, port: int, keeps: bool, timeout: timedelta) -> dist.TCPStore:
     libuv = os.environ.get("USE_LIBUV", "1") == "1"
-    make = functools.partial(dist.TCPStore, world_size=None, timeout=timeout, wait_for_workers=False)
+    make = functools.partial(
+        dist.TCPStore, world_size=None, timeout=timeout, wait_for_workers=False, multi_tenant=keeps, use_libuv=libuv
+    )
     if not keeps:
-        return make(host, port, is_master=False, use_libuv=libuv)
-    make = functools.partial(make, multi_tenant=True)
+        return make(host, port, is_master=False)
     try:
-        return keep_store(make, host, port, libuv and torch.__version__ >= "2.7")
+        return keep_store(make, host, port, torch.__version__)
     except OSError:  # this process may keep one there already, which torch finds
-        return make(host, port, is_master=True, use_libuv=libuv)
+        return make(host, port, is_master=True)
 
 
 def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:

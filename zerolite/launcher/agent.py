@@ -164,7 +164,7 @@ class Agent(LocalElasticAgent):
             sentence = f"the first node, {self.job.master_addr}, has gone: its agent has ended or cannot be reached"
             self.failures.append(Failure(host=self.host, seen=time.time(), of_agent=sentence))
         everywhere = in_order(self.failures + (board.failures if board is not None else []))
-        if all(failure.consequence for failure in everywhere):
+        if everywhere and all(failure.consequence for failure in everywhere):
             ended = [rank for rank, code in self._exit_codes().items() if code == 0]
             self.failures += [self._failure(worker_group, rank, 0, time.time()) for rank in ended]
         if self._can_restart():

@@ -244,7 +244,7 @@ def connect(job: NodeJob) -> TCPStore:
 
 def _keep_store(address: str, port: int, timeout: timedelta = timedelta(seconds=JOIN_S)) -> TCPStore:
     make = functools.partial(TCPStore, timeout=timeout, wait_for_workers=False)
-    return keep_store(make, address, port, torch.__version__ >= "2.7")
+    return keep_store(make, address, port, torch.__version__)
 
 
 def hosts_store(job: NodeJob) -> bool:

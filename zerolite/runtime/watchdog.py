@@ -226,11 +226,10 @@ class Watchdog:
         self._raising, self._heard = False, ""
 
     def _exited_members(self) -> list[int]:
-        """The ranks that have exited with status 0, if every collective of the engines needs all ranks."""
-        engines = list(self._engines.values())
-        if not engines or not all(engine.topology.trivial for engine in engines):
-            return []  # what is waited for may concern other ranks alone
-        return self._store.exited()
+        """The ranks that have exited with status 0, if every collective needs all ranks: in initialize, and in engines
+        without parallel dimensions besides data."""
+        trivial = all(engine.topology.trivial for engine in list(self._engines.values()))
+        return self._store.exited() if trivial else []
 
     def _waited(self) -> float:
         return WAIT.look(2 * (self._period or 0.0) + _LATE_S)

@@ -56,6 +56,8 @@ def part(how: str, stage: int, timeout_s: float, directory: str, shared_memory: 
     os.environ["ZEROLITE_SHARED_MEMORY"] = str(int(shared_memory))
     rank = int(torch.distributed.get_rank())
     os.environ[failure_record.VARIABLE] = str(Path(directory) / f"record.{rank}.json")
+    if how == "exited":
+        watchdog._EXITED_S = 1.0
     torch.manual_seed(0)
     model = Model()
     settings = config(stage, zero=PARTITIONED["moving"] if stage == 3 else None, optimizer=ADAMW)
@@ -70,6 +72,14 @@ def part(how: str, stage: int, timeout_s: float, directory: str, shared_memory: 
             time.sleep(0.6 * timeout_s)
         if doing == "sleep":
             time.sleep(FOR_EVER)
+        elif (
+            doing == "exited"
+        ):  # as the launcher says it; a process that stands still breaks no connection, as with NCCL
+            store = torch.distributed.distributed_c10d._get_default_store()
+            while isinstance(store, torch.distributed.PrefixStore):
+                store = store.underlying_store
+            store.set(failure_record.NUMBERED_EXIT.format(store.add(failure_record.EXIT_COUNT, 1)), str(rank))
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif doing == "stop":
             time.sleep(0.5)  # until it has said in which step it is
             os.kill(os.getpid(), signal.SIGSTOP)
