@@ -97,7 +97,10 @@ class Job:
     def agent(self) -> int:
         """The process id of the job's agent."""
         children = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         (line,) = [line for line in children.splitlines() if "zerolite.launcher.agent" in line]
         return int(line.split()[0])

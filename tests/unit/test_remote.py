@@ -17,6 +17,7 @@ from zerolite.launcher.plan import check_reachable, make_node_jobs, make_plan, o
 from zerolite.launcher.preflight import Answer, clock_offset, find_problems
 from zerolite.launcher.remote import own_command
 from zerolite.launcher.remote_commands import Route, exported_variables, make_commands, pack, unpack
+from zerolite.listening import SECRET_VARIABLE
 
 NAMES = ["host1", "host2", "host3"]
 SPEC = CheckSpec("abc", NAMES, ["host1"], True, 29500, "/work dir", ["train.py"])
@@ -211,6 +212,8 @@ def test_each_node_gets_its_part(hostfile: str, monkeypatch: pytest.MonkeyPatch)
     assert (first.nproc, second.nproc, third.nproc) == (2, 1, 4) and second.devices == [0]
     assert (first.min_nodes, first.max_nodes, third.node_rank) == (2, 3, 2)
     assert (first.master_addr, second.master_addr, third.master_addr) == ("node-one", "node-one", "10.0.0.1")
+    secret = first.env.pop(SECRET_VARIABLE)
+    assert len(secret) == 32 and secret == second.env[SECRET_VARIABLE] == third.env[SECRET_VARIABLE]
     assert first.env == {"NCCL_X": "1", "K": "v", "GLOO_SOCKET_IFNAME": "eth1"}
     assert "GLOO_SOCKET_IFNAME" not in third.env
     assert first.job_id == third.job_id and first.watch_stdin

@@ -106,11 +106,11 @@ class SharedMemoryCommunicator(GlooCommunicator):
         nbytes, memory = launch.nbytes, lane.memory
         if memory.exhausted and not memory.holds(nbytes):
             return None
-        lane.count += 1
         ticket = self._ticket(launch)
         if not memory.holds(nbytes):
             # Memory is made by all ranks together: only if all are about to.
             self._compare_now(launch, ticket)
+        lane.count += 1
         regions = memory.regions(lane.count, nbytes, tensors[0])
         if regions is None:
             return None
@@ -119,7 +119,9 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
         def conclude() -> torch.Tensor:
             lane.last = None
+            lane.count -= 1  # other ranks may have taken a turn in the other lane: where they differ, none has counted
             self._compare(highest(), ticket, launch)
+            lane.count += 1
             return finish(regions)
 
         lane.last = Pending((fence,), tensors, conclude)
