@@ -19,6 +19,7 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.writing import write_checkpoint
 
@@ -194,7 +195,10 @@ def values(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def about(step: int, tag: str | None = None) -> About:
+RUN = Run()
+
+
+def about(step: int, tag: str | None = None, run: str = RUN.id) -> About:
     return About(
         tag=tag or default_tag(step),
         saved_at=now(),
@@ -207,19 +211,19 @@ def about(step: int, tag: str | None = None) -> About:
         parameters={},
         layout={},
         exclude_frozen_parameters=False,
+        run=run,
     )
 
 
-def save(save_dir: Path, step: int, tag: str | None = None, **commit: Any) -> Path:
-    described = about(step, tag)
+def save(save_dir: Path, step: int, tag: str | None = None, run: Run = RUN, **commit: Any) -> Path:
+    described = about(step, tag, run.id)
     shards = [
         shard
         for key, tensor in values(step).items()
         for shard in (whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)])
     ]
-    return write_checkpoint(
-        save_dir, described.tag, shards, {"step": {"weight": step}}, Commit(save_dir, described, state(step), **commit)
-    )
+    what = Commit(save_dir, described, state(step), run, **commit)
+    return write_checkpoint(save_dir, described.tag, shards, {"step": {"weight": step}}, what)
 
 
 def state(step: int) -> dict[str, Any]:

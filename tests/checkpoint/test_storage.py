@@ -19,6 +19,7 @@ from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
 from zerolite.checkpoint.planner import Shard, Target, TargetLoadPlanner
 from zerolite.checkpoint.reader import CheckpointReader, part_of
+from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.storage import CheckpointStorageReader, CheckpointWriter, Commit, now
 from zerolite.checkpoint.writing import write_checkpoint
 
@@ -30,7 +31,7 @@ def about(tag: str = "a", steps: int = 1) -> About:
 
 
 def commit(directory: Path, tag: str = "a") -> Commit:
-    return Commit(directory, about(tag), STATE)
+    return Commit(directory, about(tag), STATE, Run())
 
 
 def shards_of(key: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[Shard]:

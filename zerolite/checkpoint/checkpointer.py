@@ -11,6 +11,7 @@ import torch
 
 from zerolite.accelerator import collector_off
 from zerolite.checkpoint.loading import Loader, LoadRequest
+from zerolite.checkpoint.run import run_of_this_job
 from zerolite.checkpoint.saving import EngineParts, Saver, SaveRequest, UserState
 
 
@@ -18,8 +19,9 @@ class Checkpointer:
     """One engine's checkpoints. All methods are called on all ranks, between the engine's other calls."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self._saver = Saver(parts)
-        self._loader = Loader(parts)
+        run = run_of_this_job()
+        self._saver = Saver(parts, run)
+        self._loader = Loader(parts, run)
 
     def save(self, request: SaveRequest, client_state: Any, scheduler: Any, loaders: Any) -> str:
         """Returns the checkpoint's directory."""

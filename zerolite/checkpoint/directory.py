@@ -49,11 +49,12 @@ def check_tag(tag: object) -> str:
 
 @dataclass(frozen=True, order=True)
 class Complete:
-    """A complete checkpoint; the last in order is the newest."""
+    """A complete checkpoint; the last in order is the newest. run: "" for one that does not name its run."""
 
     global_steps: int
     saved_at: str
     tag: str
+    run: str = ""
 
 
 def complete_checkpoints(directory: Path) -> list[Complete]:
@@ -85,7 +86,7 @@ def _read_head(path: Path, tag: str) -> Complete | None:
     """What the manifest in ``path`` says of itself; None without a readable one."""
     try:
         head = json.loads(filesystem.read_file(path / MANIFEST, MOST_JSON_BYTES))
-        return Complete(int(head["global_steps"]), str(head["saved_at"]), tag)
+        return Complete(int(head["global_steps"]), str(head["saved_at"]), tag, str(head.get("run", "")))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
@@ -242,9 +243,38 @@ def set_latest(directory: Path, tag: str) -> None:
 def prune(directory: Path, keep: int, saved: str) -> None:
     """Remove all but the ``keep`` checkpoints that were saved last of those with a default tag, and neither ``saved``
     nor the latest: tags of the user's own stay. Called by one rank, with the lock."""
-    kept = {saved, _latest(directory)}
-    ours = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
-    ours.sort(key=lambda known: (known.tag == saved, known.saved_at))
-    for known in ours[: max(len(ours) - keep, 0)]:
-        if known.tag not in kept:
-            _remove(directory / known.tag)
+    for known in _prunable(directory, keep, saved, _latest(directory)):
+        _remove(directory / known.tag)
+
+
+def _prunable(directory: Path, keep: int, saved: str, latest: str | None) -> list[Complete]:
+    """What :func:`prune` removes when ``saved`` is complete and the file ``latest`` has this content."""
+    others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
+    others = sorted((known for known in others if known.tag != saved), key=lambda known: known.saved_at)
+    keep -= 1 if _DEFAULT_TAG.fullmatch(saved) else 0
+    return [known for known in others[: max(len(others) - keep, 0)] if known.tag != latest]
+
+
+def harmed(directory: Path, tag: str, save_latest: bool, keep_last: int | None) -> Iterator[tuple[str, Complete]]:
+    """Checkpoints that saving ``tag`` replaces, passes over as the latest, or prunes; and which of these, as a verb.
+    Those without a readable manifest are left out."""
+    if not directory.exists():
+        return
+    candidates = _candidates(directory)
+    latest = _latest_if_valid(directory)
+    if tag in candidates and (head := _read_head(candidates[tag], tag)) is not None:
+        yield "replace", head
+    if save_latest:
+        found = _read_head(candidates[latest], latest) if latest in candidates else None
+        newest = complete_checkpoints(directory)[-1:] if latest is None else [found]
+        yield from (("move 'latest' away from", head) for head in newest if head is not None)
+    if keep_last is not None:
+        pruned = _prunable(directory, keep_last, tag, tag if save_latest else latest)
+        yield from (("remove, because of keep_last,", head) for head in pruned)
+
+
+def _latest_if_valid(directory: Path) -> str | None:
+    try:
+        return _latest(directory)
+    except CheckpointError:
+        return None

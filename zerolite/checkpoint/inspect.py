@@ -68,6 +68,7 @@ def render(described: dict[str, Any]) -> str:
         ("precision", _listed(described["precision"])),
         ("versions", _listed(described["versions"])),
         ("parameters", _listed(described["parameters"])),
+        ("run", described["run"]),
         ("frozen", "left out" if described["exclude_frozen_parameters"] else ""),
         ("size", format_size(described["bytes"])),
     ):

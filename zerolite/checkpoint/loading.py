@@ -22,6 +22,7 @@ from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
 from zerolite.checkpoint.planner import Target, TargetLoadPlanner
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.saving import EngineParts
 from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
@@ -65,8 +66,9 @@ class _Plan:
 class Loader:
     """Loads checkpoints into one engine."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, run: Run) -> None:
         self._parts = parts
+        self._run = run
         self._host = parts.host
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
@@ -84,6 +86,8 @@ class Loader:
         if not request.load_module_only:
             resume = lambda: plan.reader.trust(lambda: self._resume(plan, window, scheduler, loaders))  # noqa: E731
             on_this_rank(self._host, _CALL, resume)
+        if self._host.rank == 0:  # the rank that commits
+            self._run.take_over(path.parent, plan.reader.manifest.about.head, not request.load_module_only)
         self._report(plan, request)
         return str(path), plan.reader.state["client_state"]
 

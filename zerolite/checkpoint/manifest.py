@@ -15,7 +15,7 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box, covers
-from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES
+from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES, Complete
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import DTYPES, TORCH_DTYPES
 from zerolite.version import __version__
@@ -42,7 +42,7 @@ class FileEntry:
 @dataclass(frozen=True)
 class About:
     """What somebody who sees a checkpoint wants to know. precision: dtypes by what they are of. parameters: numbers of
-    tensors and of elements, all and trained."""
+    tensors and of elements, all and trained. run: id of the run that saved it; "" if it does not say."""
 
     tag: str
     saved_at: str  # ISO 8601, UTC
@@ -55,6 +55,11 @@ class About:
     parameters: dict[str, int]
     layout: dict[str, Any]
     exclude_frozen_parameters: bool
+    run: str = ""
+
+    @property
+    def head(self) -> Complete:
+        return Complete(self.global_steps, self.saved_at, self.tag, self.run)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ _KINDS: dict[str, type] = {
     "parameters": dict,
     "layout": dict,
     "exclude_frozen_parameters": bool,
+    "run": str,
 }
 
 
@@ -163,7 +169,7 @@ def _manifest(file: Path, body: Any) -> Manifest:
     expected = _checksum(body)
     if found != expected:
         raise CheckpointError(f"'{file}' is damaged: expected checksum {expected}, found {found}")
-    about = About(**{name: body[name] for name in About.__dataclass_fields__})
+    about = About(**{"run": "", **{name: body[name] for name in _KINDS if name != "run" or name in body}})
     for name, kind in _KINDS.items():
         value = getattr(about, name)
         if type(value) is not kind or (isinstance(value, int) and value < 0):

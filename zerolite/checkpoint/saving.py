@@ -21,6 +21,7 @@ from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
+from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.safetensors import DTYPES, as_bytes
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
@@ -96,8 +97,9 @@ class EngineParts:
 class Saver:
     """Saves one engine's checkpoints, one at a time."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, run: Run) -> None:
         self._parts = parts
+        self._run = run
         self._host = parts.host
         self._staging = Staging()
         self._told = False  # that nothing is saved in the background
@@ -260,8 +262,10 @@ class Saver:
                 Path(agreed.save_dir),
                 self._about(tag, agreed, model.description),
                 encoded,
+                self._run,
                 agreed.save_latest,
                 parts.config.checkpoint.keep_last,
+                parts.config.checkpoint.overwrite,
             )
         return _Collected(shards, scalars, commit, Path(agreed.save_dir))
 
@@ -340,6 +344,7 @@ class Saver:
                 "grid": asdict(Grid.of(model.topology)),
             },
             exclude_frozen_parameters=agreed.exclude_frozen_parameters,
+            run=self._run.id,
         )
 
 

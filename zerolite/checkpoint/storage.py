@@ -39,19 +39,23 @@ from zerolite.checkpoint.manifest import (
     index_to_json,
 )
 from zerolite.checkpoint.reader import CheckpointReader, Request
+from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.safetensors import Entry, as_bytes, build_header
 
 
 @dataclass(frozen=True)
 class Commit:
     """What happens when all ranks have written. state: the content of state.json, to which the scalars of the optimizer
-    are added. keep_last: see :func:`directory.prune`; None removes nothing."""
+    are added. run: of the job that saves. keep_last: see :func:`directory.prune`; None removes nothing. overwrite: see
+    :meth:`Run.check`."""
 
     save_dir: Path
     about: About
     state: dict[str, Any]
+    run: Run
     save_latest: bool = True
     keep_last: int | None = None
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,12 @@ class CheckpointWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the directory that all ranks write into."""
         assert self._commit is not None
-        self._open.enter_context(directory.locked(self._commit.save_dir))
-        path = self._written_in = directory.begin(self._commit.save_dir, self._commit.about.tag)
+        save_dir, new = self._commit.save_dir, self._commit.about.head
+        self._open.enter_context(directory.locked(save_dir))
+        self._commit.run.check(
+            save_dir, new, self._commit.save_latest, self._commit.keep_last, self._commit.overwrite
+        )
+        path = self._written_in = directory.begin(save_dir, new.tag)
         return [replace(plan, storage_data=path / f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

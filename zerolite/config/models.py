@@ -104,6 +104,11 @@ class CheckpointConfig(_Block):
         description="Checkpoints with the default tag, `global_step<N>`, that stay when another one is complete; those "
         "with tags of your own always stay. null: all. (zerolite's own key.)",
     )
+    overwrite: Bool = Field(
+        default=False,
+        description="Let a job that has loaded no checkpoint from its save directory replace those that other runs "
+        "have left there. Otherwise that is an error. (zerolite's own key.)",
+    )
     timeout_s: Annotated[float, BeforeValidator(Number(0.0, exclusive=True))] = Field(
         default=300.0,
         description="Seconds that ranks wait for each other at the beginning of a save or a load, until an error names "

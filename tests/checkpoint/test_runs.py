@@ -1,0 +1,153 @@
+"""A save does not harm the checkpoints of another run; a job that loads a checkpoint continues its run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import crafted, faults
+from tests.pool import Pool, Pools
+from zerolite.checkpoint.directory import MANIFEST, find
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.manifest import read_manifest
+from zerolite.checkpoint.run import Run, run_of_this_job
+
+CASES = "tests.checkpoint.cases.runs"
+REMEDIES = "call engine.load_checkpoint on that directory before the first save.*another directory.*\"overwrite\": true"
+
+
+def resumed(save_dir: Path, whole: bool = True) -> Run:
+    """Another job, which has loaded the latest checkpoint."""
+    run = Run()
+    run.take_over(save_dir, read_manifest(find(save_dir)).about.head, whole)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("more", "harm"),
+    [
+        ({"tag": "best", "save_latest": False}, "replace checkpoint 'best'"),
+        ({}, "move 'latest' away from checkpoint 'best'"),
+        ({"tag": "mine", "save_latest": False, "keep_last": 1}, "remove, because of keep_last, .* 'global_step1'"),
+    ],
+    ids=["replace", "latest", "prune"],
+)
+def test_another_run_is_not_harmed(ram: Path, more: dict[str, Any], harm: str) -> None:
+    for step in (1, 2):
+        faults.save(ram, step)
+    faults.save(ram, 3, "best")
+    before = sorted(ram.rglob("*"))
+    with pytest.raises(CheckpointError, match=f"(?s)this save would {harm}.*of another run .*{REMEDIES}"):
+        faults.save(ram, 4, run=Run(), **more)
+    assert sorted(ram.rglob("*")) == before and faults.load(ram) == 3
+    faults.save(ram, 4, run=resumed(ram), **more)
+    faults.save(ram, 5, "beside", run=Run(), save_latest=False)  # harms nothing
+
+
+def test_without_the_file_latest_the_newest_counts(ram: Path) -> None:
+    faults.save(ram, 1)
+    (ram / "latest").unlink()
+    with pytest.raises(CheckpointError, match="move 'latest' away from checkpoint 'global_step1'"):
+        faults.save(ram, 2, run=Run())
+
+
+def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
+    """Also elsewhere: a run saves into two directories, and the next job loads from one of them."""
+    first = Run()
+    faults.save(ram / "a", 1, run=first)
+    faults.save(ram / "b", 2, "best", run=first)
+    second = resumed(ram / "a")
+    assert second.id == first.id
+    faults.save(ram / "b", 3, "best", run=second)
+    assert read_manifest(ram / "b" / "best").about.run == first.id
+
+
+def test_parameters_alone_begin_a_run(ram: Path) -> None:
+    """Which may go on where the one before is: fine-tuning."""
+    faults.save(ram / "base", 1)
+    one, other = resumed(ram / "base", whole=False), resumed(ram / "base", whole=False)
+    assert len({one.id, other.id, faults.RUN.id}) == 3
+    faults.save(ram / "base", 2, run=one, keep_last=1)
+    faults.save(ram / "tuned", 3, run=one)
+    with pytest.raises(CheckpointError, match="of another run"):
+        faults.save(ram / "tuned", 4, run=other)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["saves first", "is too late"])
+def test_two_jobs_resume_from_one_checkpoint(ram: Path, earlier: bool) -> None:
+    """The one that saves first goes on, the other is told."""
+    faults.save(ram, 1)
+    jobs = [resumed(ram), resumed(ram)]
+    winner, loser = jobs if earlier else reversed(jobs)
+    faults.save(ram, 2, run=winner)
+    with pytest.raises(CheckpointError, match="another job of the same run has saved since .* End one of them"):
+        faults.save(ram, 2, run=loser)
+    faults.save(ram, 3, run=winner)
+    faults.save(ram, 4, run=resumed(ram))
+
+
+def test_one_job_loads_again_and_saves_over_copies(ram: Path) -> None:
+    run = Run()
+    for step in (1, 2):
+        faults.save(ram, step, run=run)
+    shutil.copytree(ram / "global_step2", ram / "best")
+    faults.save(ram, 3, "best", run=run)
+    faults.save(ram, 1, run=run)
+
+
+def test_what_names_no_run_is_replaced(ram: Path) -> None:
+    """Checkpoints of earlier versions, and damaged ones."""
+    for step in (1, 2):
+        path = faults.save(ram, step)
+        body = json.loads((path / MANIFEST).read_bytes())
+        del body["run"]
+        crafted.craft(path, MANIFEST, body)
+    assert read_manifest(ram / "global_step1").about.run == "" and faults.load(ram) == 2
+    later = resumed(ram)
+    assert later.id
+    faults.save(ram, 3, run=later, keep_last=1)
+    (ram / "global_step3" / MANIFEST).write_text("{")
+    faults.save(ram, 3, run=Run())
+
+
+def test_overwrite(ram: Path) -> None:
+    """What is there at the first save; a job that comes later is told all the same."""
+    faults.save(ram, 1)
+    run = Run()
+    faults.save(ram, 1, run=run, overwrite=True)
+    other = Run()
+    faults.save(ram, 2, run=other, overwrite=True)
+    with pytest.raises(CheckpointError, match="another run"):
+        faults.save(ram, 3, run=run, overwrite=True)
+
+
+def test_jobs_race_for_one_directory(alone: Pool, ram: Path) -> None:
+    """One wins, and all others are told."""
+    for trial in range(5):
+        directory = ram / str(trial)
+        told = alone.run(f"{CASES}:race", {"directory": directory, "jobs": 3})[0]
+        assert len(told) == 2 and all("of another run" in text or "another job" in text for text in told), told
+        assert faults.load(directory) == 1
+
+
+def test_restarts_of_the_launcher_are_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_of_this_job.cache_clear()
+    monkeypatch.setenv("ZEROLITE_JOB_ID", "0123abcd-1")
+    assert run_of_this_job().id == "0123abcd"
+    run_of_this_job.cache_clear()
+    monkeypatch.delenv("ZEROLITE_JOB_ID")
+    assert run_of_this_job() is run_of_this_job() and len(run_of_this_job().id) == 32
+    run_of_this_job.cache_clear()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_engines(pools: Pools, ram: Path, background: bool) -> None:
+    """All ranks raise the same sentence; a load makes it one run, whose id stays."""
+    arguments = {"directory": ram, "background": background}
+    one, other = pools(2).run(f"{CASES}:engines", arguments)
+    assert one == other and len(one) == 3
+    assert "of another run" in one[0] and "another job of the same run" in one[1] and one[2] == ""
