@@ -96,9 +96,7 @@ class CheckpointWriter(StorageWriter):
         assert self._commit is not None
         save_dir, new = self._commit.save_dir, self._commit.about.head
         self._open.enter_context(directory.locked(save_dir))
-        self._commit.run.check(
-            save_dir, new, self._commit.save_latest, self._commit.keep_last, self._commit.overwrite
-        )
+        self._commit.run.check(save_dir, new, self._commit.save_latest, self._commit.keep_last, self._commit.overwrite)
         path = self._written_in = directory.begin(save_dir, new.tag)
         return [replace(plan, storage_data=path / f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 

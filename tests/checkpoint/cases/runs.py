@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
-from tests.checkpoint import faults
 from tests.checkpoint.cases.crashes import _config, _of_all, _train
 from tests.distributed.cases.training import make_engine
 from zerolite.checkpoint import run as runs
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.run import Run
-
-
-def race(directory: Path, jobs: int) -> list[str]:
-    """Forks of this process save into a new directory at the same moment. Gives what those were told that have not."""
-    start, go = os.pipe()
-    results, write = os.pipe()
-    for _ in range(jobs):
-        if os.fork() == 0:
-            signal.alarm(60)
-            os.close(go)
-            os.read(start, 1)
-            text = ""
-            try:
-                faults.save(directory, 1, run=Run())
-            except CheckpointError as error:
-                text = str(error)
-            os.write(write, f"{text}\n".encode())  # at once: less than a page
-            os._exit(0)
-    for descriptor in (go, start, write):
-        os.close(descriptor)
-    for _ in range(jobs):
-        os.wait()
-    with open(results) as pipe:
-        return [line.strip() for line in pipe if line.strip()]
 
 
 def engines(directory: Path, background: bool) -> list[str]:
