@@ -78,16 +78,13 @@ def _end() -> None:
 
 
 class Death:
-    """The end of this process at the operation ``at``: "before" it; "within" it, a half of it done; or by loss of
-    "power" before it, with a half of every file that has not been synced. ``end`` kills, or raises :class:`Killed`, as
-    does everything afterwards."""
+    """The end of this process at the operation ``at``: "before" it, or "within" it, a half of it done. ``end`` kills,
+    or raises :class:`Killed`, as does everything afterwards."""
 
     def __init__(self, at: int, how: str = "before", end: Callable[[], None] = _end) -> None:
         self.happened = False
         self._at, self._how, self._end = at, how, end
         self._count = 0
-        self._unsynced: set[Path] = set()
-        self._syncing: Path | None = None
         self._write = filesystem._write
 
     @contextlib.contextmanager
@@ -101,14 +98,9 @@ class Death:
     def _before(self, operation: str, path: Path) -> None:
         if self.happened:
             raise Killed
-        if self._syncing is not None:
-            self._unsynced.discard(self._syncing)
-        self._syncing = path if operation == "fsync" else None
         if self._count == self._at:
             self._begin(operation, path)
         self._count += 1
-        if operation == "create":
-            self._unsynced.add(path)
 
     def _begin(self, operation: str, path: Path) -> None:
         if self._how == "within" and operation == "write":
@@ -117,9 +109,6 @@ class Death:
         if self._how == "within" and operation == "remove" and path.is_dir():
             for entry in sorted(path.iterdir())[::2]:
                 entry.unlink()
-        if self._how == "power":
-            for file in self._unsynced:
-                os.truncate(file, file.stat().st_size // 2)
         self._die()
 
     def _half(self, descriptor: int, views: list[memoryview]) -> None:
@@ -251,6 +240,13 @@ def load(save_dir: Path, tag: str | None = None) -> int:
         found = reader.read(key)
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), key
     return step
+
+
+def resumed(save_dir: Path, whole: bool = True) -> Run:
+    """Of another job, which has loaded the checkpoint that is found, or only its parameters."""
+    run = Run()
+    run.take_over(save_dir, CheckpointReader(find(save_dir)).manifest.about.head, whole)
+    return run
 
 
 def hidden(save_dir: Path) -> list[str]:

@@ -18,13 +18,13 @@ from tests.pool import Pool, Pools, WorkerDied
 CASES = "tests.checkpoint.cases.crashes"
 
 
-@pytest.mark.parametrize("how", ["before", "within", "power"])
+@pytest.mark.parametrize("how", ["before", "within"])
 @pytest.mark.parametrize("scenario", crashes.SCENARIOS)
 def test_ends_at_every_point(ram: Path, scenario: str, how: str) -> None:
     check_kills(scenario, crashes.kills(scenario, ram, how, "pretended"))
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) for how in ("before", "within", "power")])
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) for how in ("before", "within")])
 @pytest.mark.parametrize("scenario", crashes.SCENARIOS)
 def test_killed_at_every_point(alone: Pool, ram: Path, scenario: str, how: str) -> None:
     arguments = {"scenario": scenario, "directory": ram, "how": how, "death": "killed"}

@@ -12,20 +12,13 @@ import pytest
 
 from tests.checkpoint import crafted, faults
 from tests.pool import Pools
-from zerolite.checkpoint.directory import MANIFEST, find
+from zerolite.checkpoint.directory import MANIFEST
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import read_manifest
 from zerolite.checkpoint.run import Run, run_of_this_job
 
 CASES = "tests.checkpoint.cases.runs"
 REMEDIES = 'call engine.load_checkpoint on that directory before the first save.*another directory.*"overwrite": true'
-
-
-def resumed(save_dir: Path, whole: bool = True) -> Run:
-    """Another job, which has loaded the latest checkpoint."""
-    run = Run()
-    run.take_over(save_dir, read_manifest(find(save_dir)).about.head, whole)
-    return run
 
 
 @pytest.mark.parametrize(
@@ -45,7 +38,7 @@ def test_another_run_is_not_harmed(ram: Path, more: dict[str, Any], harm: str) -
     with pytest.raises(CheckpointError, match=f"(?s)this save would {harm}.*of another run .*{REMEDIES}"):
         faults.save(ram, 4, run=Run(), **more)
     assert sorted(ram.rglob("*")) == before and faults.load(ram) == 3
-    faults.save(ram, 4, run=resumed(ram), **more)
+    faults.save(ram, 4, run=faults.resumed(ram), **more)
     faults.save(ram, 5, "beside", run=Run(), save_latest=False)  # harms nothing
 
 
@@ -61,7 +54,7 @@ def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
     first = Run()
     faults.save(ram / "a", 1, run=first)
     faults.save(ram / "b", 2, "best", run=first)
-    second = resumed(ram / "a")
+    second = faults.resumed(ram / "a")
     assert second.id == first.id
     faults.save(ram / "b", 3, "best", run=second)
     assert read_manifest(ram / "b" / "best").about.run == first.id
@@ -70,7 +63,7 @@ def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
 def test_parameters_alone_begin_a_run(ram: Path) -> None:
     """Which may go on where the one before is: fine-tuning."""
     faults.save(ram / "base", 1)
-    one, other = resumed(ram / "base", whole=False), resumed(ram / "base", whole=False)
+    one, other = faults.resumed(ram / "base", whole=False), faults.resumed(ram / "base", whole=False)
     assert len({one.id, other.id, faults.RUN.id}) == 3
     faults.save(ram / "base", 2, run=one, keep_last=1)
     faults.save(ram / "tuned", 3, run=one)
@@ -82,13 +75,13 @@ def test_parameters_alone_begin_a_run(ram: Path) -> None:
 def test_two_jobs_resume_from_one_checkpoint(ram: Path, earlier: bool) -> None:
     """The one that saves first goes on, the other is told."""
     faults.save(ram, 1)
-    jobs = [resumed(ram), resumed(ram)]
+    jobs = [faults.resumed(ram), faults.resumed(ram)]
     winner, loser = jobs if earlier else reversed(jobs)
     faults.save(ram, 2, run=winner)
     with pytest.raises(CheckpointError, match="another job of the same run has saved since .* End one of them"):
         faults.save(ram, 2, run=loser)
     faults.save(ram, 3, run=winner)
-    faults.save(ram, 4, run=resumed(ram))
+    faults.save(ram, 4, run=faults.resumed(ram))
 
 
 def test_one_job_loads_again_and_saves_over_copies(ram: Path) -> None:
@@ -108,7 +101,7 @@ def test_what_names_no_run_is_replaced(ram: Path) -> None:
         del body["run"]
         crafted.craft(path, MANIFEST, body)
     assert read_manifest(ram / "global_step1").about.run == "" and faults.load(ram) == 2
-    later = resumed(ram)
+    later = faults.resumed(ram)
     assert later.id
     faults.save(ram, 3, run=later, keep_last=1)
     (ram / "global_step3" / MANIFEST).write_text("{")

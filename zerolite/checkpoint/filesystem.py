@@ -33,7 +33,7 @@ def make_directory(path: Path, exist_ok: bool = False) -> None:
     if not (exist_ok and path.is_dir()):
         new = [made for made in (path, *path.parents) if not made.exists()]
         before_operation("mkdir", path)
-        path.mkdir(parents=True, exist_ok=exist_ok)
+        os.makedirs(path, exist_ok=exist_ok)
         for made in new:
             sync_directory(made.parent)
 
@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         before_operation("remove", path)
-        path.unlink()
+        os.unlink(path)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,0 +1,185 @@
+"""Power is lost, or the disk fails, at any system call of a save: the checkpoint before, or the new one, is there, and
+the next save works."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import faults
+from tests.checkpoint.block_layer import Change, Disk, Recorder, crashes, read_tree, write_tree
+from tests.checkpoint.cases.crashes import SCENARIOS, _found
+from zerolite.checkpoint import filesystem
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.run import Run
+
+
+def check_next_save(save_dir: Path, found: int) -> None:
+    """Another job resumes, if there is a checkpoint, and saves; what was there stays."""
+    faults.save(save_dir, 4, run=faults.resumed(save_dir) if found else Run())
+    assert faults.load(save_dir) == 4 and faults.hidden(save_dir) == []
+    tags = [path.name for path in save_dir.iterdir() if (path / "manifest.json").exists()]
+    assert not found or found in [faults.load(save_dir, tag) for tag in tags]
+
+
+def recorded(root: Path, act: Callable[[Path], Any]) -> list[Change]:
+    """What ``act`` changes below ``root``, of which a copy, as it was, is left in ``root.before``."""
+    before = root.with_suffix(".before")
+    shutil.copytree(root, before, symlinks=True)
+    with Recorder(root) as recorder:
+        act(root / "saved")
+    disk = Disk(before)
+    for change in recorder.changes:
+        disk.apply(change)
+    assert disk.now == read_tree(root), "all changes were recorded"
+    return recorder.changes
+
+
+def check_crashes(
+    root: Path, act: Callable[[Path], Any], allowed: set[int], new: int, most: int, saves: int, deep: bool = False
+) -> int:
+    """Power is lost after each system call of ``act``, which saves the step ``new``. Returns the number of states.
+
+    Args:
+        allowed: steps of the checkpoints that may be found.
+        most: how many states are tried after each call.
+        saves: the next save is tried in one of so many states.
+        deep: power is lost in the next save too, in states in which the first has left something.
+    """
+    changes = recorded(root, act)
+    after = root.with_suffix(".after")
+    count = 0
+    for done, tree in crashes(root.with_suffix(".before"), changes, most):
+        write_tree(tree, after)
+        found = _found(after / "saved")
+        assert found in allowed, changes[:done][-1:]
+        assert done < len(changes) or found == new, "the save had returned"
+        count += 1
+        if deep and (after / "saved").exists() and faults.hidden(after / "saved"):
+            run = faults.resumed(after / "saved") if found else Run()
+            shutil.copytree(after, after.with_name("again"))
+            again = lambda path, run=run: faults.save(path, 5, "best", run=run)  # noqa: E731
+            count += check_crashes(after.with_name("again"), again, {found, 5}, 5, 12, 4)
+        if count % saves == 0:
+            check_next_save(after / "saved", found)
+        shutil.rmtree(after)
+    for left in (root, root.with_suffix(".before")):
+        shutil.rmtree(left)
+    return count
+
+
+def crash_scenario(ram: Path, scenario: str, **how: Any) -> int:
+    prepare, act, allowed = SCENARIOS[scenario]
+    (ram / "now").mkdir()
+    prepare(ram / "now" / "saved")
+    return check_crashes(ram / "now", act, allowed, 3, **how)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_power_loss(ram: Path, scenario: str) -> None:
+    assert crash_scenario(ram, scenario, most=12, saves=4) >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_power_loss_in_all_states(ram: Path, scenario: str) -> None:
+    """And then again in the next save."""
+    assert crash_scenario(ram, scenario, most=10**6, saves=1, deep=True) >= 30
+
+
+class LeavesOut:
+    """The module ``os``, whose fsync does nothing for some files."""
+
+    def __init__(self, skipped: Callable[[Path], bool]) -> None:
+        self._skipped = skipped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, descriptor: int) -> None:
+        if not self._skipped(Path(os.readlink(f"/proc/self/fd/{descriptor}"))):
+            os.fsync(descriptor)
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        lambda path: path.is_file(),
+        lambda path: path.name == ".latest.new",
+        lambda path: path.name == "saved",
+        lambda path: path.name.startswith(".incomplete"),
+    ],
+    ids=["files", "latest", "the directory", "the checkpoint's directory"],
+)
+def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: Callable[[Path], bool]) -> None:
+    """The simulation loses what a file system may lose."""
+    monkeypatch.setattr(filesystem, "os", LeavesOut(skipped))
+    with pytest.raises((AssertionError, CheckpointError)) as caught:
+        crash_scenario(ram, "overwrite", most=12, saves=100)
+    assert "all changes were recorded" not in str(caught.value)
+
+
+# -------------------------------------------------------------------- a disk that fails
+
+
+def check_errors(ram: Path, scenario: str, kind: int, always: bool) -> int:
+    """Each system call of a save fails in turn (``always``: so do all that follow, but removals), and then power is
+    lost. Returns the number of calls."""
+    prepare, act, allowed = SCENARIOS[scenario]
+    for at in itertools.count():
+        root, after = ram / f"{at}", ram / f"{at}.after"
+        root.mkdir()
+        prepare(root / "saved")
+        disk = Disk(root)
+
+        def before(number: int, name: str, path: str, at: int = at) -> None:
+            if number == at or (always and number > at and name not in ("unlink", "rmdir")):
+                raise OSError(kind, os.strerror(kind), path)
+
+        said = None
+        with Recorder(root, before) as recorder:
+            try:
+                act(root / "saved")
+            except CheckpointError as error:
+                said = str(error)
+        if recorder.tried <= at:
+            return at
+        for change in recorder.changes:
+            disk.apply(change)
+        for tree in disk.crashes(6, random.Random(at)):
+            write_tree(tree, after)
+            found = _found(after / "saved")
+            assert found == 3 if said is None else found in allowed, (at, recorder.changes[-1:])
+            shutil.rmtree(after)
+        found = _found(root / "saved")
+        assert found == 3 if said is None else found in allowed, (at, recorder.changes[-1:])
+        assert said is None or os.strerror(kind) in said or not always, said
+        check_next_save(root / "saved", found)
+        shutil.rmtree(root)
+    raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(name, marks=() if name == "overwrite" else pytest.mark.slow) for name in SCENARIOS]
+)
+@pytest.mark.parametrize(
+    ("kind", "always"),
+    [
+        pytest.param(errno.EIO, False),
+        *(
+            pytest.param(kind, always, marks=pytest.mark.slow)
+            for kind, always in [(errno.EIO, True), (errno.ENOSPC, False), (errno.ENOSPC, True)]
+        ),
+    ],
+    ids=["EIO", "EIO from there on", "ENOSPC", "ENOSPC from there on"],
+)
+def test_system_calls_fail(ram: Path, scenario: str, kind: int, always: bool) -> None:
+    assert check_errors(ram, scenario, kind, always) >= 30
