@@ -190,3 +190,17 @@ def test_warning_filters_are_the_main_threads(ram: Path) -> None:
         thread.join()
     assert list(warnings.filters) == filters
     assert faults.load(ram / "saved") == 1
+
+
+# -------------------------------------------------------------------- all ranks at once, at random times
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (3, 1)])
+def test_all_ranks_are_killed_at_random_times(alone: Pool, ram: Path, world_size: int, seed: int) -> None:
+    """A hundred times; each time a new job goes on from what was saved."""
+    trials = 100 if world_size == 2 else 30
+    arguments = {"directory": ram / "saved", "world_size": world_size, "trials": trials, "seed": seed}
+    seen = alone.run("tests.checkpoint.cases.kills:random_kills", arguments, timeout=3000)[0]
+    print(seen)
+    assert seen["new"] and seen["before"] and seen["steps"] > trials
