@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import zerolite
 from tests.checkpoint import crafted, faults
+from tests.checkpoint.block_layer import Change, Recorder
 from tests.distributed.cases.training import BATCHES, LOSSES, counters, make_engine, snapshot
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from zerolite.checkpoint.directory import MANIFEST, NoCheckpoint
@@ -232,6 +233,20 @@ def save_and_die(directory: Path, stage: int, points: dict[int, int], background
     with faults.Death(at).awaited() if at is not None else contextlib.nullcontext():
         engine.save_checkpoint(directory, async_save=background)
         engine.wait_for_checkpoint()
+
+
+def recorded_save(root: Path, stage: int, background: bool) -> list[tuple[int, Change]]:
+    """The system calls of this rank in the second save into ``root / "saved"``, each with its time. ``root.before`` is
+    a copy of what was there."""
+    engine = _begun(root / "saved", stage)
+    if engine.rank == 0:
+        shutil.copytree(root, root.with_suffix(".before"))
+    _of_all(None)
+    with Recorder(root) as recorder:
+        engine.save_checkpoint(root / "saved", async_save=background)
+        engine.wait_for_checkpoint()
+    _of_all(None)
+    return list(zip(recorder.times, recorder.changes, strict=True))
 
 
 def resume(directory: Path, stage: int) -> dict[str, Any]:
