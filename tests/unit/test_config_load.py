@@ -130,7 +130,7 @@ FULL: dict[str, Any] = {
     "memory_check": "warn",
     "desync_timeout_s": 30,
     "check_collectives": True,
-    "checkpoint": {"keep_last": 3, "timeout_s": 60},
+    "checkpoint": {"keep_last": 3, "overwrite": True, "timeout_s": 60},
     "tensor_parallel": {
         "size": 2,
         "autotp_size": 2,
@@ -363,6 +363,7 @@ def test_defaults() -> None:
         "desync_timeout_s": 300.0,
         "check_collectives": False,
         "checkpoint.keep_last": None,
+        "checkpoint.overwrite": False,
         "checkpoint.timeout_s": 300.0,
         "aio.block_size": 2**20,
         "aio.queue_depth": 8,
