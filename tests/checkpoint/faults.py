@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint import filesystem
-from zerolite.checkpoint.directory import default_tag, find
+from zerolite.checkpoint.directory import complete_checkpoints, default_tag, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import empty_shard, whole
@@ -245,7 +245,8 @@ def load(save_dir: Path, tag: str | None = None) -> int:
 def resumed(save_dir: Path, whole: bool = True) -> Run:
     """Of another job, which has loaded the checkpoint that is found, or only its parameters."""
     run = Run()
-    run.take_over(save_dir, CheckpointReader(find(save_dir)).manifest.about.head, whole)
+    loaded = CheckpointReader(find(save_dir)).manifest.about.head
+    run.take_over(save_dir, complete_checkpoints(save_dir), loaded, whole)
     return run
 
 

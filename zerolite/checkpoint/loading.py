@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as dcp
 
 from zerolite.checkpoint.batches import changed_batch, window_obstacle
 from zerolite.checkpoint.description import Description, joined
-from zerolite.checkpoint.directory import NoCheckpoint, find
+from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import Grid, grid_of
 from zerolite.checkpoint.matching import Match, check_complete, listed, match_groups, match_parameters, reordered
@@ -79,6 +79,7 @@ class Loader:
         path = self._find(request)
         if path is None:
             return None, {}
+        there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
         self._parts.wake()
         stages = self._stages()
         plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, stages, scheduler, loaders))
@@ -87,7 +88,8 @@ class Loader:
             resume = lambda: plan.reader.trust(lambda: self._resume(plan, window, scheduler, loaders))  # noqa: E731
             on_this_rank(self._host, _CALL, resume)
         if self._host.rank == 0:  # the rank that commits
-            self._run.take_over(path.parent, plan.reader.manifest.about.head, not request.load_module_only)
+            loaded = plan.reader.manifest.about.head
+            self._run.take_over(path.parent, there, loaded, resumed=not request.load_module_only)
         self._report(plan, request)
         return str(path), plan.reader.state["client_state"]
 

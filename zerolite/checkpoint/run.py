@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from zerolite.checkpoint import directory as directories
@@ -29,15 +30,15 @@ class Run:
         self._known = {self.id}
         self._ours: dict[str, set[tuple[str, str]]] = {}  # by directory: run and time of checkpoints
 
-    def take_over(self, directory: Path, loaded: Complete, resumed: bool) -> None:
-        """Continue the run of ``loaded``, a checkpoint in ``directory``. All checkpoints that are there now may be
-        replaced.
+    def take_over(self, directory: Path, there: Sequence[Complete], loaded: Complete, resumed: bool) -> None:
+        """Continue the run of ``loaded``, a checkpoint in ``directory``.
 
-        resumed: the checkpoint was loaded as a whole, so what is saved from now on, anywhere, is of its run.
+        Args:
+            there: all checkpoints in the directory, as they were before this one was read; they may be replaced.
+            resumed: the checkpoint was loaded as a whole, so what is saved from now on, anywhere, is of its run.
         """
-        there = [*directories.complete_checkpoints(directory), loaded]
-        self._known.update(known.run for known in there)
-        self._ours.setdefault(_key(directory), set()).update(map(_identity, there))
+        self._known.update(known.run for known in (*there, loaded))
+        self._ours.setdefault(_key(directory), set()).update(map(_identity, (*there, loaded)))
         if resumed and loaded.run:
             self.id = loaded.run
 
