@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint import crafted, faults
 from tests.pool import Pools
-from zerolite.checkpoint.directory import MANIFEST
+from zerolite.checkpoint.directory import MANIFEST, complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import read_manifest
 from zerolite.checkpoint.run import Run, run_of_this_job
@@ -82,6 +82,18 @@ def test_two_jobs_resume_from_one_checkpoint(ram: Path, earlier: bool) -> None:
         faults.save(ram, 2, run=loser)
     faults.save(ram, 3, run=winner)
     faults.save(ram, 4, run=faults.resumed(ram))
+
+
+def test_a_save_while_another_job_loads(ram: Path) -> None:
+    """What was saved meanwhile is not the loading job's."""
+    faults.save(ram, 1)
+    there, late = complete_checkpoints(ram), Run()
+    winner = faults.resumed(ram)
+    faults.save(ram, 2, run=winner)
+    late.take_over(ram, there, there[0], resumed=True)
+    with pytest.raises(CheckpointError, match="another job of the same run has saved since"):
+        faults.save(ram, 2, run=late)
+    faults.save(ram, 3, run=winner)
 
 
 def test_one_job_loads_again_and_saves_over_copies(ram: Path) -> None:
