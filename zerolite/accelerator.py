@@ -12,9 +12,10 @@ import gc
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 
 @contextlib.contextmanager
@@ -58,6 +59,40 @@ def default_device(local_rank: int) -> torch.device:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has no memory: that of a dry run."""
     return type(tensor) is FakeTensor
+
+
+class FakeMode(FakeTensorMode):
+    """The mode of tensors without memory. Grouped matrix products work in every dtype, as their kernels do: torch's
+    shape function takes bf16 alone, and the experts of transformers' models are such products."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _GROUPED_MM and args[0].dtype != torch.bfloat16:
+            return _grouped_mm(*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs)
+
+
+_GROUPED_MM = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)  # not in torch 2.6
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: object = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """An empty tensor like the product of ``left``, [rows, k] or [groups, rows, k], and ``right``, [k, columns] or
+    [groups, k, columns]. A matrix is divided into groups at ``offs``: its rows, or its k if both are matrices."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    sizes = [rows, columns]
+    if left.dim() == 3 and right.dim() == 3:
+        sizes = [left.shape[0], rows, columns]
+    elif left.dim() == right.dim() and offs is not None:
+        sizes = [offs.shape[0], rows, columns]
+    return left.new_empty(sizes, dtype=out_dtype)
 
 
 def address(tensor: torch.Tensor) -> int:

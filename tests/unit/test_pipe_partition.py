@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.pipe.modules import trained_numel
 from zerolite.pipe.partition import balanced, by_type, ranks_of_parts, uniform
+from zerolite.pipe.skeleton import Skeleton
+from zerolite.pipe.split import _called_later
 from zerolite.pipe.stage import schedule_class
 
 
@@ -133,3 +135,32 @@ def test_a_schedule_that_torch_does_not_have(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError) as raised:
         schedule_class("dualpipev")
     assert torch.__version__ in str(raised.value) and "ScheduleDualPipeV" in str(raised.value)
+
+
+class NormFirst(nn.Module):
+    """Registers its last norm in front of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale, self.norm = nn.Embedding(9, 4), nn.LayerNorm(4), nn.LayerNorm(4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class SaysWhatItTakes(NormFirst):
+    @property
+    def dummy_inputs(self) -> dict[str, Tensor]:
+        return {"x": torch.tensor([[1, 2]])}
+
+
+def test_modules_that_are_called_behind_the_blocks_in_front_of_which_they_are_registered() -> None:
+    names = ["blocks.1", "blocks.2"]
+    model = SaysWhatItTakes()
+    assert _called_later(model, Skeleton(model), names) == {"norm": 2}
+    assert _called_later(NormFirst(), Skeleton(NormFirst()), names) == {}  # nobody knows how to call it

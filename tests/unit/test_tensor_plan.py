@@ -310,10 +310,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         "an embedding without max_norm",
     ),
     "heads": (
-        lambda: Stack([Shapes("separate")]),
+        lambda: Stack([Shapes("separate", width=48, heads=6, kv_heads=3)], width=48),
         "auto",
-        4,
-        r"heads in 'blocks\.0\.k'.*size 4, got 2 heads of width 8 \(fewer heads than ranks\)",
+        2,
+        r"heads in 'blocks\.0\.k'.*size 2, got 3 heads of width 8; choose a size that divides 3; write \"plan\"",
     ),
     "odd heads": (lambda: Stack([Nano(width=24, heads=3)], width=24), "auto", 2, "got 3 heads of width 8"),
     "parts": (
@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         2,
         'whose layers the plan "auto" knows, got Sequential',
     ),
-    "parameter": (_with_parameter, MLP, 2, r"the parameter 'blocks\.0\.scale'; say in the plan whether"),
+    "parameter": (_with_parameter, MLP, 2, r"the parameter 'blocks\.0\.scale', of which nobody can tell how it acts"),
     "wider column": (
         lambda: _stack(Odd(up=nn.Linear(8, 20), down=nn.Linear(16, 8))),
         MLP,
@@ -346,6 +346,138 @@ def test_what_cannot_be_cut_is_said(case: str) -> None:
     with pytest.raises(PlanError, match=expected):
         cut(model, plan, size=size)
     assert before == {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def _of_library(folder: str, base: type[nn.Module], **settings: Any) -> nn.Module:
+    """A module like one of transformers', whose arrangement of outputs is known by its class."""
+    names = {"__module__": f"transformers.models.{folder}.modeling_{folder}"}
+    return type(f"{folder}Attention", (base,), names)(**settings)
+
+
+class Contiguous(nn.Module):
+    """The outputs are [heads, query key value, head width]."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.query_key_value, self.dense = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.num_heads, self.head_dim = 4, 8
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "gpt2": (
+        lambda: _of_library("gpt2", Nano),
+        {"*.c_attn": {"style": "column", "parts": 1}, "*.c_proj": "row"},
+        r"parts \[32, 32, 32\] of '0\.c_attn', which gpt2Attention reads as query, key and value, got \[96\]",
+    ),
+    "gpt_neox": (
+        lambda: _of_library("gpt_neox", Contiguous),
+        {"*.query_key_value": {"style": "column", "parts": 3}, "*.dense": "row"},
+        r"parts \[96\] of '0\.query_key_value', which gpt_neoxAttention reads as by heads.*got \[32, 32, 32\]",
+    ),
+    "phi3": (
+        lambda: _of_library("phi3", Shapes, kind="fused"),
+        {"*.gate_up": {"style": "column", "parts": 1}, "*.down": "row", "*.qkv": "column", "*.o": "row"},
+        r"parts \[96, 96\] of '0\.gate_up', which phi3Attention reads as gate and up, got \[192\]",
+    ),
+    "one layer": (
+        lambda: Plain(),
+        {"*.up": {"style": "column", "parts": 2}, "*.down": "row"},
+        r"parts \[16\] of '0\.up', which Plain reads as one layer.*got \[8, 8\]",
+    ),
+    "a query": (
+        lambda: Shapes("separate"),
+        {"*.q": {"style": "column", "parts": 2}, "*.k": "column", "*.v": "column", "*.o": "row"},
+        r"parts \[32\] of '0\.q', which Shapes reads as one layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_parts_that_contradict_what_is_known(case: str) -> None:
+    """Nothing else would show it: such a model trains, wrongly."""
+    make, plan, expected = CONTRADICTIONS[case]
+    with pytest.raises(PlanError, match=expected):
+        cut(nn.Sequential(make()), plan)
+
+
+def test_parts_that_agree_with_what_is_known() -> None:
+    given = {"*.c_attn": {"style": "column", "parts": [32, 32, 32]}, "*.c_proj": "row"}
+    model = cut(nn.Sequential(_of_library("gpt2", Nano)), given)
+    assert parts_of(model)["0.c_attn.weight"] == (48, 32)
+    cut(Stack([Contiguous()]), {"blocks.*.query_key_value": {"style": "column", "parts": 1}, "blocks.*.dense": "row"})
+
+
+def test_key_and_value_beside_a_query() -> None:
+    """Cross-attention of GPT-2: not query, key and value, though the name says so."""
+
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_attn, self.c_attn, self.c_proj = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(32, 32)
+            self.num_heads, self.head_dim = 4, 8
+
+    cross = _of_library("gpt2", Cross)
+    cut(nn.Sequential(cross), {"*.?_attn": "column", "*.c_proj": "row"})
+    found = cut_of(cross.c_attn.weight)
+    assert found is not None and found.ranges == ((0, 0, 16), (16, 32, 16))
+
+
+def test_auto_and_more() -> None:
+    """What is said beside "auto" counts, and a refusal says what to write."""
+    with pytest.raises(PlanError, match=r'write "plan": \{"\*": "auto", "blocks\.\*": "whole"\}'):
+        cut(_with_parameter())
+    model = cut(_with_parameter(), {"*": "auto", "blocks.*.scale": "whole"})
+    assert set(parts_of(model)) >= {"blocks.0.up.weight", "blocks.0.down.weight", "head.weight"}
+    assert not is_partial(model.blocks[0].scale)
+    assert set(parts_of(cut(_with_parameter(), {"*": "auto", "blocks.*": "whole"}))) == {"head.weight", "head.bias"}
+    with pytest.raises(PlanError, match=r"got 'blocks\.\*\.upp', which matches nothing"):
+        cut(_with_parameter(), {"*": "auto", "blocks.*.upp": "whole"})
+
+
+def test_key_and_value_with_fewer_heads_than_ranks_stay_whole() -> None:
+    """Each rank computes the head that its queries read."""
+    for rank in range(4):
+        block: Any = cut(Stack([Shapes("fused")]), size=4, rank=rank).blocks[0]
+        assert (block.heads, block.kv_heads) == (1, 1) and is_partial(block.qkv.weight)
+        head = rank // 2 * 8
+        assert block.qkv.runs == [(8 * rank, 8), (32 + head, 8), (48 + head, 8)]
+        assert block.qkv.weight.shape == (64, 32) and cut_of(block.o.weight) is not None
+
+
+def test_biases_of_heads_are_cut_with_them() -> None:
+    class Biased(Shapes):
+        def __init__(self) -> None:
+            super().__init__("separate")
+            self.relative_attention_bias = nn.Embedding(5, self.heads)
+
+    model = cut(Stack([Biased()]), rank=1)
+    bias = model.blocks[0].relative_attention_bias
+    assert bias.weight.shape == (5, 2) and cut_of(bias.weight).ranges == ((0, 2, 2),)
+    assert bias(torch.tensor([1])).shape == (1, 2)
+    assert cut_of(copy.deepcopy(model).blocks[0].relative_attention_bias.weight) == cut_of(bias.weight)
+
+
+def test_the_first_forward_says_that_layers_are_cut() -> None:
+    class Knows(Shapes):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.q(x).view(*x.shape)
+
+    model = cut(Stack([Knows("separate")]))
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"first forward of 'blocks\.0' \(Knows\)(.|\n)*\"blocks\.\*\": \"whole\""
+        ):
+            model(torch.ones(1, 4, dtype=torch.int64))
+
+
+def test_blocks_that_mix_tokens_elsewhere_refuse_sequences_in_parts() -> None:
+    class Mixes(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = nn.Conv1d(8, 8, 1)
+
+    with pytest.raises(PlanError, match=r"got 'blocks\.0\.mixer' \(Conv1d\), which is not"):
+        cut(_stack(Mixes()), MLP, sequence_parallel=True)
 
 
 def test_a_weight_that_is_used_uncut_elsewhere() -> None:

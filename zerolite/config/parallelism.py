@@ -87,7 +87,8 @@ class TensorParallelConfig(_Block):
         default="auto",
         description='Which layers are cut and how: patterns of module names with `"column"`, `"row"` or `"vocab"`, as '
         'in `{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}`; Hugging Face\'s words are understood. '
-        '`"auto"`: the plan that the model brings (`base_model_tp_plan`), or that its structure gives.',
+        '`"auto"`: the plan that the model brings (`base_model_tp_plan`), or that its structure gives; with '
+        '`"*": "auto"` in the object, all that its other patterns do not say.',
     )
     sequence_parallel: Bool = Field(
         default=False,

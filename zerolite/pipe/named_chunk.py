@@ -49,15 +49,15 @@ class Plan:
 class Splitting:
     """Of one model: its parts, how they are run for micro-batches of any shapes, and which of them runs now."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], homes: Sequence[Home]) -> None:
-        """names: of the modules that begin the parts 1, 2, … Made of the whole model."""
+    def __init__(self, model: nn.Module, names: Sequence[str], homes: Sequence[Home], skeleton: Skeleton) -> None:
+        """names: of the modules that begin the parts 1, 2, … skeleton: of the whole model."""
         self.model, self.names, self.homes = model, list(names), list(homes)
         self.buffers: Mapping[str, Mapping[str, torch.Tensor]] = {}  # of modules that are elsewhere
         self.running: NamedChunk | None = None
         self.replaced: Any = WeakTensorKeyDictionary()  # arguments, by what they stood for: backward may compute anew
         self.precision, self.device = Precision(), torch.device("cpu")
         self.loss_fn: LossFunction | None = None
-        self._skeleton = Skeleton(model)
+        self._skeleton = skeleton
         self._plans: dict[str, Plan] = {}
         self._hooked = False
 
@@ -343,7 +343,9 @@ class _Rehearsal:
             raise _Refused(
                 f"pipeline.split: {what}, in part {part}, needs parameter '{label}', which is in part {parts} (by the "
                 f"order of registration), other than through the arguments of {before}. Only these are sent: let skip "
-                "connections not cross a boundary, and register shared weights in each module that uses them"
+                "connections not cross a boundary, register modules in the order in which they are called (or give the "
+                "model dummy_inputs, a dict of its forward's arguments, from which the order is learnt), and register "
+                "shared weights in each module that uses them"
             )
 
     def _check_end(self, outputs: Any) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.accelerator import is_dry_run
+from zerolite.accelerator import FakeMode, is_dry_run
 from zerolite.pipe.boundary import leaves_of
 
 Labels = frozenset[str]
@@ -62,10 +61,10 @@ class Skeleton:
         return made
 
     @contextlib.contextmanager
-    def alive(self, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeTensorMode | None]:
+    def alive(self, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
         """Inside, parameters and buffers are fake tensors on ``device``, floating parameters in ``dtype`` (None: their
         own). Gives the mode, None inside a dry run, which has one."""
-        mode = None if is_dry_run() else FakeTensorMode(allow_non_fake_inputs=True)
+        mode = None if is_dry_run() else FakeMode()
         places = [tensors for m in self.model.modules() for tensors in (m._parameters, m._buffers)]
         before = [dict(tensors) for tensors in places]
         made: dict[int, torch.Tensor] = {}

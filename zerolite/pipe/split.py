@@ -8,9 +8,14 @@ the module with which the next part begins, that one's arguments are sent on and
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from zerolite.config.parallelism import PipelineConfig
@@ -18,6 +23,8 @@ from zerolite.pipe import partition
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.homes import Home, keep_only
 from zerolite.pipe.named_chunk import NamedChunk, Splitting
+from zerolite.pipe.skeleton import Skeleton, caches_restored
+from zerolite.runtime.precision import map_tensors
 
 
 def split_by_names(
@@ -34,13 +41,15 @@ def split_by_names(
     if len(names) != parts - 1:
         raise ValueError(f"pipeline.split: expected {parts - 1} names for {parts} parts, got {len(names)}")
     _check_names(model, names)
-    homes = _homes(model, names)
-    splitting = Splitting(model, names, homes)
+    skeleton = Skeleton(model)
+    later = _called_later(model, skeleton, names)
+    homes = _homes(model, names, later)
+    splitting = Splitting(model, names, homes, skeleton)
     mine = set(own)
     staying = {id(home.parameter) for home in homes if home.parts & mine}
     elsewhere = _paths_elsewhere(model, staying)
     splitting.buffers = keep_only(model, staying.__contains__, elsewhere.__contains__)
-    for path, module, part in parts_of_modules(model, names):
+    for path, module, part in parts_of_modules(model, names, later):
         if part not in mine and path not in elsewhere:  # it may run here too, and another stage speaks for it
             module._non_persistent_buffers_set.update(module._buffers)
     if parts > 1:
@@ -67,18 +76,56 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
             )
 
 
-def parts_of_modules(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module, int]]:
-    """All modules with their paths and parts, in the order of registration."""
+def parts_of_modules(
+    model: nn.Module, names: Sequence[str], later: Mapping[str, int]
+) -> Iterator[tuple[str, nn.Module, int]]:
+    """All modules with their paths and parts, in the order of registration. later: parts of those that are called in
+    another part than this order says."""
     part = 0
     for path, module in model.named_modules(remove_duplicate=False):
         if part < len(names) and path == names[part]:
             part += 1
-        yield path, module, part
+        yield path, module, later.get(path, part)
 
 
-def _homes(model: nn.Module, names: Sequence[str]) -> list[Home]:
+def _called_later(model: nn.Module, skeleton: Skeleton, names: Sequence[str]) -> dict[str, int]:
+    """The parts of modules that are registered before the blocks and called behind some of them, as the last norm of
+    OPT. Known of models that say what they take (``dummy_inputs``, as those of transformers do): they are run once
+    without values. Where that fails nothing is known, and the first micro-batch's run says what is wrong."""
+    ahead = itertools.takewhile(lambda item: item[0] != names[0], model.named_modules()) if names else ()
+    blocks = f"{names[0].rpartition('.')[0]}." if names else ""
+    suspects = [
+        path
+        for path, module in ahead
+        if module._parameters and not isinstance(module, nn.Embedding) and not path.startswith(blocks)
+    ]
+    inputs = getattr(model, "dummy_inputs", None)
+    if not suspects or not isinstance(inputs, Mapping):
+        return {}
+    seen: dict[str, set[int]] = {path: set() for path in suspects}
+    part = 0
+
+    def begin(number: int) -> None:
+        nonlocal part
+        part = number
+
+    def watch(path: str, action: Callable[[], None]) -> Any:
+        return skeleton.model.get_submodule(path).register_forward_pre_hook(lambda *_: action())
+
+    handles = [watch(name, functools.partial(begin, number)) for number, name in enumerate(names, 1)]
+    handles += [watch(path, functools.partial(lambda path: seen[path].add(part), path)) for path in suspects]
+    with torch.no_grad(), skeleton.alive(torch.device("cpu"), None) as mode, caches_restored():
+        given = inputs if mode is None else map_tensors(mode.from_tensor, dict(inputs))
+        with contextlib.suppress(Exception):
+            skeleton.model(**given)
+    for handle in handles:
+        handle.remove()
+    return {path: min(parts) for path, parts in seen.items() if len(parts) == 1 and parts != {0}}
+
+
+def _homes(model: nn.Module, names: Sequence[str], later: Mapping[str, int]) -> list[Home]:
     known: dict[int, tuple[nn.Parameter, list[str], set[int]]] = {}
-    for path, module, part in parts_of_modules(model, names):
+    for path, module, part in parts_of_modules(model, names, later):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 _, found, parts = known.setdefault(id(parameter), (parameter, [], set()))

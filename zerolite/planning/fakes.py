@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorConverter, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from zerolite.accelerator import is_fake
+from zerolite.accelerator import FakeMode, is_fake
 from zerolite.runtime.zero.partitioned_parameter import handle_of
 
 _NUMBERS = {
@@ -33,11 +33,11 @@ class _Converter(FakeTensorConverter):
             super().set_tensor_memo(t, v)
 
 
-class WithoutMemory(FakeTensorMode):
+class WithoutMemory(FakeMode):
     """The mode of a dry run. Copies of its tensors (``copy.deepcopy``) are its own too."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.fake_tensor_converter = _Converter()
         self._constructing = False
         self.stepping = False  # an optimizer may read its counts of steps: they are 1

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
 from zerolite.tensor_parallel.fused import FUSED_GATE, FUSED_KEY_VALUE
 from zerolite.tensor_parallel.owners import FUSED_ATTENTION, SEPARATE_ATTENTION
-from zerolite.tensor_parallel.plan import NoPlan, PlanError, Style, is_container, linear_like, matches, parse_style
+from zerolite.tensor_parallel.plan import NoPlan, PlanError, Style, is_container, linear_like, parse_style
 
 logger = logging.getLogger("zerolite")
 
@@ -25,7 +25,7 @@ _ROWS = set(
     "o o_proj out out_proj proj c_proj project projection dense dense_4h_to_h down down_proj fc2 fc_out w2 wo contract "
     "linear2 lin2 to_out out_lin".split()
 )
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Softplus, nn.Hardswish),
     *(nn.Dropout, nn.Identity),
 )
@@ -33,13 +33,10 @@ _EXPERTS = ("moe_", "ep_", "grouped_gemm")
 _HEADS_OF_MODELS = ("colwise_gather_output", "colwise_rep")
 
 
-def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Style], bool]:
-    """Patterns and styles, and whether patterns may match nothing. Raises NoPlan if nothing is known, with the reason,
-    and PlanError if it is ambiguous."""
-    own = _plan_of_the_models(modules)
-    if own:
-        return own, True
-    return _plan_of_the_structure(model, modules), False
+def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module], said: Collection[str] = ()) -> dict[str, Style]:
+    """Patterns and styles; patterns may match nothing. said: modules of which the user has said what is done with
+    them. Raises NoPlan if nothing is known, with the reason, and PlanError if it is ambiguous."""
+    return _plan_of_the_models(modules) or _plan_of_the_structure(model, modules, said)
 
 
 def _plan_of_the_models(modules: Mapping[str, nn.Module]) -> dict[str, Style]:
@@ -91,28 +88,24 @@ def _shape(module: nn.Module) -> tuple[int, int]:
     return int(module.nx), int(module.nf)  # type: ignore[arg-type]
 
 
-_FAMILIES = (
-    {  # BERT and what is made like it
-        "*.attention.self.query": "column",
-        "*.attention.self.key": "column",
-        "*.attention.self.value": "column",
-        "*.attention.output.dense": "row",
-        "*.intermediate.dense": "column",
-        "*.layer.*.output.dense": "row",
-    },
+_PAIRS = (  # BERT and what is made like it: columns, and a row in a module beside theirs
+    (("attention.self.query", "attention.self.key", "attention.self.value"), "attention.output.dense"),
+    (("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"), "attention.output.dense"),
+    (("intermediate.dense",), "output.dense"),
 )
 
 
 def _plan_of_a_family(modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Of models whose layers have such names, all of them."""
-    for family in _FAMILIES:
-        plan: dict[str, Style] = {}
-        found = {pattern: [name for name in modules if matches(pattern, name)] for pattern in family}
-        for pattern, names in found.items():
-            plan.update((name, Style(family[pattern])) for name in names if name not in plan)
-        if all(found.values()):
-            return plan
-    return {}
+    """Of models whose layers have such names."""
+    plan: dict[str, Style] = {}
+    for columns, row in _PAIRS:
+        for name in modules:
+            block = name.removesuffix(f".{columns[0]}")
+            together = [f"{block}.{last}" for last in (*columns, row)]
+            if block != name and all(linear_like(modules[one]) for one in together if one in modules):
+                if all(one in modules for one in together):
+                    plan |= {one: Style("row" if one.endswith(row) else "column") for one in together}
+    return plan
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
@@ -122,22 +115,30 @@ def _is_feed_forward(module: nn.Module) -> bool:
     children = list(module)
     linear = [child for child in children if linear_like(child)]
     others = [child for child in children if not linear_like(child)]
-    if len(linear) != 2 or not all(isinstance(child, _ELEMENTWISE) for child in others):
+    if len(linear) != 2 or not all(isinstance(child, ELEMENTWISE) for child in others):
         return False
     return _shape(linear[0]) == _shape(linear[1])[::-1]
 
 
-def _plan_of_the_structure(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+def _plan_of_the_structure(
+    model: nn.Module, modules: Mapping[str, nn.Module], said: Collection[str]
+) -> dict[str, Style]:
     plan = _plan_of_a_family(modules)
-    for block in () if plan else _blocks(modules):
+    of_a_family = bool(plan)
+    complete = any(name.endswith("attention.output.dense") for name in plan)
+    for block in () if complete else _blocks(modules):
         inside = {name: module for name, module in modules.items() if name == block or name.startswith(f"{block}.")}
         parents: dict[str, list[str]] = {}
         for name, module in inside.items():
-            if linear_like(module) and name != block:
+            if linear_like(module) and name != block and name not in said and name not in plan:
                 parents.setdefault(name.rpartition(".")[0], []).append(name)
         for parent, names in parents.items():
-            plan.update(_styles_in(parent, names, modules))
-    if not plan:
+            try:
+                plan.update(_styles_in(parent, names, modules))
+            except PlanError:
+                if not of_a_family:  # of which what is known is enough
+                    raise
+    if not plan and not said:
         raise NoPlan(
             f'expected a model whose layers the plan "auto" knows, got {type(model).__name__}: it brings no plan '
             "(base_model_tp_plan), and has no list of blocks with attention or feed-forward layers of known names; "
@@ -176,6 +177,7 @@ def _styles_in(parent: str, names: list[str], modules: Mapping[str, nn.Module]) 
         return {}  # a router, an adapter: nothing that is known to be cut
     unknown = [name for name in names if name not in columns and name not in rows] or names
     raise PlanError(
-        f"expected layers of known names in '{parent}' for the plan \"auto\", got {', '.join(unknown)}; write "
-        "tensor_parallel.plan with the style of each"
+        f"expected layers of known names in '{parent}' for the plan \"auto\", got {', '.join(unknown)}; say the style "
+        "of each, or leave them uncut",
+        whole=parent,
     )

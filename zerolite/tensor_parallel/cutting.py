@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,9 @@ from zerolite.tensor_parallel.layers import (
     cut_column,
     cut_embedding,
     cut_head,
+    cut_last,
     cut_row,
+    share_column,
 )
 from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.owners import Layer, Number, Owner
@@ -29,10 +31,12 @@ from zerolite.tensor_parallel.plan import (
     Match,
     PlanError,
     Style,
+    advice,
+    general,
     matches,
     unmatched,
 )
-from zerolite.tensor_parallel.regions import Outside, Region, SeenInputs
+from zerolite.tensor_parallel.regions import FirstForward, Outside, Region, SeenInputs
 
 logger = logging.getLogger("zerolite")
 
@@ -66,25 +70,37 @@ def apply(
     """
     if comm.world_size == 1:
         return []
+    try:
+        return _apply(model, settings, comm, device, stage)
+    except PlanError as error:
+        raise error.beside(settings.plan) from None
+
+
+def _apply(model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, stage: bool) -> list[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     matching.check_model(model)
     found, unused = matching.find_matches(model, modules, settings.plan, stage)
     layers = matching.find_layers(found, modules)
     owners = owning.pair(layers, modules)
-    _set_sizes(layers, owners, comm)
+    _set_sizes(layers, owners, comm, settings.divide == "auto")
     divided = _divided(owners, modules, settings.divide, comm.world_size)
     made = _not_connected(matching.made_in_parts(modules, comm), settings.sequence_parallel)
+    biases = [bias for owner in owners for bias in owning.biases_of_heads(owner)]
     runs = sequence.find_runs([*owners, *made], modules) if settings.sequence_parallel else []
-    partial = _partial(found, owners, modules, bool(runs))
+    partial = _partial(found, owners, modules, bool(runs), {id(module._parameters[key]) for module, key in biases})
+    if comm.main and not (stage or layers or any(isinstance(module, CutLayer) for module in modules.values())):
+        logger.warning("tensor_parallel: the plan leaves all layers whole, so every rank computes the same")
     _synchronize(model, comm, device)
     for layer in layers:
         _cut(layer, comm)
-    for where, name, value in divided:
-        setattr(modules[where], name, value // comm.world_size)
+    for module, key in biases:
+        cut_last(module, key, comm)
+    for where, name, share in divided:
+        setattr(modules[where], name, share)
     for parameter in partial:
         mark_partial(parameter)
     sequence.connect(runs, modules, comm, _draws(model))
-    _connect([*owners, *made], divided, modules, comm, bool(runs))
+    _connect([*owners, *made], divided, modules, comm, bool(runs), settings.plan)
     if any(isinstance(module, VocabParallelHead) for module in modules.values()):
         model.register_forward_hook(_gather_what_leaves)
     return unused
@@ -109,8 +125,9 @@ def _not_connected(made: Sequence[Owner], sequence_parallel: bool) -> list[Owner
     return new
 
 
-def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communicator) -> None:
-    """The parts of fused layers. Raises PlanError for sizes that ranks cannot share equally."""
+def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communicator, share: bool) -> None:
+    """The parts of fused layers. share: whether several ranks may use one head of key and value. Raises PlanError for
+    sizes that ranks cannot share equally."""
     size = comm.world_size
     owner_of = {id(layer): owner for owner in owners for layer in (*owner.columns, *owner.rows)}
     said: dict[str, list[str]] = {}
@@ -122,17 +139,20 @@ def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communica
             if why:
                 said.setdefault(f"{layer.sizes} outputs: {why}", []).append(layer.name)
     for owner in owners:
+        if share:
+            owning.share_heads(owner, size)
         owning.check_heads(owner, size)
     for layer in layers:
         if layer.style.kind == "vocab" or isinstance(layer.module, nn.Embedding):
             continue
-        for length in layer.sizes if layer.style.kind == "column" else [layer.inputs]:
-            if length % size:
+        lengths = layer.sizes if layer.style.kind == "column" else [layer.inputs]
+        for length, shared in zip(lengths, layer.shared or [False] * len(lengths), strict=True):
+            if length % size and not shared:
                 what = "outputs" if layer.style.kind == "column" else "inputs"
                 raise PlanError(
                     f"expected {what} of '{layer.name}' that tensor_parallel.size {size} divides, got {length} (a "
-                    f"layer of {layer.inputs} inputs and {layer.outputs} outputs); choose another size, or remove it "
-                    "from the plan"
+                    f"layer of {layer.inputs} inputs and {layer.outputs} outputs); choose another size",
+                    whole=layer.parent or layer.name,
                 )
     if comm.main:
         for how, names in said.items():
@@ -144,9 +164,14 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _divided(owners: Sequence[Owner], modules: Mapping[str, nn.Module], divide: Any, size: int) -> list[Number]:
-    """The numbers of which each rank has a part."""
+    """The numbers of which each rank has a part, and its share of each."""
     if isinstance(divide, str):
-        found = [number for owner in owners for number in owning.numbers_to_divide(owner, size)]
+        once = {
+            (id(modules[where]), name): (where, name, share)
+            for owner in owners
+            for where, name, share in owning.numbers_to_divide(owner, size)
+        }
+        return list(once.values())
     else:
         numbers = [(where, name, value) for where, module in modules.items() for name, value in _integers(module)]
         names = {f"{where}.{name}" if where else name: (where, name, value) for where, name, value in numbers}
@@ -163,7 +188,7 @@ def _divided(owners: Sequence[Owner], modules: Mapping[str, nn.Module], divide: 
                 f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank "
                 f"has its share, got {value}; choose a size that divides {value}"
             )
-    return list(once.values())
+    return [(where, name, value // size) for where, name, value in once.values()]
 
 
 def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -174,7 +199,11 @@ _HEAD_NORMS = set("q_norm k_norm q_layernorm k_layernorm q_ln k_ln query_norm ke
 
 
 def _partial(
-    found: Mapping[str, Match], owners: Sequence[Owner], modules: Mapping[str, nn.Module], sequence_is_cut: bool
+    found: Mapping[str, Match],
+    owners: Sequence[Owner],
+    modules: Mapping[str, nn.Module],
+    sequence_is_cut: bool,
+    biases: Set[int],
 ) -> list[nn.Parameter]:
     """Whole parameters that act inside regions. Raises PlanError where that cannot be told, unless the gradients of all
     in a block are parts."""
@@ -194,13 +223,15 @@ def _partial(
         chosen.update((id(norm), norm) for norm in _norms_of_heads(owner) if id(norm) not in whole)
         for where, holder in owner.holders.items():
             for key, parameter in holder.named_parameters(recurse=False):
-                said = sequence_is_cut or id(parameter) in chosen or id(parameter) in whole
+                said = sequence_is_cut or id(parameter) in (*chosen, *whole, *biases)
                 if parameter.requires_grad and not said:
                     full = f"{where}.{key}" if where else key
                     raise PlanError(
-                        f"expected only layers between a column and its row, got the parameter '{full}'; say in the "
-                        f'plan whether it acts there ("{full}": "replicated_with_grad_allreduce") or outside '
-                        f'("{full}": "whole")'
+                        f"expected only layers between a column and its row, got the parameter '{full}', of which "
+                        'nobody can tell how it acts: its style is "whole" if it acts outside of them, and '
+                        '"replicated_with_grad_allreduce" if it acts between them on each head alike; else '
+                        f"'{owner.name}' cannot be cut",
+                        whole=owner.name,
                     )
     return list(chosen.values())
 
@@ -235,6 +266,8 @@ def _cut(layer: Layer, comm: Communicator) -> None:
         cut_embedding(module, comm)
     elif style.kind == "vocab":
         cut_head(module, comm)
+    elif any(layer.shared):
+        share_column(module, comm, layer.sizes, layer.shared, layer.head_width)
     elif style.kind == "column":
         cut_column(module, comm, layer.sizes, style.gather_output)
     else:
@@ -247,6 +280,7 @@ def _connect(
     modules: Mapping[str, nn.Module],
     comm: Communicator,
     sequence_is_cut: bool,
+    plan: Any,
 ) -> None:
     """Tell layers their regions, and modules the shapes that they are to see."""
     changed = {id(modules[where]) for where, _, _ in divided}
@@ -254,8 +288,11 @@ def _connect(
         region = Region(comm.rank, _draws(owner.module))
         for layer in (*owner.columns, *owner.rows):
             layer.module.region = region  # type: ignore[assignment]
-        if _guard(owner, region) or region.random:
+        if _guard(owner, region, plan) or region.random:
             region.watch(owner.module)
+        if not sequence_is_cut:  # its blocks say more then
+            how = f"of whose layers each rank has a part{advice(plan, whole=owner.name)}"
+            FirstForward(owner.name, how).watch(owner.module)
         narrower = comm.world_size if any(id(holder) in changed for holder in owner.holders.values()) else 1
         longer = comm.world_size if sequence_is_cut else 1
         if owner.is_attention and narrower * longer > 1:
@@ -265,7 +302,7 @@ def _connect(
                 owner.holder_of(layer).register_forward_pre_hook(seen.on_call, with_kwargs=True)
 
 
-def _guard(owner: Owner, region: Region) -> bool:
+def _guard(owner: Owner, region: Region, plan: Any) -> bool:
     """Refuse modules with whole parameters inside ``region``; whether there are any."""
     found = False
     for name, module in owner.module.named_modules():
@@ -274,7 +311,9 @@ def _guard(owner: Owner, region: Region) -> bool:
         for key, parameter in module.named_parameters(recurse=False):
             if not is_partial(parameter):  # of frozen ones too: they may be trained from some step on
                 full = f"{owner.name}.{name}" if owner.name else name
-                module.register_forward_pre_hook(Outside(region, full, key).check)
+                inside = advice(plan, add=(general(full), "replicated_with_grad_allreduce"))
+                outside = advice(plan, whole=owner.name)
+                module.register_forward_pre_hook(Outside(region, full, key, inside, outside).check)
                 found = True
                 break
     return found

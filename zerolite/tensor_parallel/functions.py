@@ -144,7 +144,8 @@ def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Ten
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     if not sends(rows, comm):
         return rows.new_empty(shape)
-    return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape)
+    # Detached, it is no view any more for autograd, which refuses to write into a function's view in place.
+    return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape).detach()
 
 
 class _Copy(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from zerolite.tensor_parallel.owners import FUSED_ATTENTION, SEPARATE_ATTENTION, Layer, Owner
@@ -10,25 +12,54 @@ from zerolite.tensor_parallel.plan import PlanError
 FUSED_GATE = "gate_up_proj gate_up w12 w13 wi_fused up_gate fc1_gate".split()
 FUSED_KEY_VALUE = "kv kv_proj to_kv key_value c_kv w_kv wkv".split()
 
-# Hugging Face's attention, by the beginning of the class's name. What is neither here nor there has to be said.
-_CONTIGUOUS_HEADS = ("GPTNeoX", "GPTBigCode")  # [heads, query key value, head width]
-_ONE_BEHIND_THE_OTHER = ("GPT2", "ImageGPT", "DecisionTransformer", "Phi3", "Phi4")
-_BIASED_BY_HEAD = ("Bloom", "Mpt", "Falcon")
+# Hugging Face's attention, by the folder of its model. What is neither here nor there has to be said.
+_CONTIGUOUS_HEADS = "gpt_neox gpt_neox_japanese gpt_bigcode persimmon falcon bloom".split()  # [heads, 3, head width]
+_ONE_BEHIND_THE_OTHER = "gpt2 imagegpt decision_transformer openai phi3 phi4_multimodal modernbert mpt".split()
 
 
 def column_sizes(layer: Layer, owner: Owner | None) -> tuple[list[int], str]:
     """The sizes of the parts of a column, each of which is cut, and what they are ("" if there is one part and nothing
     to say). owner: None for a column whose outputs are gathered. Raises PlanError where the parts cannot be told."""
     if layer.style.parts is not None:
-        return _given_parts(layer, layer.style.parts), "as the plan says"
-    if owner is None:
-        return [layer.outputs], ""
-    near = {row.inputs for row in owner.rows if row.parent == layer.parent} or {row.inputs for row in owner.rows}
+        given = _given_parts(layer, layer.style.parts)
+        if owner is not None:
+            _check_given(layer, owner, given)
+        return given, "as the plan says"
+    return ([layer.outputs], "") if owner is None else _inferred(layer, owner)
+
+
+def _check_given(layer: Layer, owner: Owner, given: list[int]) -> None:
+    """Raise PlanError if ``given`` contradicts what is known of the layer: outputs that belong together would be on
+    different ranks, and nothing else would show it."""
+    kind = type(owner.holder_of(layer))
+    alone = layer.last_name in SEPARATE_ATTENTION or {row.inputs for row in _rows_of(layer, owner)} == {layer.outputs}
+    if not (_from_library(kind) or alone):
+        return
+    try:
+        known, why = ([layer.outputs], "") if alone else _inferred(layer, owner)
+    except PlanError:
+        return  # nobody knows, so the user has to
+    if given != known:
+        how = why or "one layer, of whose outputs each rank has a run"
+        raise PlanError(
+            f"expected parts {known} of '{layer.name}', which {kind.__name__} reads as {how}, got {given}: ranks would "
+            'compute with outputs that do not belong together; remove "parts" from its style'
+        )
+
+
+def _rows_of(layer: Layer, owner: Owner) -> list[Layer]:
+    """The rows beside ``layer``, or else all of ``owner``."""
+    return [row for row in owner.rows if row.parent == layer.parent] or owner.rows
+
+
+def _inferred(layer: Layer, owner: Owner) -> tuple[list[int], str]:
+    """As :func:`column_sizes`, where the plan does not say it."""
+    near = {row.inputs for row in _rows_of(layer, owner)}
     others = [one for one in owner.columns if one.parent == layer.parent and one is not layer]
     thirds = layer.outputs == 3 * layer.inputs and layer.outputs not in near and layer.inputs in near
     if layer.last_name in FUSED_ATTENTION or thirds:
         has_query = any(one.last_name in SEPARATE_ATTENTION and one.outputs in near for one in others)
-        return _halves(layer) if has_query else _attention(layer, type(owner.holder_of(layer)), near)
+        return _halves(layer) if has_query else _attention(layer, owner.holder_of(layer), near)
     if layer.last_name in FUSED_KEY_VALUE:
         return _halves(layer)
     gate = layer.outputs % 2 == 0 and layer.outputs // 2 in near and layer.outputs not in near and not others
@@ -37,7 +68,9 @@ def column_sizes(layer: Layer, owner: Owner | None) -> tuple[list[int], str]:
     if layer.outputs > max(near) and layer.last_name not in SEPARATE_ATTENTION:
         raise PlanError(
             f"expected as many outputs of the column '{layer.name}' as the row reads inputs, {sorted(near)}, got "
-            f'{layer.outputs}; write {{"style": "column", "parts": [...]}} with the sizes of what is fused in it'
+            f'{layer.outputs}; give it the style {{"style": "column", "parts": [...]}} with the sizes of what is fused '
+            "in it, if these can be divided",
+            whole=layer.parent,
         )
     return [layer.outputs], ""
 
@@ -46,15 +79,24 @@ def check_family(owner: Owner) -> None:
     """Raise PlanError for Hugging Face's attention whose bias knows all heads."""
     for holder in owner.holders.values():
         kind = type(holder)
-        if _from_library(kind) and kind.__name__.startswith(_BIASED_BY_HEAD) and owner.is_attention:
+        family = _family(kind)
+        config: Any = getattr(holder, "config", None)
+        biased = family in ("bloom", "mpt") or (family == "falcon" and getattr(config, "alibi", False))
+        if biased and owner.is_attention:
             raise PlanError(
                 f"expected attention that computes each head by itself, got {kind.__name__} in '{owner.name}', whose "
-                "model makes a bias (ALiBi) or a mask of all heads; it cannot be cut"
+                "model makes a bias (ALiBi) of all heads: it cannot be cut, but its feed-forward layers can",
+                whole=owner.name,
             )
 
 
 def _from_library(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformers.models.")
+
+
+def _family(kind: type[nn.Module]) -> str:
+    """The folder of a model of transformers, "" for other classes."""
+    return kind.__module__.split(".")[2] if _from_library(kind) else ""
 
 
 def _halves(layer: Layer) -> tuple[list[int], str]:
@@ -63,15 +105,18 @@ def _halves(layer: Layer) -> tuple[list[int], str]:
     return [layer.outputs // 2] * 2, "key and value"
 
 
-def _attention(layer: Layer, kind: type[nn.Module], reads: set[int]) -> tuple[list[int], str]:
-    name = kind.__name__
-    if _from_library(kind) and name.startswith(_CONTIGUOUS_HEADS) and layer.outputs == 3 * layer.inputs:
+def _attention(layer: Layer, holder: nn.Module, reads: set[int]) -> tuple[list[int], str]:
+    name, family = type(holder).__name__, _family(type(holder))
+    grouped = bool(getattr(holder, "new_decoder_architecture", False))  # Falcon's: some queries, their key and value
+    shared = bool(getattr(holder, "multi_query", False)) and not grouped
+    if family in _CONTIGUOUS_HEADS and not shared and (grouped or layer.outputs == 3 * layer.inputs):
         return [layer.outputs], f"by heads, which are contiguous in {name}"
-    if _from_library(kind) and not name.startswith(_ONE_BEHIND_THE_OTHER):
+    if family and not shared and family not in _ONE_BEHIND_THE_OTHER:
         raise PlanError(
             f"expected to know how {name} arranges query, key and value in '{layer.name}', got a class that is not "
-            'known; write {"style": "column", "parts": 3} if they are one behind the other, and "parts": 1 if each '
-            "head's are"
+            'known; if they are one behind the other, say it with the style {"style": "column", "parts": 3}, and with '
+            '"parts": 1 if each head\'s are; else it cannot be cut',
+            whole=layer.parent,
         )
     for query in sorted(reads, key=lambda width: (width != layer.inputs, width)):
         rest = layer.outputs - query

@@ -69,9 +69,15 @@ def cut_parameter(parameter: nn.Parameter | None, cut: Cut) -> None:
 
 
 class Edge(Protocol):
-    """Where sequences are cut: see sequence.py."""
+    """Where sequences are cut: see sequence.py. batch: of the hidden states there."""
 
     began: bool
+    batch: int
+
+
+def _tokens_of(x: Tensor, edge: Edge | None) -> tuple[int, int, int] | None:
+    """[batch, sequence, width] of ``x`` if the block has made one of the first two (OPT's feed-forward layers)."""
+    return (edge.batch, x.shape[0] // edge.batch, x.shape[1]) if x.dim() == 2 and edge is not None else None
 
 
 _NOT_CUT = (
@@ -129,19 +135,29 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
         cut_column(self, comm, parts, gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._column(x, self.weight, self.bias)
+
+    def _column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = seen_input(x)
         if self.sequence is not None:
             if self.edge is not None and not self.edge.began:
                 raise RuntimeError(_NOT_CUT)
-            x = functions.shared_all_gather(x, self.comm, self.sequence)
+            x = self._whole_sequence(x)
         else:
             x = functions.shared_copy(x, self.comm)
-        out = F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        out = F.linear(x, weight.t() if self.transposed else weight, bias)
         if self.gather_output:
             return self._gathered(out)
         if self.region is not None:
             self.region.enter(out, self.training)
         return out
+
+    def _whole_sequence(self, x: Tensor) -> Tensor:
+        assert self.sequence is not None
+        tokens = _tokens_of(x, self.edge)
+        if tokens is None:
+            return functions.shared_all_gather(x, self.comm, self.sequence)
+        return functions.shared_all_gather(x.view(tokens), self.comm, self.sequence).flatten(0, 1)
 
     def _gathered(self, out: Tensor) -> Tensor:
         out = functions.gather(out, self.comm)
@@ -154,6 +170,21 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
         return f"{nn.Linear.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
 
     shares: list[int]  # lengths of what this rank has of each part
+
+
+class SharedColumnLinear(ColumnParallelLinear):
+    """A column of which several ranks need the same outputs, as key and value with fewer heads than ranks: the weight
+    is whole on all ranks, of which each computes some outputs. Its gradient is the sum of theirs."""
+
+    runs: list[tuple[int, int]]  # starts and lengths of the outputs that this rank computes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._column(x, self._own(self.weight, int(self.transposed)), self._own(self.bias, 0))
+
+    def _own(self, whole: Tensor | None, dim: int) -> Any:
+        if whole is None:
+            return None
+        return torch.cat([whole.narrow(dim, start, length) for start, length in self.runs], dim)
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -202,7 +233,10 @@ class RowParallelLinear(CutLayer, nn.Linear):
             x = functions.scatter(seen_input(x), self.comm)
         out = F.linear(x, self.weight.t() if self.transposed else self.weight)
         if self.sequence is not None:
+            tokens = _tokens_of(out, self.edge)
+            out = out if tokens is None else out.view(tokens)
             out = functions.reduce_scatter(out, self.comm, self.sequence, in_place=True)
+            out = out if tokens is None else out.flatten(0, 1)
             return out if self.bias is None else out + self.bias.to(out.dtype)
         out = functions.reduce(out, self.comm, in_place=True)
         return out if self.bias is None else out.add_(self.bias.to(out.dtype))
@@ -277,6 +311,39 @@ def cut_column(
     _become(module, ColumnParallelLinear, comm, inputs, cut.length, transposed)
     module.gather_output = gather_output  # type: ignore[assignment]
     module.shares = [size // comm.world_size for size in sizes]  # type: ignore[assignment]
+
+
+def share_column(
+    module: nn.Module, comm: Communicator, sizes: Sequence[int], shared: Sequence[bool], width: int
+) -> None:
+    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`SharedColumnLinear` in place. shared: which of its parts
+    have fewer heads, of ``width``, than there are ranks."""
+    transposed, inputs, _ = _linear_shape(module)
+    runs, start = [], 0
+    for length, several in zip(sizes, shared, strict=True):
+        own = width if several else length // comm.world_size
+        runs.append((start + comm.rank * length // (comm.world_size * own) * own, own))
+        start += length
+    for parameter in module.parameters(recurse=False):
+        mark_partial(parameter)
+    _become(module, SharedColumnLinear, comm, inputs, sum(length for _, length in runs), transposed)
+    module.runs, module.shares = runs, [length for _, length in runs]  # type: ignore[assignment]
+
+
+def cut_last(module: nn.Module, key: str, comm: Communicator) -> None:
+    """Leave this rank's part of the last dimension of a parameter that ``module`` uses as it is."""
+    parameter = module._parameters[key]
+    assert parameter is not None
+    shape = tuple(parameter.shape)
+    cut_parameter(parameter, cut_of_parts(shape, len(shape) - 1, [shape[-1]], comm))
+    if not isinstance(module, CutLayer):
+        kind = type(module)
+        module.__class__ = type(f"CutByHeads{kind.__name__}", (kind, CutByHeads), {"__module__": kind.__module__})
+        module.comm = comm  # type: ignore[assignment]
+
+
+class CutByHeads(CutLayer):
+    """Mixed into the class of a module whose parameter has a number for each head, of which this rank has some."""
 
 
 def cut_head(module: nn.Module, comm: Communicator) -> None:

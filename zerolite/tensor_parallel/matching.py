@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,6 +21,7 @@ from zerolite.tensor_parallel.plan import (
     NoPlan,
     PlanError,
     Style,
+    by_itself,
     embedding_like,
     linear_like,
     parse_style,
@@ -48,30 +49,46 @@ def find_matches(
     names += [name for name in used if name not in names]
     if isinstance(given, str) and any(isinstance(module, CutLayer) for module in modules.values()):
         return {}, []  # the model's author has written it in parts
-    if isinstance(given, str):
+    words = {} if isinstance(given, str) else given
+    own = {pattern: parse_style(pattern, style) for pattern, style in words.items() if (pattern, style) != AUTO}
+    both, unused = _resolve(own, model, names, stage)
+    if by_itself(given):
+        whole = tuple(f"{name}." for name, match in both.items() if match.style.kind == "whole")
+        said = {name for name in names if name in both or name.startswith(whole)}
         try:
-            plan, optional = auto_plan(model, modules)
+            plan = auto_plan(model, modules, said)
         except NoPlan:
             if not stage:
                 raise
-            return {}, [given]
-    else:
-        plan, optional = {pattern: parse_style(pattern, style) for pattern, style in given.items()}, False
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    layers = {pattern: style for pattern, style in plan.items() if style.kind not in ("whole", "partial")}
-    others = {pattern: style for pattern, style in plan.items() if pattern not in layers}
-    found, unused = resolve(layers, names, optional or stage)
-    rest, unused_rest = resolve(others, [*names, *parameters], optional or stage)
-    both = {**found, **rest}
-    for name in found.keys() & rest.keys():
-        both[name] = _more_specific(name, found[name], rest[name])
+            return both, [*unused, "auto"]
+        added, _ = _resolve(plan, model, [name for name in names if name not in said], True)
+        both = added | both
     wrong = [name for name in used if name in both and both[name].style.kind not in ("whole", "partial")]
     if wrong:
         raise PlanError(
             f"expected layers that are only called to cut, got '{wrong[0]}', which the forward_fn of a TiedLayerSpec "
             "uses in a way of its own; leave it out of tensor_parallel.plan"
         )
-    return both, [] if optional else [*unused, *unused_rest]
+    return both, unused
+
+
+AUTO = ("*", "auto")
+"""In a plan: beside its patterns, what the model or its structure says."""
+
+
+def _resolve(
+    plan: Mapping[str, Style], model: nn.Module, names: Sequence[str], optional: bool
+) -> tuple[dict[str, Match], list[str]]:
+    """As :func:`resolve`; the styles "whole" and "partial" are for parameters too."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    layers = {pattern: style for pattern, style in plan.items() if style.kind not in ("whole", "partial")}
+    others = {pattern: style for pattern, style in plan.items() if pattern not in layers}
+    found, unused = resolve(layers, names, optional)
+    rest, unused_rest = resolve(others, [*names, *parameters], optional)
+    both = {**found, **rest}
+    for name in found.keys() & rest.keys():
+        both[name] = _more_specific(name, found[name], rest[name])
+    return both, [*unused, *unused_rest]
 
 
 def _used_by_functions(model: nn.Module) -> list[str]:

@@ -24,7 +24,9 @@ HEAD_WIDTHS = (
 FUSED_ATTENTION = (
     "qkv qkv_proj query_key_value c_attn in_proj wqkv w_pack to_qkv attn_qkv qkv_layer qkv_linear proj_qkv c_qkv"
 ).split()
-SEPARATE_ATTENTION = "q k v q_proj k_proj v_proj query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin".split()
+SEPARATE_ATTENTION = (
+    "q k v q_proj k_proj v_proj query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin q_attn"
+).split()
 
 
 _ATTENTION = frozenset((*FUSED_ATTENTION, *SEPARATE_ATTENTION))
@@ -38,6 +40,8 @@ class Layer:
     module: nn.Module
     style: Style
     sizes: list[int] = field(default_factory=list)  # of the parts of a column
+    shared: list[bool] = field(default_factory=list)  # which of them several ranks read: see share_heads
+    head_width: int = 0  # of what is shared
 
     @property
     def parent(self) -> str:
@@ -89,6 +93,10 @@ class Owner:
 Number = tuple[str, str, int]
 """An attribute of a module: the module's name, the attribute's, and its value."""
 
+KEY_VALUE = frozenset("k v k_proj v_proj key value wk wv to_k to_v k_lin v_lin".split())
+REPEATS = "num_key_value_groups num_kv_groups kv_groups n_rep num_rep num_queries_per_kv".split()
+"""How many heads of the query read one of key and value."""
+
 
 def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owner]:
     """The owners of ``layers``. Raises PlanError for a column without a row, and the other way round."""
@@ -107,7 +115,7 @@ def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owne
         above = name.rpartition(".")[0]
         alone = not (columns and rows)
         if not name or (alone and is_container(modules[above])):
-            raise PlanError(_unpaired(columns, rows, name))
+            raise PlanError(_unpaired(columns, rows, name), whole=name or None)
         groups.setdefault(above, []).extend(group)
     return owners
 
@@ -157,24 +165,39 @@ def head_width(owner: Owner) -> int | None:
     return None
 
 
+def share_heads(owner: Owner, size: int) -> None:
+    """Find key and value with fewer heads than ranks. Their layers stay whole on every rank, which computes only the
+    head that its queries read: several ranks read the same one."""
+    width = head_width(owner) if owner.is_attention else None
+    for layer in owner.columns:
+        heads = [0 if width is None or part % width else part // width for part in layer.sizes]
+        few = [0 < number < size and size % number == 0 for number in heads]
+        fused = len(heads) == 3 and layer.last_name not in KEY_VALUE
+        if layer.last_name in KEY_VALUE or fused:
+            layer.shared = [may and not (fused and place == 0) for place, may in enumerate(few)]
+            layer.head_width = width or 0
+
+
 def check_heads(owner: Owner, size: int) -> None:
     """Raise PlanError if a cut would go through a head."""
     width = head_width(owner) if owner.is_attention else None
     named = [layer for layer in owner.columns if layer.last_name in _ATTENTION]
     for layer in named or owner.columns:
-        for part in layer.sizes:
-            if width is not None and part % width == 0 and part // width % size:
+        for part, shared in zip(layer.sizes, layer.shared or [False] * len(layer.sizes), strict=True):
+            if width is not None and part % width == 0 and part // width % size and not shared:
                 heads = part // width
                 more = " (fewer heads than ranks)" if heads < size else ""
+                choose = f"; choose a size that divides {heads}" if heads > 1 else ""
                 raise PlanError(
                     f"expected a number of heads in '{layer.name}' that is a multiple of tensor_parallel.size {size}, "
-                    f"got {heads} heads of width {width}{more}; choose a size that divides {heads}"
+                    f"got {heads} heads of width {width}{more}{choose}",
+                    whole=owner.name,
                 )
 
 
 def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
-    """The numbers of heads and the widths in ``owner`` of which a rank has a part only. Raises PlanError where
-    attention tells nothing of its heads."""
+    """The numbers of heads and the widths in ``owner`` of which a rank has a part only, and what it has of them. Raises
+    PlanError where attention tells nothing of its heads, or where ranks cannot share them."""
     if not owner.is_attention:
         return []
     heads, width = owner.numbers(HEADS), head_width(owner)
@@ -182,16 +205,60 @@ def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
         raise PlanError(
             f"expected the number of heads, or the width of one, in an attribute of '{owner.name}', got none of the "
             f"known names ({', '.join([*HEADS[:4], *HEAD_WIDTHS[:2]])}, ...) that fits; name the attributes that its "
-            f'forward uses in tensor_parallel.divide, as ["{owner.name}.heads"], or write [] if it uses none'
+            f'forward uses in tensor_parallel.divide, as ["{owner.name}.heads"], or write [] if it uses none',
+            whole=owner.name,
         )
-    parts = {size for layer in owner.columns for size in layer.sizes} | {row.inputs for row in owner.rows}
+    shared = {part for one in owner.columns for part, several in zip(one.sizes, one.shared, strict=False) if several}
+    reads = {row.inputs for row in owner.rows}
+    parts = reads | {size for layer in owner.columns for size in layer.sizes}
+    for layer in owner.columns:
+        if layer.last_name in FUSED_ATTENTION and len(layer.sizes) == 1:  # [groups, queries key value, width]
+            parts |= {(layer.outputs - read) // 2 for read in reads}
     found = [(where, name, value) for where, name, value in heads if value * width in parts]
-    if found:
-        found += [(where, name, value) for where, name, value in owner.numbers(WIDTHS) if value in parts]
-    elif heads:
+    if heads and not found:
         shown = ", ".join(f"{name} {value}" for _, name, value in heads)
         raise PlanError(
             f"expected numbers of heads in '{owner.name}' that fit layers of {sorted(parts)} features, got {shown}; "
-            "name the attributes that its forward uses in tensor_parallel.divide"
+            "name the attributes that its forward uses in tensor_parallel.divide",
+            whole=owner.name,
         )
-    return found
+    widths = [one for one in owner.numbers(WIDTHS) if found and one[2] in parts]
+    shares = [
+        (where, name, 1 if value * width in shared else _share(where, name, value, size))
+        for where, name, value in found
+    ]
+    shares += [
+        (where, name, width if value in shared else _share(where, name, value, size)) for where, name, value in widths
+    ]
+    if shared:  # each rank has one head of key and value, which all its queries read
+        kept = max(shared) // width
+        shares += [(where, name, value * kept // size) for where, name, value in owner.numbers(REPEATS)]
+    return shares
+
+
+def _share(where: str, name: str, value: int, size: int) -> int:
+    """Raises PlanError if ranks cannot have equal ones."""
+    if value % size:
+        raise PlanError(
+            f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank has "
+            f"its share, got {value}; choose a size that divides {value}",
+            whole=where,
+        )
+    return value // size
+
+
+def biases_of_heads(owner: Owner) -> list[tuple[nn.Module, str]]:
+    """Parameters of a bias on positions, [..., heads], in attention: modules and keys. They are cut with the heads."""
+    width = head_width(owner) if owner.is_attention else None
+    if width is None:
+        return []
+    heads = {row.inputs // width for row in owner.rows}
+    return [
+        (module, key)
+        for name, module in owner.module.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+        if f"{name}.{key}".endswith(_BIASES) and parameter.dim() > 1 and parameter.shape[-1] in heads
+    ]
+
+
+_BIASES = ("relative_attention_bias.weight", "relative_position_bias_table")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,46 @@ from torch import nn
 
 
 class PlanError(ValueError):
-    """The plan and the model do not go together."""
+    """The plan and the model do not go together.
+
+    add: a pattern and its style that would help. whole: the module that is better left as it is. What the user has to
+    write for them depends on the plan: see :meth:`beside`.
+    """
+
+    def __init__(self, text: str, *, add: tuple[str, Any] | None = None, whole: str | None = None) -> None:
+        self.text, self.add, self.whole = text, add, whole
+        super().__init__(text + advice(None, add, whole))
+
+    def beside(self, plan: Any) -> PlanError:
+        """The same error for somebody who has written ``plan``."""
+        made = type(self)(self.text)
+        made.args = (self.text + advice(plan, self.add, self.whole),)
+        return made
+
+
+def advice(plan: Any, add: tuple[str, Any] | None = None, whole: str | None = None) -> str:
+    """The end of a sentence: what to write into ``plan``."""
+    if whole is not None and not by_itself(plan):
+        return f"; leave the layers in '{general(whole)}' out of tensor_parallel.plan"
+    if whole is not None:
+        add = (general(whole), "whole")
+    if add is None:
+        return ""
+    pattern, style = add
+    if by_itself(plan):
+        own = {} if isinstance(plan, str) else {key: value for key, value in plan.items() if key not in ("*", pattern)}
+        return f'; write "plan": {json.dumps({"*": "auto", **own, pattern: style}, default=dict)}'
+    return f"; add {json.dumps(pattern)}: {json.dumps(style)} to tensor_parallel.plan"
+
+
+def by_itself(plan: Any) -> bool:
+    """Whether the model or its structure says what is cut, beside what ``plan`` may say."""
+    return plan == "auto" if isinstance(plan, str) else isinstance(plan, Mapping) and plan.get("*") == "auto"
+
+
+def general(name: str) -> str:
+    """A pattern for the module and its like in all blocks."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 class NoPlan(PlanError):
@@ -158,9 +198,9 @@ def resolve(
 
 def unmatched(pattern: str, names: Iterable[str]) -> str:
     """The sentence about a pattern for which there is no module."""
-    general = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
-    near = difflib.get_close_matches(pattern, [name for name in general if name], n=3, cutoff=0.5)
-    hint = f"the nearest names are {', '.join(repr(name) for name in near)}" if near else _examples(general)
+    patterns = dict.fromkeys(general(name) for name in names)
+    near = difflib.get_close_matches(pattern, [name for name in patterns if name], n=3, cutoff=0.5)
+    hint = f"the nearest names are {', '.join(repr(name) for name in near)}" if near else _examples(patterns)
     return f"expected the name or pattern of modules of the model, got '{pattern}', which matches nothing; {hint}"
 
 
@@ -177,7 +217,9 @@ def is_container(module: nn.Module) -> bool:
 def linear_like(module: nn.Module) -> bool:
     """nn.Linear, or Hugging Face's Conv1D, which is one with the weight transposed."""
     if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
+        kind = type(module)
+        falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")  # rounds in between
+        return kind.forward is nn.Linear.forward or falcon
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 

@@ -11,6 +11,7 @@ heads, is given an input that tells the width of this rank's part.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,8 +62,10 @@ class Region:
 class Outside:
     """Refuses that a module is called inside a region: see :meth:`check`."""
 
-    def __init__(self, region: Region, name: str, parameter: str) -> None:
+    def __init__(self, region: Region, name: str, parameter: str, inside: str, outside: str) -> None:
+        """inside, outside: what to do if the module acts on each head alone, and if it does not."""
         self.region, self.name, self.parameter = region, name, parameter
+        self.inside, self.outside = inside, outside
 
     def check(self, module: nn.Module, args: object) -> None:
         """A forward pre-hook. Raises RuntimeError inside a region: the gradients of the module's parameters would be
@@ -71,10 +74,36 @@ class Outside:
         if self.region.open and trained and torch.is_grad_enabled():
             raise RuntimeError(
                 f"tensor_parallel: expected layers without whole parameters between a column and its row, got "
-                f"'{self.name}' with '{self.parameter}', of which each rank would see the gradient of its part only; "
-                f'add "{self.name}": "replicated_with_grad_allreduce" to tensor_parallel.plan if it acts on each head '
-                "alone, else leave these layers uncut"
+                f"'{self.name}' with '{self.parameter}', of which each rank would see the gradient of its part only"
+                f"{self.inside} if it acts on each head alike; else the layers around it cannot be cut{self.outside}"
             )
+
+
+class FirstForward:
+    """Says of an exception in the first forward of a module that its layers are cut: its code may ask for whole ones,
+    and what torch says of shapes does not help then."""
+
+    def __init__(self, name: str, how: str) -> None:
+        """how: in what way it is cut, and what to do."""
+        self.name, self.how = name, how
+
+    def watch(self, module: nn.Module) -> None:
+        self._handle = module.register_forward_hook(self.on_end, always_call=True)
+
+    def on_end(self, module: nn.Module, args: object, output: object) -> None:
+        """A forward hook, also called if the forward raises: without an output, inside of the handler."""
+        error = sys.exc_info()[1] if output is None else None
+        told = isinstance(error, torch.cuda.OutOfMemoryError) or "tensor_parallel" in str(error)
+        if isinstance(error, _OF_SHAPES) and not told:
+            error.args = (
+                f"{error}\n(This came in the first forward of '{self.name}' ({type(module).__name__}). If its code "
+                f"needs whole tensors it does not go with tensor_parallel, {self.how})",
+            )
+        elif output is not None:  # torch goes through its hooks while it handles an exception: then they have to stay
+            self._handle.remove()
+
+
+_OF_SHAPES = (RuntimeError, ValueError, AssertionError, IndexError)
 
 
 def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:

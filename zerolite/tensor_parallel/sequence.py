@@ -17,10 +17,11 @@ from zerolite.comm import Communicator
 from zerolite.cuts import cut_of, mark_partial
 from zerolite.runtime.precision import map_tensors
 from zerolite.tensor_parallel import functions
-from zerolite.tensor_parallel.layers import CutLayer, along_sequence
+from zerolite.tensor_parallel.auto import ELEMENTWISE
+from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, along_sequence
 from zerolite.tensor_parallel.owners import Owner
 from zerolite.tensor_parallel.plan import PlanError, is_container
-from zerolite.tensor_parallel.regions import Region
+from zerolite.tensor_parallel.regions import FirstForward, Region
 
 DIM = 1
 """Of hidden states, [batch, sequence, width]: the one that is cut."""
@@ -37,6 +38,8 @@ def find_runs(owners: Sequence[Owner], modules: Mapping[str, nn.Module]) -> list
         block = _block_of(owner.name, modules)
         blocks.setdefault(block.rpartition(".")[0], []).append(block)
     runs = [run for container, members in blocks.items() for run in _runs(container, set(members), modules)]
+    for name in [name for run in runs for name in run]:
+        _check_mixing(name, modules[name], [owner for owner in owners if f"{owner.name}.".startswith(f"{name}.")])
     _check_parameters([name for run in runs for name in run], modules)
     return runs
 
@@ -71,6 +74,32 @@ def _runs(container: str, members: set[str], modules: Mapping[str, nn.Module]) -
         yield run
 
 
+def _check_mixing(block: str, module: nn.Module, owners: Sequence[Owner]) -> None:
+    """Raise PlanError if something in a block may mix tokens of the sequence though it is not cut: it would see a part
+    of them, and mostly nothing would fail."""
+    attention = any(owner.is_attention for owner in owners)
+    cut: list[nn.Module] = [module]
+    for owner in owners:
+        layers = [layer.module for layer in (*owner.columns, *owner.rows)]
+        cut += [*layers, *owner.holders.values()] if owner.name == block else owner.module.modules()
+    for name, inner in module.named_modules():
+        around = any(owner.name.startswith(f"{block}.{name}.") for owner in owners)
+        convolves = isinstance(inner, nn.modules.conv._ConvNd)
+        known = any(inner is part for part in cut) or isinstance(inner, _TOKENWISE)
+        if around or is_container(inner) or (known and not convolves):
+            continue
+        norm = "norm" in type(inner).__name__.lower()
+        if convolves or not (attention or norm):
+            raise PlanError(
+                "tensor_parallel.sequence_parallel: expected blocks in which all that mixes tokens (attention, "
+                f"convolutions) is cut, got '{block}.{name}' ({type(inner).__name__}), which is not and would see a "
+                "part of the sequence only; leave sequence_parallel out"
+            )
+
+
+_TOKENWISE = (*ELEMENTWISE, nn.Linear)
+
+
 def _check_parameters(blocks: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
     inside: dict[int, str] = {}
     for block in blocks:
@@ -92,12 +121,14 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
         edge = _Edge(comm)
         for name in run:
             block = modules[name]
+            how = "which has cut the sequence in front of it; leave tensor_parallel.sequence_parallel out"
+            FirstForward(name, how).watch(block)
             if name == run[0]:
                 block.register_forward_pre_hook(edge.begin, with_kwargs=True)
             if random:
                 _RandomParts(comm.rank).watch(block)
             for module in block.modules():
-                if isinstance(module, CutLayer) and not isinstance(module, nn.Embedding):
+                if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                     along_sequence(module, DIM, edge)
             for parameter in block.parameters():
                 if cut_of(parameter) is None:
@@ -110,7 +141,7 @@ class _Edge:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.began = False
+        self.began, self.batch = False, 1
 
     def __deepcopy__(self, memo: Any) -> _Edge:
         return self
@@ -128,9 +159,9 @@ class _Edge:
             raise ValueError(
                 "tensor_parallel.sequence_parallel: expected a sequence length that is a multiple of "
                 f"tensor_parallel.size {self.comm.world_size}, got {hidden.shape[DIM]} (hidden states of shape "
-                f"{list(hidden.shape)}); pad the sequences"
+                f"{list(hidden.shape)}); pad the sequences, or leave sequence_parallel out"
             )
-        self.began = True
+        self.began, self.batch = True, hidden.shape[0]
         part = functions.scatter(hidden, self.comm, DIM)
         return (
             tuple(part if value is hidden else value for value in args),

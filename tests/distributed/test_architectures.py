@@ -1,0 +1,84 @@
+"""Architectures of transformers over two ranks, beside one process: each is equal, or refused with a sentence that
+says what to do; done so, it is equal."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases.architectures import ALL
+from tests.distributed.test_tensor_parallel import GRADIENTS, LOSS
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.architectures"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+]
+
+NOTHING_KNOWN = {"funnel", "resnet", "xlnet"}
+ATTENTION_STAYS_WHOLE = set("beit bloom deberta_v2 falcon_alibi gpt_neox_japanese longformer mpnet mpt swinv2".split())
+MIXERS_STAY_WHOLE = set("codegen jetmoe mamba mamba2 rwkv segformer".split())
+REFUSED = NOTHING_KNOWN | ATTENTION_STAYS_WHOLE | MIXERS_STAY_WHOLE
+
+
+def cut(pools: Pools, world: int, name: str, **others: Any) -> list[dict[str, Any]]:
+    given = {"names": [name], **others}
+    return [found[name] for found in pools(world).run(f"{CASES}:cut_by_itself", given, timeout=180)]
+
+
+def assert_equal(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["loss"] <= LOSS and result["gradients"] <= GRADIENTS, result
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_cut_by_itself(pools: Pools, name: str) -> None:
+    results = cut(pools, 2, name)
+    assert all(result["said"] == results[0]["said"] for result in results)
+    assert bool(results[0]["said"]) == (name in REFUSED), results[0]["said"]
+    if name in NOTHING_KNOWN:
+        assert "write tensor_parallel.plan" in results[0]["said"][-1]
+    else:
+        assert_equal(results)
+
+
+FEW_HEADS = "falcon falcon_new gemma_mqa gpt_bigcode_mqa llama llama_mqa phi qwen2_moe qwen3 starcoder2 t5".split()
+
+
+@pytest.mark.parametrize("name", FEW_HEADS)
+def test_more_ranks_than_heads_of_key_and_value(pools: Pools, name: str) -> None:
+    assert_equal(cut(pools, 4, name))
+
+
+SEQUENCES = "bert falcon gemma_mqa gpt2 gptj llama llama_mqa mixtral opt opt_post_norm qwen3_moe".split()
+NOT_IN_PARTS = {
+    "fnet": "'fnet.encoder.layer.0.fourier' (FNetFourierTransform), which is not",
+    "olmo2": "'model.layers.0.self_attn' (Olmo2Attention), which is not",
+    "qwen3_next": "'model.layers.0.linear_attn' (Qwen3NextGatedDeltaNet), which is not",
+    "swin": "leave tensor_parallel.sequence_parallel out",
+    "t5": "expected self-attention only",
+    "vit": "a multiple of tensor_parallel.size 2, got 17",
+}
+
+
+@pytest.mark.parametrize("name", [*SEQUENCES, *NOT_IN_PARTS])
+def test_the_sequence_in_parts(pools: Pools, name: str) -> None:
+    results = cut(pools, 2, name, sequence_parallel=True)
+    if name in NOT_IN_PARTS:
+        assert NOT_IN_PARTS[name] in results[0]["said"][-1]
+    else:
+        assert_equal(results)
+
+
+STAGES = "gpt2 granitemoe llama mixtral olmoe opt opt_post_norm qwen2_moe qwen3_moe".split()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_in_two_stages(pools: Pools, name: str) -> None:
+    """Experts are grouped matrix products; OPT registers its last norm in front of its blocks."""
+    for results in pools(2).run(f"{CASES}:in_stages", {"names": [name]}, timeout=180):
+        assert max(results[name].values()) <= 1e-6
