@@ -547,7 +547,7 @@ BOOLEANS = [
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 40 and len(BOOLEANS) == 50
+    assert len(INTEGERS) == 41 and len(BOOLEANS) == 50
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 
