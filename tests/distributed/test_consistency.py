@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.configs import ADAMW, config
+from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.pool import Pools
 
 CASES = "tests.distributed.cases.consistency"
@@ -80,6 +80,14 @@ def test_where_the_host_does_not_wait_it_is_told_one_step_later(
         assert result["errors"][2].startswith("FloatingPointError: the update of step 3 made weights of param group 0")
         assert len(result["warnings"]) == (rank == 0)
         assert all("because the update of step 3 made weights" in warning for warning in result["warnings"])
+
+
+def test_other_gathers_of_one_rank_are_told(pools: Pools) -> None:
+    partitioned = setting(3, "fp32", zero_optimization={"stage": 3, **PARTITIONED["moving"]})
+    for result in pools(3).run(f"{CASES}:other_gathers", {"config": partitioned}):
+        assert result[:2] == ["", ""]
+        assert "what stage 3 has gathered has a hash" in result[2] and "on ranks 0 and 1, but" in result[2]
+        assert "leaf_modules" in result[2]
 
 
 def test_numbers_that_change_after_the_statistics_are_found_in_the_next_step(pools: Pools) -> None:

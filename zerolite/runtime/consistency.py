@@ -28,7 +28,8 @@ _EXACT = 1 << 24  # integers below are exact in fp32
 _OFF = 'set "consistency_check_interval" to 0 to compare nothing'
 _ALIKE = (
     "Change them alike on all ranks: give a schedule to zerolite.initialize, and ReduceLROnPlateau a loss that all "
-    f"ranks share (engine.reduce(loss)). If ranks may differ, {_OFF}."
+    "ranks share (engine.reduce(loss)). At stage 3 run the same modules on all ranks, or name what some may skip in "
+    f"zero_optimization.leaf_modules. If ranks may differ, {_OFF}."
 )
 _NAMED = 10  # parameters in one message
 
@@ -37,19 +38,25 @@ _NAMED = 10  # parameters in one message
 class UpdateNumbers:
     """The numbers that one update uses beside gradients and states.
 
-    step: updates before it. groups: of each param group, the values that the optimizer reads, by key. divisor: of the
-    summed gradient (the loss scale, less what a partial accumulation lacks). max_norm: for clipping, 0 for none.
+    Attributes:
+        step: updates before it.
+        groups: of each param group, the values that the optimizer reads, by key.
+        divisor: of the summed gradient (the loss scale, less what a partial accumulation lacks).
+        max_norm: for clipping, 0 for none.
+        gathers: a hash of what stage 3 has gathered so far. A rank that has run other modules than the rest has
+            exchanged other parameters than they believe, without a word from NCCL.
     """
 
     step: int
     groups: tuple[dict[str, Any], ...]
     divisor: float
     max_norm: float
+    gathers: int = 0
 
     def fingerprint(self) -> tuple[int, list[torch.Tensor]]:
         """A hash below 2^52 of what the host knows, and the tensors on a device that belong to it. Floats count as the
         fp32 numbers that kernels use: schedules may differ in the last bit of a double between two C libraries."""
-        numbers, texts = array("f", (self.divisor, self.max_norm)), [str(self.step)]
+        numbers, texts = array("f", (self.divisor, self.max_norm)), [f"{self.step},{self.gathers}"]
         tensors: list[torch.Tensor] = []
         for group in self.groups:
             texts.append("|")
@@ -61,6 +68,7 @@ class UpdateNumbers:
     def describe(self) -> Description:
         """The same in words."""
         found = Description({"the step": {"number": str(self.step + 1)}})
+        found.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
         found.items["the update"] = {"a gradient divisor of": repr(self.divisor), "a max_norm of": repr(self.max_norm)}
         for number, group in enumerate(self.groups):
             found.items[f"param group {number}"] = {key: plain_text(value) for key, value in group.items()}
@@ -171,7 +179,7 @@ class ConsistencyCheck:
         """Raise RuntimeError on all ranks if the numbers in the last statistics that were read differ."""
         differing, self._differing = self._differing, None
         if differing is not None:
-            what = "zerolite: the ranks update with different numbers"
+            what = "zerolite: the ranks update with different numbers, or have gathered different parameters"
             raise_differences(differing.describe(), self._topology.world, what, _ALIKE)
 
     # ---------------------------------------------------------------- weights

@@ -55,7 +55,9 @@ class StepOptions:
 
 
 class TraceCheck(Protocol):
-    """What the pipeline knows of stage 3's schedule."""
+    """What the pipeline knows of stage 3's schedule. gathers: a hash of all gathers so far."""
+
+    gathers: int
 
     @property
     def candidate_hash(self) -> int: ...
@@ -328,7 +330,9 @@ class StepPipeline:
         self._decide_on_trace()
         self.refresh_written()
         if self._checks is not None:
-            self._checks.before_update(self.counters.global_steps, self._own_divisor(), self._max_norm)
+            # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
+            gathers = self.trace.gathers if self.trace is not None and self._across is None else 0
+            self._checks.before_update(self.counters.global_steps, self._own_divisor(), self._max_norm, gathers)
         stats = self.stats()
         self._updated = True
         self._optimizer.mark_called()

@@ -95,11 +95,12 @@ class StepChecks:
 
     # ---------------------------------------------------------------- the step
 
-    def before_update(self, step: int, divisor: float, max_norm: float) -> None:
-        """In the same place of every step, before its statistics are needed. step: updates so far. Raises as
-        :meth:`act` does, and RuntimeError if the ranks hold different weights."""
+    def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
+        """In the same place of every step, before its statistics are needed. step: updates so far; gathers: see
+        :class:`UpdateNumbers`. Raises as :meth:`act` does, and RuntimeError if the ranks hold different weights."""
         self.act()
-        numbers = UpdateNumbers(step, numbers_of(self._optimizer.param_groups, self._keys), divisor, max_norm)
+        groups = numbers_of(self._optimizer.param_groups, self._keys)
+        numbers = UpdateNumbers(step, groups, divisor, max_norm, gathers)
         if self._updated is not None:
             self._updated.announce(numbers)
         if self._consistency is not None:

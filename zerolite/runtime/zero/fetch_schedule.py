@@ -64,6 +64,7 @@ class FetchSchedule:
         self._count = 0
         self._last: int | None = None
         self.steps = 0  # begun so far
+        self.gathers = 0  # a hash of all gathers so far
 
     def set_on_disk(self, on_disk: Mapping[int, int]) -> None:
         """The elements of this rank's shards that are on disk, by parameter id: plans made from now on say ahead of a
@@ -104,6 +105,11 @@ class FetchSchedule:
             self._trace.append(event)
             if self._count > _LONGEST:
                 self._recording, self._trace = False, []
+
+    def note_gather(self, first: int, count: int) -> None:
+        """``count`` parameters are gathered in one launch, the first of them ``first``. Called by all ranks for every
+        gather of the model's parameters."""
+        self.gathers = hash((self.gathers, first, count))  # of integers: the same in every process
 
     def begin_step(self, kind: str) -> None:
         """Before the first event of a step. Every kind of step has a trace and a plan of its own.
