@@ -21,7 +21,7 @@ from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.offload import OffloadOptimizerConfig
 from zerolite.runtime.full_state import guard_module, guard_state_dict
 from zerolite.runtime.offload import tiers_of
-from zerolite.runtime.zero.partition_parameters import GatherOnUse, partition, partition_model, take_rank0
+from zerolite.runtime.zero.partition_parameters import GatherOnUse, partition, partition_model, take_rank0, unseen
 from zerolite.runtime.zero.partitioned_parameter import Home, handle_of
 from zerolite.runtime.zero.shard_reader import ShardReader
 from zerolite.runtime.zero.tiers import HostTier, Tier, Tiers
@@ -112,6 +112,7 @@ class Init:
     def _on_parameter(self, module: torch.nn.Module, name: str, parameter: Any) -> None:
         self._built[id(module)] = module
 
+    @unseen
     def _on_module(self, module: torch.nn.Module, name: str, child: Any) -> None:
         if isinstance(child, torch.nn.Module) and self._mode is not None:
             self._mode.commit()
@@ -130,19 +131,18 @@ class Init:
                 self._mode.commit()
                 self._partition(finished)
 
-    @torch.no_grad()
+    @unseen
     def _partition(self, modules: Iterable[torch.nn.Module]) -> None:
-        with torch._C.DisableTorchFunction():
-            for module in modules:
-                for name, parameter in module._parameters.items():
-                    if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
-                        continue
-                    if not parameter.is_meta:
-                        take_rank0(parameter, self._comm, self._device)
-                        partition(parameter, name, self._comm, self._device, self._dtype, self._home)
-                if module._parameters:
-                    guard_module(module)
-                self._built.pop(id(module), None)
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
+                    continue
+                if not parameter.is_meta:
+                    take_rank0(parameter, self._comm, self._device)
+                    partition(parameter, name, self._comm, self._device, self._dtype, self._home)
+            if module._parameters:
+                guard_module(module)
+            self._built.pop(id(module), None)
 
 
 def _home(

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerolite.runtime.zero.layout import PartitionLayout
-from zerolite.runtime.zero.released_parameter import find_argument, opened
+from zerolite.runtime.zero.released_parameter import find_arguments, opened
 
 _ACCUMULATION = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -71,7 +71,7 @@ _HARMLESS = frozenset(
 
 
 def _refuse(arguments: Any) -> NoReturn:
-    held = find_argument(arguments, HeldGradient)
+    held = next(find_arguments(arguments, HeldGradient), None)
     name = held.parameter_name if held is not None else "?"
     raise RuntimeError(
         f"the gradient of parameter '{name}' is in the engine's buckets and not in p.grad. To clip, set "

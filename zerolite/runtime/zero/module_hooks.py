@@ -163,8 +163,8 @@ class _Guard(_Hook):
 
 
 class WatchedParameters(dict[str, Any]):
-    """A module's ``_parameters``: reading a partitioned parameter that is not available, inside a forward or
-    backward, gathers it. So a tied head called as a function finds its weight."""
+    """A module's ``_parameters``. It reports that a partitioned parameter that is not available was read inside a
+    forward or backward. So a tied head called as a function finds its weight."""
 
     def __init__(self, parameters: dict[str, Any], coordinator: PartitionedParameterCoordinator) -> None:
         super().__init__(parameters)
@@ -175,7 +175,7 @@ class WatchedParameters(dict[str, Any]):
         if parameter is not None and getattr(parameter, "ds_status", AVAILABLE) is not AVAILABLE:
             coordinator = self._coordinator()
             if coordinator is not None and coordinator.busy:
-                coordinator.on_access(parameter._zero_handle)
+                coordinator.on_read(parameter._zero_handle)
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -28,8 +28,24 @@ from zerolite.runtime.zero.partitioned_parameter import (
 )
 
 _off: Callable[[], Any] = torch._C.DisableTorchFunction  # no mode sees the torch functions that run inside
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def unseen(function: _Function) -> _Function:
+    """Run ``function`` without gradients, and so that no function mode sees what it calls.
+
+    The order matters: entering and leaving ``no_grad`` is itself a torch function that a mode would see.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _off(), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@unseen
 def partition(
     parameter: torch.nn.Parameter,
     name: str,
@@ -70,7 +86,7 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
     return copied
 
 
-@torch.no_grad()
+@unseen
 def take_rank0(parameter: torch.nn.Parameter, comm: Communicator, device: torch.device) -> None:
     """Rank 0's values into a plain parameter, in place where it lies on ``device``. Called on all ranks."""
     data = parameter.data
@@ -259,7 +275,7 @@ class GatherOnUse(TorchFunctionMode):
                 self._seen[handle.storage._cdata] = handle
         gather(list(hidden.values()))
 
-    @torch.no_grad()
+    @unseen
     def commit(self, but: Iterable[int] = ()) -> None:
         """Partition again what was gathered, except for these handles' ids. Called on all ranks, at the same place of
         the model's construction."""
@@ -271,6 +287,12 @@ class GatherOnUse(TorchFunctionMode):
                 continue  # its partition() was called
             data = parameter.data
             if (data.shape, data.dtype, dense_strides(data)) != (handle.shape, handle.shard.dtype, handle.strides):
+                if handle.numel and not data.numel():
+                    raise RuntimeError(
+                        f"zero.Init: expected parameter '{handle.name}' of shape {tuple(handle.shape)} to keep values, "
+                        f"got .data of shape {tuple(data.shape)}; set .data to a tensor that has elements, or put "
+                        "another parameter in its place"
+                    )
                 handle.make_whole()
                 parameter.data = data
                 take_rank0(parameter, handle.comm, handle.device)

@@ -3,41 +3,67 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 
 Tensor = torch.Tensor
 
 
 class ReleasedParameter(torch.nn.Parameter):
-    """The class of a released parameter (the object stays the same): its shape is [0], so torch would read nothing and
-    lose what is written, without a word. ``numel()`` is that of the whole parameter."""
+    """Class of a released parameter (the object stays the same).
+
+    A released parameter has dtype, device and layout, and ``numel()`` counts the whole. Its values are gathered when a
+    torch function needs them inside a forward or backward of its engine. Anywhere else that is refused: its shape is
+    [0], so torch would read nothing and lose what is written, without a word.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return vars(self)["_zero_handle"].__reduce__()  # says what to do instead
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace the memory, as torch's method does, which asks no ``__torch_function__`` by itself."""
+        return handle_torch_function(Tensor.set_, (self,), self, *args, **kwargs)
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if function in _COUNTS:
-                return args[0].ds_numel
+                return _asked(args[0]).numel
             if function is Tensor.__repr__:
                 return f"Parameter '{_name(args[0])}' of shape {tuple(args[0].ds_shape)}, partitioned"
             if function in _HARMLESS:
-                return function(*args, **(kwargs or {}))
+                if args and type(args[0]) is ReleasedParameter:
+                    _asked(args[0])
+                return function(*args, **kwargs)
+            if function in _LIKE and args:
+                return function(_asked(args[0]).view, *args[1:], **kwargs)
             if function in _CASTS:
-                result = function(*args, **(kwargs or {}))
-                if result is args[0]:
+                result = function(*args, **kwargs)
+                if result is args[0] or isinstance(result, str):  # type() is a question
                     return result
             if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
                 return None
-        released = find_argument((args, kwargs), ReleasedParameter)
-        raise RuntimeError(
-            f"parameter '{_name(released)}' is partitioned over ranks and its values are not here; read it inside "
-            "zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters(parameters, "
-            "modifier_rank=0), both on all ranks. Casts and moves of a module are for before zerolite.initialize"
-        )
+        for released in find_arguments((args, kwargs), ReleasedParameter):
+            vars(released)["_zero_handle"].gather_for_use()
+            if type(released) is ReleasedParameter:
+                raise RuntimeError(
+                    f"parameter '{_name(released)}' is partitioned over ranks and its values are not here; read it "
+                    "inside zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters("
+                    "parameters, modifier_rank=0), both on all ranks. Casts and moves of a module are for before "
+                    "zerolite.initialize"
+                )
+        return function(*args, **kwargs)
+
+
+def _asked(released: ReleasedParameter) -> Any:
+    """What stands behind a parameter that was asked for something other than its values."""
+    handle = vars(released)["_zero_handle"]
+    handle.wanted = False
+    return handle
 
 
 class AwayParameter(torch.nn.Parameter):
@@ -50,7 +76,7 @@ class AwayParameter(torch.nn.Parameter):
                 return function(*args, **(kwargs or {}))
             if function is Tensor.__repr__:
                 return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"
-        away = find_argument((args, kwargs), AwayParameter)
+        away = next(find_arguments((args, kwargs), AwayParameter), None)
         raise RuntimeError(
             f"parameter '{'?' if away is None else vars(away)[_NAME]}' is on the host, where engine.offload_states() "
             "has brought it; call engine.reload_states() before it is used"
@@ -80,14 +106,17 @@ def _getters(*names: str) -> list[Any]:
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
 _COUNTS = frozenset([Tensor.numel, Tensor.nelement])
+# What makes a tensor in the shape of its first argument, here that of the whole parameter.
+_LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
 # What tells nothing of the values, and what autograd and optimizers ask of any parameter.
 _HARMLESS = frozenset(
     [
         *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
         *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "ndim", "_version", "is_mkldnn"),
-        *_getters("output_nr", "is_xpu", "is_mps", *_HOOKS),
+        *_getters("output_nr", "is_xpu", "is_mps", "_base", *_HOOKS),
         *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", *_HOOKS)),
         getattr(Tensor, "grad").__delete__,  # noqa: B009
+        *(getattr(Tensor, f"new_{name}") for name in "empty empty_strided full ones tensor zeros".split()),
         Tensor.size,
         Tensor.dim,
         Tensor.ndimension,
@@ -111,18 +140,13 @@ _HARMLESS = frozenset(
 _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half double bfloat16 type contiguous".split())
 
 
-def find_argument(value: Any, kind: type) -> Any:
-    """The first object of class ``kind`` among a call's arguments; None if there is none."""
+def find_arguments(value: Any, kind: type) -> Iterator[Any]:
+    """Yield the objects of class ``kind`` among a call's arguments, in their order."""
     if isinstance(value, kind):
-        return value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = find_argument(item, kind)
-            if found is not None:
-                return found
-    return None
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from find_arguments(item, kind)
 
 
 def _name(parameter: Any) -> str:
