@@ -71,16 +71,16 @@ class _OnGradient:
     """A hook on an output. Graphs outlive backwards (whoever keeps a loss keeps its graph), so it knows the
     coordinator weakly."""
 
-    __slots__ = ("_coordinator", "_use")
+    __slots__ = ("coordinator", "use")
 
     def __init__(self, coordinator: PartitionedParameterCoordinator, use: Use) -> None:
-        self._coordinator = coordinator.itself
-        self._use = use
+        self.coordinator = coordinator.itself
+        self.use = use
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        coordinator = self._coordinator()
+        coordinator = self.coordinator()
         if coordinator is not None:
-            coordinator.on_output_gradient(self._use)
+            coordinator.on_output_gradient(self.use)
 
 
 class PartitionedParameterCoordinator:
@@ -228,20 +228,32 @@ class PartitionedParameterCoordinator:
         hook = _OnGradient(self, use)
         watched = False
         for value in module.__dict__.values():
-            if type(value) is torch.Tensor and value.grad_fn is not None:
+            if type(value) is torch.Tensor and value.grad_fn is not None and not self._from_before(value, use):
                 value.register_hook(hook)
         if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
-            outputs.register_hook(hook)
+            if not self._from_before(outputs, use):
+                outputs.register_hook(hook)
             return True
         for tensor in tensors_in(outputs):
             self._check_escape(tensor)
             base = tensor._base
-            if base is not None and base.grad_fn is not None:
+            if base is not None and base.grad_fn is not None and not self._from_before(base, use):
                 base.register_hook(hook)  # a caller may change the view in place; then gradients come this way
             if tensor.grad_fn is not None:
-                tensor.register_hook(hook)
                 watched = True
+                if not self._from_before(tensor, use):
+                    tensor.register_hook(hook)
         return watched
+
+    def _from_before(self, tensor: torch.Tensor, use: Use) -> bool:
+        """The unit hands on what a use that ended before this one has made (T5's position bias). A gradient that
+        reaches it comes when the backward of that use begins, and says nothing of this one; least of all of one that
+        checkpointing repeats, whose hooks are the last on the tensor."""
+        hooks = tensor._backward_hooks  # None after a change in place: then this use has made it
+        if not hooks:
+            return False
+        ours = [hook for hook in hooks.values() if type(hook) is _OnGradient]
+        return any(hook.coordinator is self.itself and hook.use.end < use.start for hook in ours)
 
     def _escaped(self, outputs: Any) -> bool:
         for tensor in tensors_in(outputs):
