@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from tests.distributed.cases.stage3_cases import WIDTH, Block, Case, batch, case, cases, loss_of
+from tests.distributed.cases.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, batch, case, cases, loss_of
 
 plain_checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
 reentrant_checkpoint = partial(checkpointing.checkpoint, use_reentrant=True)
@@ -249,6 +249,45 @@ class CheckpointedSequence(Stack):
 # -------------------------------------------------------------------- called directly, changed in place
 
 
+class BiasBlock(nn.Module):
+    """The first one makes a bias from a parameter of its own, and all hand it on, as T5's blocks do."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(LENGTH, HIDDEN)) if first else None
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        inside = self.up(x * self.scale)
+        if bias is None:
+            bias = self.bias * 0.5
+        return x + self.down(torch.tanh(inside + bias)), bias
+
+
+@cases(plain=None, reentrant=True, not_reentrant=False)
+class SharedBias(Case):
+    """Each block is one unit. The gradient of the bias is complete in the middle of the first block's backward, when
+    the blocks after it have been repeated."""
+
+    zero = {"leaf_modules": ["*BiasBlock"]}
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(BiasBlock(first=index == 0) for index in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = x.requires_grad_(), None
+        for block in self.blocks:
+            if self.reentrant is None:
+                x, bias = block(x, bias)
+            else:
+                with checkpointing.set_checkpoint_early_stop(False):  # the repeated blocks return
+                    x, bias = checkpointing.checkpoint(block, x, bias, use_reentrant=self.reentrant)
+        return x
+
+
 @case
 class CalledDirectly(Stack):
     """Parts of the model are called without it, and without the engine. As part of a larger unit such a call is
@@ -372,6 +411,21 @@ class OwnFunction(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.one(super().forward(x))
         return _Product.apply(self.two(x), self.first.weight, self.first, self.how)
+
+
+@case
+class AsksForAttributes(Stack):
+    """Questions about other modules' parameters, and one that is then used by a custom autograd.Function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            weight = block.up.weight
+            if isinstance(weight, Tensor) and weight.dtype == x.dtype and weight.shape == (HIDDEN, WIDTH):
+                x = x.to(block.down.weight.device) + weight.new_ones(WIDTH)
+        x = super().forward(x)
+        weight = self.first.weight
+        product: Tensor = _Product.apply(x.to(weight.dtype), weight, self.first, "saved")
+        return product
 
 
 @cases(value=False, graph=True)
