@@ -8,6 +8,7 @@ from tests.distributed.configs import config
 from tests.pool import Pool, Pools
 
 CASES = "tests.distributed.cases.stage3_init"
+CONSTRUCTORS = "tests.distributed.cases.stage3_constructors"
 GATHERED = "tests.distributed.cases.stage3_gathered"
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 SETTINGS = pytest.mark.parametrize("settings", ["moving", "kept", "whole"])
@@ -32,6 +33,16 @@ SETTINGS = pytest.mark.parametrize("settings", ["moving", "kept", "whole"])
 )
 def test_case(pools: Pools, world: int, case: str) -> None:
     pools(world).run(f"{CASES}:{case}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_constructors_give_the_values_of_plain_construction(pools: Pools, world: int) -> None:
+    pools(world).run(f"{CONSTRUCTORS}:same_values")
+
+
+def test_questions_about_a_released_parameter_gather_nothing(pools: Pools) -> None:
+    pools(2).run(f"{CONSTRUCTORS}:questions")
+    pools(2).run(f"{CONSTRUCTORS}:asked_parameters_are_not_kept", {"limit": 64})
 
 
 @WORLDS

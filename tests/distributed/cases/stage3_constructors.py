@@ -1,0 +1,234 @@
+"""Models whose constructors change, replace or parametrise parameters, built inside zero.Init and outside."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+
+import zerolite
+from tests.distributed.cases.stage3_init import assert_partitioned, assert_same, raises, values_of, whole
+from tests.distributed.configs import ADAMW, config
+from zerolite import zero
+
+_nested: Callable[[], Any] = contextlib.nullcontext  # zero.Init while models are built partitioned
+
+
+class Filled(nn.Module):
+    """Its last act is to change parameters without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        with torch.no_grad():
+            self.norm.weight.fill_(2.0)
+            self.norm.bias.fill_(0.25)
+
+
+class Grown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Filled(), nn.Linear(6, 3)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with _nested():
+            self.a, self.b = Grown(), Filled()
+        with torch.no_grad():
+            self.b.norm.bias.add_(1)
+        self.c = Filled()
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled, self.linear = Filled(), nn.Linear(3, 3)
+        with torch.no_grad():
+            self.linear.bias.fill_(3)
+            raise ValueError
+
+
+class CatchesExceptions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.kept = Filled(), nn.Linear(2, 2)
+        with contextlib.suppress(ValueError):
+            self.b = Raises()
+        with contextlib.suppress(KeyError), torch.no_grad():
+            self.kept.bias.fill_(7)
+            raise KeyError
+        self.c = nn.Linear(6, 2)
+
+
+class Replaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 5)
+        with torch.no_grad():
+            self.a.weight.mul_(3)
+        self.b.weight = self.a.weight
+        self.a.bias = nn.Parameter(self.a.bias.detach().clone() * 2)
+        with torch.no_grad():
+            self.b.weight.add_(1)
+        self.c = nn.Linear(5, 5)
+        self.c.weight = nn.Parameter(self.a.weight[:, :5].clone())
+        del self.c.bias
+        self.c.bias = nn.Parameter(torch.ones(5))
+        with torch.no_grad():
+            self.c.bias.mul_(5)
+            self.c.weight.set_(torch.full((5, 5), 0.5))
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.batch_norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        with torch.no_grad():
+            self.linear.weight.fill_(0.5)
+            self.batch_norm.running_mean.fill_(3)
+            self.batch_norm.weight.fill_(4)
+        self.register_buffer("twice", self.linear.weight.detach() * 2)
+        self.register_buffer("copied", self.linear.weight.detach().clone())
+
+
+class Parametrised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = weight_norm(nn.Linear(4, 3))
+        self.b = parametrizations.weight_norm(nn.Linear(4, 3))
+        self.c = parametrizations.orthogonal(nn.Linear(4, 4))
+        self.d, self.e = spectral_norm(nn.Linear(4, 3)), parametrizations.spectral_norm(nn.Linear(4, 3))
+        with torch.no_grad():
+            self.b.bias.fill_(3)
+            self.a.weight_g.mul_(2)
+            self.b.weight = torch.ones(3, 4)
+
+
+class Copied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16)
+        self.copies = nn.ModuleList([copy.deepcopy(self.transformer.encoder.layers[0]) for _ in range(2)])
+        with torch.no_grad():
+            self.copies[1].norm1.bias.fill_(9)
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(torch.rand(3)) for _ in range(2)])
+        with torch.no_grad():
+            for parameter in self.list:
+                parameter.mul_(2)
+            self.list.append(nn.Parameter(torch.ones(2)))
+            self.list[-1].fill_(4)
+        self.q = nn.Parameter(torch.zeros(3))
+        self.same = self.q
+        nn.init.trunc_normal_(self.same)
+
+
+class GatheredByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled = Filled()
+        weight = self.filled.norm.weight
+        if hasattr(weight, "all_gather"):
+            weight.all_gather()
+            weight.partition()
+            assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+        self.last = nn.Linear(2, 2)
+
+
+CONSTRUCTORS = (
+    *(Filled, Grown, Nested, CatchesExceptions, Replaced, Buffers, Parametrised, Copied, Lists, GatheredByHand),
+)
+
+
+def same_values() -> None:
+    """Built inside zero.Init, and given to an engine there: bit for bit what plain construction gives."""
+    global _nested
+    warnings.simplefilter("ignore")
+    for cls in CONSTRUCTORS:
+        torch.manual_seed(3)
+        plain = cls()
+        torch.manual_seed(3)
+        with zero.Init():
+            _nested = zero.Init
+            model = cls()
+            _nested = contextlib.nullcontext
+        assert_partitioned(model)
+        assert_same(whole(model), values_of(plain))
+        assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
+        for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert parameter.ds_shape == wanted.shape
+    torch.manual_seed(4)
+    plain = Grown()
+    torch.manual_seed(4)
+    with zero.Init():
+        engine = zerolite.initialize(Grown(), config(3, optimizer=ADAMW))
+    assert_same(engine.full_state_dict(), values_of(plain))
+    with raises(RuntimeError, "weight", "(3, 6)", "set .data"), zero.Init():
+        head = nn.Linear(6, 3)
+        head.weight = nn.Parameter(torch.ones(3, 6))
+        last = nn.Sequential(head)
+        last[0].weight.data = torch.empty(0)
+
+
+def questions() -> None:
+    """A released parameter says what does not depend on its values, at any time; nothing is gathered for it."""
+    zero_section = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+    engine = zerolite.initialize(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), config(3, zero=zero_section))
+    weight = engine.module[0].weight
+    with zerolite.comm.record() as record:
+        assert (weight.dtype, weight.device.type, weight.layout) == (torch.float32, "cpu", torch.strided)
+        assert weight.requires_grad and weight.numel() == 12 and weight.is_floating_point()
+        assert "FloatTensor" in weight.type()
+        made = [weight.new_zeros(2, 5), weight.new_empty(2, 5), weight.new_full((2, 5), 3.0), weight.new_ones(2, 5)]
+        assert all(one.shape == (2, 5) and one.dtype == torch.float32 for one in made)
+        assert weight.new_tensor([1, 2]).tolist() == [1, 2]
+        alike = [torch.zeros_like(weight), torch.ones_like(weight), torch.empty_like(weight), torch.randn_like(weight)]
+        assert all(one.shape == (3, 4) and type(one) is torch.Tensor for one in alike)
+    assert not record.count("all_gather", "parameters")
+    with raises(RuntimeError, "0.weight", "GatheredParameters"):
+        weight.sum()
+    with raises(RuntimeError, "0.weight", "GatheredParameters"):
+        weight.set_(torch.zeros(3, 4))
+
+
+class Asks(nn.Module):
+    """Asks its layers' parameters for their dtypes, as T5 does, and never for their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+        self.live: Callable[[], int] = lambda: 0
+        self.most = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if isinstance(layer.weight, torch.Tensor) and layer.weight.dtype != torch.int8:
+                x = torch.tanh(layer(x.to(layer.weight.device)))
+                self.most = max(self.most, self.live())
+        return x
+
+
+def asked_parameters_are_not_kept(limit: int) -> None:
+    section = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+    section |= {"stage3_max_live_parameters": limit, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    engine = zerolite.initialize(Asks(), config(3, zero=section))
+    handles = engine.coordinator.handles
+    engine.module.live = lambda: sum(h.numel for h in handles if h.status is not zero.ZeroParamStatus.NOT_AVAILABLE)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        assert engine.coordinator.schedule.parameters_of(0) == (), "the root has taken parameters that it only asked"
+    assert engine.module.most <= limit
+    assert engine.coordinator.schedule.following
