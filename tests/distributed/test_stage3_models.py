@@ -16,7 +16,15 @@ CASES = list(stage3_cases.CLASSES)
 assert stage3_models and stage3_graphs and stage3_library  # they fill the list
 
 # The first variant of each model, and all whose graphs differ, run always.
-_VARIED = ("Lora", "SharedBias-not", "Checkpointed", "CheckpointedInPart", "TiedHead", "ReturnedParameter", "ViewChangedInPlace")
+_VARIED = (
+    "Lora",
+    "SharedBias-not",
+    "Checkpointed",
+    "CheckpointedInPart",
+    "TiedHead",
+    "ReturnedParameter",
+    "ViewChangedInPlace",
+)
 _FIRST = {name.split("-")[0]: name for name in reversed(CASES)}
 FAST_AND_SLOW = [
     name if name.startswith(_VARIED) or name in _FIRST.values() else pytest.param(name, marks=pytest.mark.slow)

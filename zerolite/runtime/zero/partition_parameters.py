@@ -247,18 +247,34 @@ class GatherOnUse(TorchFunctionMode):
     def _hidden(self, value: Any) -> PartitionedParameter | None:
         """What stands behind ``value`` if it is a parameter that is not available and nobody else's affair, or shares
         its memory."""
-        if isinstance(value, torch.nn.Parameter):
-            handle = handle_of(value)
-        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and self._seen:
-            storage = value.untyped_storage()._cdata
-            handle = self._seen.get(storage)
-            if handle is None or handle.storage is None or handle.storage._cdata != storage:
-                return None  # the handle has taken other memory since
-        else:
-            return None
+        handle = handle_of(value) if isinstance(value, torch.nn.Parameter) else None
+        if handle is None and isinstance(value, torch.Tensor):
+            handle = self._sharing(value)
         if handle is None or handle.status is not NOT_AVAILABLE or handle.ref() is None:
             return None
         return handle if handle.manager is None or handle.manager() is None else None
+
+    def _sharing(self, tensor: torch.Tensor) -> PartitionedParameter | None:
+        """The partitioned parameter whose memory ``tensor`` shares; None if there is none."""
+        if not self._seen or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        handle = self._seen.get(storage)
+        if handle is None or handle.storage is None or handle.storage._cdata != storage:
+            return None  # the handle has taken other memory since
+        return handle
+
+    @unseen
+    def separate(self, parameter: torch.nn.Parameter) -> None:
+        """Give a plain parameter that was made from the values of a partitioned one, as parametrizations do, memory of
+        its own. Called on all ranks, in the same order."""
+        handle = self._sharing(parameter)
+        if handle is not None:
+            whole = handle.status is AVAILABLE
+            gather([handle])
+            parameter.data = parameter.data.clone()
+            if not whole:
+                handle.release()
 
     def _prepare(self, values: Iterable[Any]) -> None:
         flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]

@@ -1,0 +1,130 @@
+"""Table of transformers' architectures, each with a configuration of a few thousand parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCABULARY = 40
+LENGTH = 7
+
+_BASE: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {
+    **_BASE,
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 4},
+}
+_GPT2 = {**_BASE, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_QUIET = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_BERT = {
+    **_BASE,
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+_SEQ2SEQ = {
+    **_BASE,
+    **{"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4},
+    **{"decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32},
+    **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "decoder_start_token_id": 1},
+}
+_T5 = {
+    **_BASE,
+    **{"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+    "decoder_start_token_id": 0,
+}
+_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"image_size": 8, "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+_MOE = {"num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model class of transformers by name, its configuration, and the kind of its inputs.
+
+    inputs: "causal", "masked", "seq2seq" or "image". checkpointing: whether the class supports gradient checkpointing.
+    """
+
+    model: str
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: str = "causal"
+    checkpointing: bool = True
+
+
+_CAUSAL: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": {**_LLAMA, "sliding_window": 4},
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GemmaForCausalLM": _LLAMA,
+    "Gemma2ForCausalLM": _LLAMA,
+    "PhiForCausalLM": {**_LLAMA, **_QUIET},
+    "Phi3ForCausalLM": {**_LLAMA, **_QUIET},
+    "CohereForCausalLM": _LLAMA,
+    "OlmoForCausalLM": _LLAMA,
+    "Olmo2ForCausalLM": _LLAMA,
+    "StableLmForCausalLM": {**_LLAMA, **_QUIET},
+    "Starcoder2ForCausalLM": {**_LLAMA, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "GraniteForCausalLM": _LLAMA,
+    "GlmForCausalLM": _LLAMA,
+    "SmolLM3ForCausalLM": _LLAMA,
+    "MixtralForCausalLM": {**_LLAMA, **_MOE, "num_local_experts": 3},
+    "Qwen2MoeForCausalLM": {
+        **_LLAMA,
+        **_MOE,
+        **{"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    },
+    "Qwen3MoeForCausalLM": {**_LLAMA, **_MOE, "num_experts": 3, "moe_intermediate_size": 8},
+    "OlmoeForCausalLM": {**_LLAMA, **_MOE, "num_experts": 3},
+    "GPT2LMHeadModel": {**_GPT2, **_QUIET},
+    "GPTBigCodeForCausalLM": {**_GPT2, **_QUIET},
+    "GPTNeoForCausalLM": {
+        **_BASE,
+        **{"hidden_size": 16, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        **{"max_position_embeddings": 32, "embed_dropout": 0.0, "attention_dropout": 0.0, "resid_dropout": 0.0},
+    },
+    "GPTNeoXForCausalLM": {**_LLAMA, **_QUIET},
+    "GPTJForCausalLM": {**_GPT2, **_QUIET, "rotary_dim": 4},
+    "OPTForCausalLM": {
+        **_LLAMA,
+        **{"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "BloomForCausalLM": {**_BASE, **_QUIET, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+    "FalconForCausalLM": {**_BASE, **_QUIET, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "MptForCausalLM": {**_BASE, "d_model": 16, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
+    "MambaForCausalLM": {**_BASE, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+}
+_MASKED: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": _BERT,
+    "RobertaForMaskedLM": _BERT,
+    "ElectraForMaskedLM": {**_BERT, "embedding_size": 16},
+    "AlbertForMaskedLM": {**_BERT, "embedding_size": 8},
+    "DebertaV2ForMaskedLM": _BERT,
+    "DistilBertForMaskedLM": {
+        **_BASE,
+        **{"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32},
+        **{"dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "ModernBertForMaskedLM": {**_BERT, "cls_token_id": 1, "sep_token_id": 2},
+}
+_SEQUENCES: dict[str, dict[str, Any]] = {
+    "T5ForConditionalGeneration": _T5,
+    "MT5ForConditionalGeneration": _T5,
+    "BartForConditionalGeneration": _SEQ2SEQ,
+    "PegasusForConditionalGeneration": _SEQ2SEQ,
+    "MarianMTModel": {**_SEQ2SEQ, "forced_eos_token_id": None},
+}
+_IMAGES: dict[str, dict[str, Any]] = {
+    "ViTForImageClassification": _VISION,
+    "DeiTForImageClassification": _VISION,
+    "ConvNextForImageClassification": {"hidden_sizes": [4, 6, 8, 10], "depths": [1, 1, 1, 1], "patch_size": 2},
+    "Dinov2ForImageClassification": {**_VISION, "mlp_ratio": 2},
+}
+
+ARCHITECTURES = [
+    *(Architecture(model, config) for model, config in _CAUSAL.items()),
+    *(Architecture(model, config, "masked") for model, config in _MASKED.items()),
+    *(Architecture(model, config, "seq2seq") for model, config in _SEQUENCES.items()),
+    *(Architecture(model, config, "image") for model, config in _IMAGES.items()),
+]

@@ -1,0 +1,158 @@
+"""Trains one architecture by plain PyTorch and by every stage of the engine, and says where they differ."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerolite
+from tests.distributed.configs import SGD, config
+from tests.zoo.architectures import LENGTH, VOCABULARY, Architecture
+from zerolite import zero
+
+STEPS = 3
+TOLERANCE = 1e-6  # of values, where a sum over ranks is rounded otherwise than plain PyTorch's
+
+Result = tuple[list[float], list[list[int]], dict[str, Tensor]]  # losses, generated tokens, parameters
+
+# Every module moves by itself; and, with gradient checkpointing, blocks are units.
+_MODULES = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+_BLOCKS = {"stage3_param_persistence_threshold": 20, "stage3_module_granularity_threshold": 5000}
+
+
+def build(architecture: Architecture) -> Any:
+    import transformers
+
+    cls = getattr(transformers, architecture.model)
+    settings = cls.config_class(**copy.deepcopy(architecture.config))
+    settings.use_cache = False
+    torch.manual_seed(0)
+    return cls(settings)
+
+
+def batch(architecture: Architecture, step: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)
+    if architecture.inputs == "image":
+        size = architecture.config.get("image_size", 16)
+        return {"pixel_values": torch.randn(2, 3, size, size, generator=generator), "labels": tokens[:, 0] % 2}
+    if architecture.inputs == "seq2seq":
+        return {"input_ids": tokens, "labels": tokens.flip(1)}
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def generate(module: Any, architecture: Architecture) -> list[int]:
+    """A few tokens, alike on all ranks; none for a model that has no ``generate``."""
+    if architecture.inputs not in ("causal", "seq2seq"):
+        return []
+    module.eval()
+    prompt = batch(architecture, 0, 0)["input_ids"][:1]
+    tokens = module.generate(prompt, max_new_tokens=3, do_sample=False)
+    module.train()
+    return list(tokens.flatten().tolist())
+
+
+def plain(architecture: Architecture) -> Result:
+    """Every rank trains on the batches of all; losses are this rank's."""
+    model = build(architecture).train()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD[1], foreach=True)
+    losses, tokens = [], []
+    for step in range(STEPS):
+        for rank in range(dist.get_world_size()):
+            loss = model(**batch(architecture, step, rank)).loss
+            (loss / dist.get_world_size()).backward()
+            if rank == dist.get_rank():
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens.append(generate(model, architecture))
+    return losses, tokens, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def engine_run(architecture: Architecture, settings: dict[str, Any], checkpointing: bool, init: bool) -> Result:
+    if init:
+        with zero.Init():
+            model = build(architecture)
+    else:
+        model = build(architecture)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = zerolite.initialize(model.train(), settings)
+    losses, tokens = [], []
+    for step in range(STEPS):
+        loss = engine(**batch(architecture, step, engine.rank)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        tokens.append(generate(engine.module, architecture))
+    state = engine.full_state_dict()
+    return losses, tokens, {name: state[name] for name, _ in model.named_parameters()}
+
+
+def differences(one: Result, other: Result, tolerance: float) -> Iterator[str]:
+    for step, (mine, theirs) in enumerate(zip(one[0], other[0], strict=True)):
+        if not abs(mine - theirs) <= tolerance * max(1.0, abs(theirs)):
+            yield f"loss of step {step} is {mine}, expected {theirs}"
+    if one[1] != other[1]:
+        yield f"generated {one[1]}, expected {other[1]}"
+    for name, value in other[2].items():
+        found = one[2][name]
+        if found.shape != value.shape or not torch.allclose(found, value, rtol=tolerance, atol=tolerance):
+            worst = (found - value).abs().max() if found.shape == value.shape else found.shape
+            yield f"parameter '{name}' differs: {worst}"
+            return
+
+
+def init_differences(architecture: Architecture) -> Iterator[str]:
+    """Construction inside zero.Init against plain construction, bit for bit."""
+    wanted = build(architecture)
+    with zero.Init():
+        model = build(architecture)
+    for (name, parameter), value in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        with zero.GatheredParameters(parameter):
+            if parameter.shape != value.shape or not torch.equal(parameter, value):
+                yield f"zero.Init: parameter '{name}' of shape {tuple(value.shape)} has other values"
+    for (name, buffer), wanted_buffer in zip(model.named_buffers(), wanted.buffers(), strict=True):
+        if not torch.equal(buffer, wanted_buffer):
+            yield f"zero.Init: buffer '{name}' has other values"
+
+
+def compare(architecture: Architecture) -> list[str]:
+    """Where a run of the engine differs from plain PyTorch (fp32), or a stage from stage 0 (bf16)."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    problems = list(init_differences(architecture))
+    wanted = plain(architecture)
+
+    def attempt(what: str, reference: Result | None, tolerance: float, *arguments: Any) -> Result | None:
+        try:
+            result = engine_run(architecture, *arguments)
+        except Exception as error:  # the same on all ranks, or the pool ends them
+            problems.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
+            return None
+        if reference is not None:
+            problems.extend(f"{what}: {problem}" for problem in differences(result, reference, tolerance))
+        return result
+
+    for checkpointing in (False, True) if architecture.checkpointing else (False,):
+        stage0: Result | None = None
+        for stage in range(4):
+            section = (_BLOCKS if checkpointing else _MODULES) if stage == 3 else {}
+            what = f"stage {stage}, {'with' if checkpointing else 'without'} checkpointing"
+            settings = config(stage, optimizer=SGD, zero=section)
+            attempt(f"{what}, fp32", wanted, TOLERANCE, settings, checkpointing, False)
+            settings = config(stage, "bf16", optimizer=SGD, zero=section)
+            result = attempt(f"{what}, bf16", stage0, 0.0, settings, checkpointing, False)
+            stage0 = stage0 or result
+        attempt(f"{what}, fp32, zero.Init", wanted, TOLERANCE, config(3, optimizer=SGD), checkpointing, True)
+    torch.use_deterministic_algorithms(False)
+    return problems
