@@ -122,9 +122,12 @@ _IMAGES: dict[str, dict[str, Any]] = {
     "Dinov2ForImageClassification": {**_VISION, "mlp_ratio": 2},
 }
 
+# Classes that refuse gradient checkpointing.
+_WITHOUT_CHECKPOINTING = ("AlbertForMaskedLM", "ConvNextForImageClassification")
+
 ARCHITECTURES = [
     *(Architecture(model, config) for model, config in _CAUSAL.items()),
-    *(Architecture(model, config, "masked") for model, config in _MASKED.items()),
+    *(Architecture(model, config, "masked", model not in _WITHOUT_CHECKPOINTING) for model, config in _MASKED.items()),
     *(Architecture(model, config, "seq2seq") for model, config in _SEQUENCES.items()),
-    *(Architecture(model, config, "image") for model, config in _IMAGES.items()),
+    *(Architecture(model, config, "image", model not in _WITHOUT_CHECKPOINTING) for model, config in _IMAGES.items()),
 ]

@@ -41,10 +41,14 @@ class ReleasedParameter(torch.nn.Parameter):
                 return function(*args, **kwargs)
             if function in _LIKE and args:
                 return function(_asked(args[0]).view, *args[1:], **kwargs)
-            if function in _CASTS:
-                result = function(*args, **kwargs)
-                if result is args[0] or isinstance(result, str):  # type() is a question
+            if function in _CASTS and args and type(args[0]) is ReleasedParameter and "memory_format" not in kwargs:
+                handle = vars(args[0])["_zero_handle"]  # its empty tensor is cast: the parameter may show a whole shape
+                result = function(handle.empty, *args[1:], **kwargs)
+                if isinstance(result, str):  # type() is a question
+                    _asked(args[0])
                     return result
+                if result is handle.empty and (function is not Tensor.contiguous or handle.view.is_contiguous()):
+                    return args[0]
             if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
                 return None
         for released in find_arguments((args, kwargs), ReleasedParameter):
