@@ -1,10 +1,11 @@
 # make train      the main job: a small language model, two processes
 # make test       lint, types and the tests that are not marked slow
 # make test-all   lint, types and every test, with the packages that only some tests need
+# make test-torch TORCH=2.11.0   the tests that are not marked slow, with that version of torch, in an environment of its own
 # make lint | types | docs | bench | clean
 #
-# All of them run in .venv, which is made and filled on the first call and again only when setup.py, constraints.txt
-# or the version changed. To choose the interpreter or to pass arguments to pip:
+# All of them run in .venv (test-torch in .venv-torch-VERSION), which is made and filled on the first call and again only
+# when setup.py, constraints.txt or the version changed. To choose the interpreter or to pass arguments to pip:
 #   make test PYTHON=python3.12 PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 
 PYTHON ?= python3
@@ -22,9 +23,11 @@ ALL_INSTALLED := $(VENV)/.installed-all
 BENCH_INSTALLED := $(VENV)/.installed-bench
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := setup.py constraints.txt zerolite/version.py
+CONSTRAINTS := $(VENV)/constraints.txt
+TORCH_PIN := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint types docs bench clean
+.PHONY: help train test test-all test-torch pytest lint types docs bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,18 +38,21 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import ensurepip' || { echo "$(PYTHON) cannot make virtual environments: install its venv package (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+$(CONSTRAINTS): constraints.txt | $(BIN)/python
+	sed 's/^torch==.*/$(TORCH_PIN)/' constraints.txt >$@
+
 # torch comes first and by its exact version, so that pip takes the build that its index prefers.
-$(INSTALLED): $(INPUTS) | $(BIN)/python
-	$(PIP) install $(PIP_ARGS) $$(sed -n '/^torch==/p' constraints.txt)
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[test,plot,digits]'
+$(INSTALLED): $(INPUTS) | $(CONSTRAINTS)
+	$(PIP) install $(PIP_ARGS) $(TORCH_PIN)
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[test,plot,digits]'
 	@touch $@
 
-$(ALL_INSTALLED): $(INSTALLED)
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[transformers,lora,tensorboard]'
+$(ALL_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[transformers,lora,tensorboard]'
 	@touch $@
 
-$(BENCH_INSTALLED): $(INSTALLED)
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[bench]'
+$(BENCH_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[bench]'
 	@touch $@
 
 train: $(INSTALLED)
@@ -69,6 +75,14 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
+# Run make again with another environment and another torch in its constraints.
+test-torch:
+	@test -n "$(TORCH)" || { echo "make test-torch needs a version: make test-torch TORCH=2.11.0" >&2; exit 1; }
+	@$(MAKE) --no-print-directory pytest VENV=.venv-torch-$(TORCH) TORCH_PIN=torch==$(TORCH)
+
+pytest: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
 test-all: $(ALL_INSTALLED)
 	$(LINT)
 	$(BIN)/mypy
@@ -81,5 +95,5 @@ bench: $(BENCH_INSTALLED)
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs examples/*/runs
+	rm -rf .venv .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs examples/*/runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
