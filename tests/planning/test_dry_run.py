@@ -165,9 +165,10 @@ def needs_values_here() -> nn.Module:
         (lambda x: x if (x > 0).any() else -x, ["forward, in module 'inner.1'", "values of a tensor"]),
         (lambda x: x[x > 0], ["forward, in module 'inner.1'", "shape depends on values", "nonzero"]),
         (lambda x: x.cuda(), ["forward, in module 'inner.1'", "leave devices to zerolite.initialize"]),
+        (lambda x: x + torch.ones(64, device="cuda").to("cpu"), ["forward, in module 'inner.1'", "leave devices to"]),
         (lambda x: x @ torch.ones(3, 3), ["forward, in module 'inner.1'", "test_dry_run.py"]),
     ],
-    ids=["item", "bool", "mask", "cuda", "shapes"],
+    ids=["item", "bool", "mask", "cuda", "made on cuda", "shapes"],
 )
 def test_forwards_that_need_values(what: Callable[[Tensor], Tensor], words: list[str]) -> None:
     with pytest.raises(PlanError) as caught:

@@ -19,7 +19,7 @@ from zerolite.cuts import cut_of
 from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
-from zerolite.planning.flops import StepFlops
+from zerolite.planning.flops import Flops, StepFlops
 from zerolite.planning.places import Grid
 from zerolite.planning.skeleton import Skeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
@@ -110,7 +110,7 @@ class Outcome:
     most_in_host_memory: int  # with the device's, where that is the CPU
     of_peers: int  # in the communicators' memory: what the other ranks of this host have made, and this one maps
     recurrent: bool  # whether the model has layers whose kernels are fused over time
-    flops: int | None = None
+    flops: Flops | None = None
 
 
 def run(job: Job, points: int = 1000, warm_up: int = WARM_UP) -> Outcome:
@@ -224,7 +224,7 @@ class _Run:
             outcome.flops = self._count_flops(engine, model)
         return outcome
 
-    def _counts(self, engine: Engine, model: torch.nn.Module) -> dict[str, int]:
+    def _counts(self, engine: Engine, model: torch.nn.Module) -> dict[str, Any]:
         trained = engine.parts.reducer.parameters
         later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
         return {
@@ -234,16 +234,15 @@ class _Run:
             "rank_parameters": sum(map(whole_numel, model.parameters())),
         }
 
-    def _count_flops(self, engine: Engine, model: torch.nn.Module) -> int:
-        """Of one more step, without what checkpointing recomputes. Not of one that is measured: counting may keep
-        tensors alive."""
+    def _count_flops(self, engine: Engine, model: torch.nn.Module) -> Flops:
+        """Count one more step, and not one that is measured: counting may keep tensors alive."""
         if engine.runner is not None:
-            with StepFlops() as flops:
+            with StepFlops() as step:
                 self._step(engine)
-            return flops.total
+            return Flops(step.model, step.recomputed, frozenset(step.operators.unknown))
         with count_flops(engine, model) as count:
             self._step(engine)
-        return count.total.model
+        return Flops(count.total.model, count.total.recomputed, frozenset(count.operators.unknown))
 
     def make_model(self) -> torch.nn.Module:
         tracker = self._tracker

@@ -1,29 +1,43 @@
-"""FLOPs of a step whose forwards nobody calls through an engine: those of a pipeline."""
+"""FLOPs of a step, as a plan tells them, and how those of a pipeline are counted: no engine's call is its forward."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from zerolite.profiling.flop_count import MORE_FORMULAS
+from zerolite.profiling.flop_formulas import OperatorFlops
+
+
+class Flops(NamedTuple):
+    """FLOPs of one rank's step.
+
+    model: of one forward and backward of each micro-batch.
+    recomputed: of forwards that activation checkpointing runs again inside backward.
+    unknown: names of operators that ran and have no formula.
+    """
+
+    model: int
+    recomputed: int
+    unknown: frozenset[str]
 
 
 class StepFlops(TorchDispatchMode):
-    """Inside, counts the products of forwards and backwards, by torch's formulas, in ``total``. What activation
-    checkpointing computes again is not counted: inside backward it is what runs with gradients enabled."""
+    """Counts the products of forwards and backwards that run inside: in ``recomputed`` those of activation
+    checkpointing, which run inside backward with gradients enabled, and in ``model`` all others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
-        self._formulas = FlopCounterMode(display=False, custom_mapping=MORE_FORMULAS).flop_registry
+        self.model = self.recomputed = 0
+        self.operators = OperatorFlops()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-        if formula is not None and not (torch._C._current_autograd_node() is not None and torch.is_grad_enabled()):
-            self.total += int(formula(*args, **kwargs, out_val=out))
+        flops = self.operators.of_call(func, args, kwargs, out)
+        if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
+            self.recomputed += flops
+        else:
+            self.model += flops
         return out

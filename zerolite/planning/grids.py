@@ -207,7 +207,7 @@ class _Search:
     @property
     def _flops(self) -> float:
         """Of each rank, in a step, on average; all grids have as many."""
-        counts = [stage.flops or 0 for stage in self._base.stages] or [self._base.flops or 0]
+        counts = [_flops(stage) for stage in self._base.stages] or [_flops(self._base)]
         return sum(counts) / len(counts)
 
     @property
@@ -254,8 +254,8 @@ class _Search:
     def _row(self, one: Candidate, few: bool) -> GridRow:
         made = self._plan(one, few)
         self._note_tensor(made)
-        ranks = [(stage.flops, stage.traffic) for stage in made.stages] or [(made.flops, made.traffic)]
-        times = [self._speeds.seconds(flops or 0, one.waiting, traffic) for flops, traffic in ranks]
+        ranks: Sequence[Plan | Stage] = made.stages or [made]
+        times = [self._speeds.seconds(_flops(rank), one.waiting, rank.traffic) for rank in ranks]
         return GridRow(name=str(one.grid), plan=made, seconds=max(one.bound, *times))
 
     def _plan(self, one: Candidate, few: bool) -> Plan:
@@ -302,7 +302,12 @@ def _longer(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
     """What differs in a step with so many times as many micro-batches."""
     flops = None if made.flops is None else int(made.flops * times)
     traffic = [row if times == 1 or _is_once(row, stage) else _several(row, times) for row in made.traffic]
-    return {"flops": flops, "traffic": traffic}
+    return {"flops": flops, "recomputed_flops": int(made.recomputed_flops * times), "traffic": traffic}
+
+
+def _flops(made: Plan | Stage) -> int:
+    """All that the rank computes in a step."""
+    return (made.flops or 0) + made.recomputed_flops
 
 
 def _is_once(row: Traffic, stage: int) -> bool:

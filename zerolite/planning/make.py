@@ -282,7 +282,8 @@ def plan_of(
         disk=_any(_items(outcome.largest[DISK])),
         host_peak=outcome.most_in_host_memory,
         checkpoint=outcome.checkpoint,
-        flops=outcome.flops,
+        flops=None if outcome.flops is None else outcome.flops.model,
+        recomputed_flops=0 if outcome.flops is None else outcome.flops.recomputed,
         device_memory=device_memory,
         host_memory=host_memory,
         notes=_notes(job, outcome),
@@ -391,6 +392,11 @@ def _notes(job: Job, outcome: Outcome) -> list[str]:
         notes.append(
             "Recurrent layers were run step by step; their fused kernels keep something else for backward, which may "
             "be half as much again."
+        )
+    if outcome.flops is not None and outcome.flops.unknown:
+        notes.append(
+            f"The FLOPs leave out {', '.join(sorted(outcome.flops.unknown))}, of which no formula is known. "
+            "torch.utils.flop_counter.register_flop_formula takes one."
         )
     if job.device == "cuda":
         notes.append(

@@ -269,8 +269,17 @@ def _sums(rows: list[Traffic]) -> list[str]:
 def _amounts(plan: Plan, screen: Screen) -> list[str]:
     lines = screen.paragraph(f"This rank writes {format_size(plan.checkpoint)} of a checkpoint.")
     if plan.flops is not None:
-        lines += screen.paragraph(f"Forward and backward of a step take {format_flops(plan.flops)} on each rank.")
+        lines += screen.paragraph(_flops(plan.flops, plan.recomputed_flops))
     return lines
+
+
+def _flops(flops: int, recomputed: int) -> str:
+    again = f", and what activation checkpointing recomputes {format_flops(recomputed)} more" if recomputed else ""
+    return (
+        f"Forward and backward of a step take {format_flops(flops)} on each rank{again}. Counted are matrix products "
+        "(experts: of the tokens routed to them), convolutions and attention (masked positions too), not elementwise "
+        "work."
+    )
 
 
 # -------------------------------------------------------------------- several plans

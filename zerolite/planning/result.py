@@ -73,6 +73,7 @@ class Stage(_Frozen):
     host_peak: int
     checkpoint: int
     flops: int | None
+    recomputed_flops: int = 0
 
     @property
     def sent(self) -> int:
@@ -89,8 +90,9 @@ class Plan(_Frozen):
     All these are the device's. host, disk: what rests there or passes through (offload), each item at its largest
     within a step; None if that is nothing. host_peak: the most that the rank takes of its host's memory at once: these
     items, or the model before the engine has it; with device "cpu" the device's too. checkpoint: what this rank writes.
-    flops: of one rank's forward and backward in one step, None without a batch. device_memory: of each rank's device.
-    host_memory: of each host, which its ranks share.
+    flops: of one rank's forward and backward in one step, None without a batch: matrix products, convolutions and
+    attention. recomputed_flops: of forwards that activation checkpointing runs again, which flops leaves out.
+    device_memory: of each rank's device. host_memory: of each host, which its ranks share.
 
     The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline ``stages`` has a rank of
     each stage, and all else is that of the rank whose peak is highest, unless another one was asked for. parameters:
@@ -130,6 +132,7 @@ class Plan(_Frozen):
     host_peak: int
     checkpoint: int
     flops: int | None
+    recomputed_flops: int = 0
     device_memory: int | None
     host_memory: int | None
     notes: list[str] = Field(description="sentences: what was assumed, and what is not in the numbers")

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from zerolite.profiling.flop_formulas import OperatorFlops
 from zerolite.runtime.zero.partitioned_param_coordinator import tensors_in
 from zerolite.runtime.zero.partitioned_parameter import whole_numel
 
@@ -81,14 +81,14 @@ class _Thread(threading.local):
 class FlopCount:
     """Counts between :meth:`start` and :meth:`stop`: calls of an engine in training, and backwards of what they gave.
 
-    Only products are counted (matrices, convolutions, attention), by torch.utils.flop_counter. What happens outside
-    the model's forward, such as a loss that is computed from its outputs, is not.
+    Only products are counted (matrices, convolutions, attention), by zerolite.profiling.flop_formulas. What happens
+    outside the model's forward, such as a loss that is computed from its outputs, is not.
     """
 
     def __init__(self, engine: HasModule, module: torch.nn.Module) -> None:
         self._engine, self._module = weakref.ref(engine), module
         self._flops: Counter[tuple[str, str]] = Counter()  # by module's name and FORWARD, BACKWARD, RECOMPUTED; own
-        self._formulas = FlopCounterMode(display=False, custom_mapping=MORE_FORMULAS).flop_registry
+        self.operators = OperatorFlops()
         self._thread = _Thread()
         self._handles: list[Any] = []
         self._open = False
@@ -220,11 +220,6 @@ class FlopCount:
         again = inside or (torch.is_grad_enabled() and thread.first_order == task)
         return place.module, RECOMPUTED if again else BACKWARD
 
-    def of_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        """FLOPs of one call of an operator; 0 where there is no formula."""
-        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-        return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-
     def _counting(self) -> bool:
         """Whether what runs now is counted. The stack of modes travels to autograd's threads, nothing else does."""
         modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
@@ -265,7 +260,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        flops = self.count.of_operator(func, args, kwargs, out)
+        flops = self.count.operators.of_call(func, args, kwargs, out)
         if flops:
             self.flops[self.count.here()] += flops
         return out
@@ -315,20 +310,3 @@ def _compiled(model: torch.nn.Module) -> set[torch.nn.Module]:
         elif isinstance(inside := getattr(module, "_orig_mod", None), torch.nn.Module):
             found.update(inside.modules())
     return found
-
-
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward(
-    gradient: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
-
-
-MORE_FORMULAS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""Attention of CPUs, which torch's table of formulas does not have."""

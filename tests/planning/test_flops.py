@@ -1,0 +1,187 @@
+"""FLOPs of plans, against sums by hand: dense models, experts, recurrent layers, and what checkpointing recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.planning.test_dry_run import config
+from zerolite.planning.make import plan
+from zerolite.planning.result import Plan
+
+WIDTH, ROWS = 16, 12
+LINEAR = 2 * ROWS * WIDTH * 4 * WIDTH  # each of a block's two
+needs_grouped_mm = pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no _grouped_mm")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Experts(nn.Module):
+    """Each row goes to ``chosen`` of ``experts``."""
+
+    def __init__(self, experts: int = 8, chosen: int = 2) -> None:
+        super().__init__()
+        self.router, self.chosen = nn.Linear(WIDTH, experts), chosen
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 4 * WIDTH))
+        self.down = nn.Parameter(torch.randn(experts, 4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.router(x).softmax(-1).topk(self.chosen)
+        order = experts.flatten().argsort()
+        counts = torch.zeros(len(self.up), dtype=torch.int32).scatter_add(
+            0, experts.flatten(), torch.ones(order.shape, dtype=torch.int32)
+        )
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = torch._grouped_mm(x[order // self.chosen], self.up, offs=ends).relu()
+        outer = torch._grouped_mm(inner, self.down, offs=ends) * weights.flatten()[order, None]
+        return x.index_add(0, order // self.chosen, outer)
+
+
+EXPERTS = 2 * 2 * LINEAR + 2 * ROWS * WIDTH * 8  # two experts of two layers for each row, and the router
+
+
+class Stack(nn.Module):
+    """Three layers, checkpointed as ``how`` says, after an embedding."""
+
+    def __init__(self, layer: Callable[[], nn.Module] = Block, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+        self.embedding = nn.Embedding(10, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.how == "reentrant") if self.how else layer(x)
+        return x.square().mean()
+
+
+def tokens() -> Tensor:
+    return torch.zeros(ROWS, dtype=torch.long)
+
+
+def planned(model: Callable[[], nn.Module], batch: Callable[[], Any] = tokens, **changes: Any) -> Plan:
+    return plan(model, config(**changes), 2, batch=batch)
+
+
+# Reentrant checkpoints run a layer again from end to end. The others stop at the last tensor that backward needs, which
+# is the input of the layer's last product.
+@pytest.mark.parametrize(("how", "again"), [("", 0), ("plain", 1), ("reentrant", 2)])
+def test_dense(how: str, again: int) -> None:
+    made = planned(lambda: Stack(how=how), zero_optimization={"stage": 3}, gradient_accumulation_steps=2)
+    assert (made.flops, made.recomputed_flops) == (2 * 3 * 3 * 2 * LINEAR, 2 * 3 * again * LINEAR)
+
+
+def test_checkpointing_that_the_config_asks_for() -> None:
+    made = planned(Stack, activation_checkpointing={"modules": ["Block"]})
+    assert (made.flops, made.recomputed_flops) == (3 * 3 * 2 * LINEAR, 3 * LINEAR)
+
+
+@pytest.mark.parametrize("how", ["", pytest.param("plain", marks=pytest.mark.slow)])
+def test_stages_of_a_pipeline(how: str) -> None:
+    pipeline = {"pipeline": {"stages": 2, "split": ["layers.2"]}, "zero_optimization": {"stage": 1}}
+    made = planned(lambda: Stack(how=how), gradient_accumulation_steps=2, **pipeline)
+    again = LINEAR if how else 0
+    assert [(one.flops, one.recomputed_flops) for one in made.stages] == [
+        (2 * 3 * layers * 2 * LINEAR, 2 * layers * again) for layers in (2, 1)
+    ]
+
+
+@needs_grouped_mm
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_experts_count_for_the_rows_that_they_get(dtype: str) -> None:
+    made = planned(lambda: Stack(Experts, "reentrant"), **{"bf16": {"enabled": False}, dtype: {"enabled": True}})
+    assert (made.flops, made.recomputed_flops) == (3 * 3 * EXPERTS, 3 * EXPERTS)
+
+
+@pytest.mark.slow
+@needs_grouped_mm
+def test_experts_in_fp32() -> None:
+    assert planned(lambda: Stack(Experts), bf16={"enabled": False}).flops == 3 * 3 * EXPERTS
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(8, WIDTH, num_layers=2, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0].square().mean()  # type: ignore[no-any-return]
+
+
+def test_recurrent_layers_that_run_as_one_kernel() -> None:
+    length, size = 5, 3
+    made = planned(Recurrent, lambda: torch.zeros(length, size, 8, requires_grad=True))
+    weights = 2 * 4 * WIDTH * ((8 + WIDTH) + (2 * WIDTH + WIDTH))  # two directions of two layers, four gates
+    assert made.flops == 3 * 2 * length * size * weights
+
+
+@torch.library.custom_op("zerolite_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(x)  # type: ignore[no-any-return]
+
+
+def test_operators_that_have_no_formula_are_named() -> None:
+    (note,) = (note for note in planned(lambda: Stack(Doubles)).notes if "FLOPs" in note)
+    assert note.startswith("The FLOPs leave out zerolite_tests::doubled, ") and "register_flop_formula" in note
+    assert not any("FLOPs" in note for note in planned(Stack).notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_qwen3_30b_a3b(checkpointed: bool) -> None:
+    """4,096 tokens: three products for each weight that a token meets, and attention of whole sequences (two products
+    in forward, five in backward). Two of its 48 layers are planned: they are alike."""
+    transformers = pytest.importorskip("transformers")
+    layers, length = 2, 4096
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "max_position_embeddings": length,
+    }
+
+    def build() -> nn.Module:
+        settings = transformers.AutoConfig.for_model("qwen3_moe", **sizes)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(settings)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        return model  # type: ignore[no-any-return]
+
+    words = {name: torch.zeros(1, length, dtype=torch.long) for name in ("input_ids", "labels")}
+    made = plan(build, config(zero_optimization={"stage": 3}, train_micro_batch_size_per_gpu=1), 8, batch=lambda: words)
+    heads = 32 * 128
+    attention = 2 * length * length * heads
+    layer = 2 * length * (2048 * (2 * heads + 2 * 4 * 128) + 128 * 2048 + 8 * 3 * 2048 * 768)
+    head = 2 * length * 2048 * 151936
+    assert made.flops == layers * (3 * layer + 7 * attention) + 3 * head
+    assert made.recomputed_flops == (layers * (layer + 2 * attention) if checkpointed else 0)
+    assert round((48 * (3 * layer + 7 * attention) + 3 * head) / 1e12, 1) == 120.9
