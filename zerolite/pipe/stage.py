@@ -23,8 +23,11 @@ from zerolite.comm import HostLinks, recorder
 from zerolite.comm.flight import blocked
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
+from zerolite.pipe.messages import wait_for_all_messages
 
 TAG = "pipe"
+
+wait_for_all_messages()
 
 
 class Work(Protocol):

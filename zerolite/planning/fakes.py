@@ -113,8 +113,8 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Make what the operator returns. torch's own function without values refuses all dtypes but bf16, which its kernels
-    do not."""
+    """Make what the operator returns. torch's own function without values refuses every dtype but bf16; its kernels do
+    not."""
     groups = () if one.dim() != other.dim() else (one.size(0),) if offs is None else (offs.numel(),)
     return one.new_empty((*groups, one.size(-2), other.size(-1)), dtype=out_dtype or one.dtype)
 
