@@ -108,7 +108,10 @@ def test_what_is_told_about_the_job() -> None:
     assert "\nThe peak is 27.64 GB, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
     assert "\nMaking the engine takes 16.41 GB at most.\n" in text
     assert "\nThis rank writes 1.41 GB of a checkpoint.\n" in text
-    assert "\nForward and backward of a step take 368.64 TFLOP on each rank.\n" in text
+    assert (
+        "\nForward and backward of a step take 368.64 TFLOP on each rank. Counted are matrix products (experts: "
+        in text
+    )
     assert text.endswith(
         "- The memory of a CUDA context, of NCCL and fragmentation of the allocator are not in these numbers."
     )
@@ -140,6 +143,8 @@ def test_traffic_with_and_without_nodes() -> None:
 
 
 def test_flops() -> None:
+    text = " ".join(render_plan(make_plan(recomputed_flops=10**12), WIDE).split())
+    assert "take 368.64 TFLOP on each rank, and what activation checkpointing recomputes 1.00 TFLOP more. " in text
     assert [format_flops(n) for n in (999, 2 * 10**6, 1_500_000_000, 3 * 10**18)] == [
         "999 FLOP",
         "2.00 MFLOP",

@@ -12,8 +12,7 @@ from zerolite.comm import Communicator, recorder
 from zerolite.pipe import stage as real
 from zerolite.pipe.boundary import BoundarySpec
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.messages import Works
-from zerolite.pipe.stage import TAG, ChunkStage, Step
+from zerolite.pipe.stage import TAG, ChunkStage, Launched, Step
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -78,10 +77,10 @@ def _launching() -> Iterator[None]:
     batch, by_peer = torchs._batch_p2p, torchs._sorted_batch_p2p
 
     def launch(ops: list[Any], desc: str | None = None) -> Any:
-        return Works(ops) if ops and isinstance(ops[0], _Message) else batch(ops, desc)
+        return Launched(ops) if ops and isinstance(ops[0], _Message) else batch(ops, desc)
 
     def launch_by_peer(ops: list[Any], desc: str | None = None) -> Any:
-        return {0: Works(ops)} if ops and isinstance(ops[0], _Message) else by_peer(ops, desc)
+        return {0: Launched(ops)} if ops and isinstance(ops[0], _Message) else by_peer(ops, desc)
 
     torchs._batch_p2p, torchs._sorted_batch_p2p = launch, launch_by_peer
     try:

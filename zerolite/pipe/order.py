@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zerolite.pipe.stage import schedule_class
+from zerolite.pipe.stage import schedule_class, stage_ranks
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "backward of inputs", "backward of weights"
 
@@ -31,6 +31,7 @@ def orders(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[l
     if schedule == "1f1b":
         return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     shared = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": nn.Module()}
+    shared["stage_index_to_group_rank"] = stage_ranks(schedule, ranks, ranks * chunks)
     stages: Any = [SimpleNamespace(stage_index=index, **shared) for index in range(chunks)]
     made = schedule_class(schedule)(stages, micro_batches, loss_fn=lambda outputs, target: None)
     return [[action for entry in made.pipeline_order[rank] for action in _of(entry)] for rank in range(ranks)]
@@ -49,7 +50,7 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list
 
 
 _KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUTS, "W": WEIGHTS}
-"""By the values of torch's computation types, which are those of its own text format."""
+"""By the names of torch's computation types in its own text format."""
 
 
 def _of(entry: Any) -> list[Action]:
@@ -59,5 +60,6 @@ def _of(entry: Any) -> list[Action]:
     inner = getattr(entry, "sub_actions", None)
     if inner:
         return [action for one in inner for action in _of(one)]
-    kind = _KINDS.get(str(entry.computation_type.value))
+    torchs = entry.computation_type
+    kind = _KINDS.get(torchs.value if isinstance(torchs.value, str) else str(torchs))  # numbers in torch 2.6
     return [] if kind is None else [Action(kind, entry.stage_index, entry.microbatch_index)]

@@ -23,11 +23,28 @@ from zerolite.comm import HostLinks, recorder
 from zerolite.comm.flight import blocked
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.messages import wait_for_all_messages
+from zerolite.pipe.partition import ranks_of_parts
 
 TAG = "pipe"
 
-wait_for_all_messages()
+
+class Launched(list[Any]):
+    """Messages launched together. torch's newer schedules wait for each of them, older ones for the whole."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+def _launch(ops: list[dist.P2POp], desc: str | None = None) -> Launched | None:
+    return Launched(dist.batch_isend_irecv(ops)) if ops else None
+
+
+_torchs: Any = schedules
+if not hasattr(_torchs, "_wait_batch_p2p"):
+    # These schedules keep the last of the messages and wait for that alone. gloo does not finish them in order, so a
+    # stage that is sent two tensors would compute with what its room for the first one held before.
+    _torchs._batch_p2p = _launch
 
 
 class Work(Protocol):
@@ -468,10 +485,18 @@ def schedule_class(name: str) -> Any:
     return found
 
 
+def stage_ranks(name: str, ranks: int, parts: int) -> dict[int, int]:
+    """The pipeline rank of each part of the model under the config's schedule ``name``."""
+    return dict(enumerate(ranks_of_parts(ranks, parts // ranks, name in FOLDED)))
+
+
 def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
     """What runs one step of ``stages``, this rank's. Raises ValueError if the schedule cannot be made of so many
     micro-batches."""
     made = schedule_class(name)
+    ranks = stage_ranks(name, stages[0].group_size, stages[0].num_stages)
+    for stage in stages:
+        stage.stage_index_to_group_rank = ranks  # torch 2.6 leaves it to its caller
     own: Any = stages[0] if name in ONE_PART else list(stages)
     try:
         schedule = made(own, micro_batches, loss_fn=_no_loss)

@@ -77,7 +77,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return value if all(items[key] is value[key] for key in items) else _rebuilt_mapping(value, items)
     if isinstance(value, (list, tuple)):
         mapped = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(mapped, value, strict=True)):
+        if all(new is value[index] for index, new in enumerate(mapped)):  # torch 2.6 cannot compile a strict zip
             return value
         return _rebuilt_sequence(value, mapped)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
