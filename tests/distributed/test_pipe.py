@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.pool import Pools
+from zerolite.pipe.stage import available_schedules
 
 CASES = "tests.distributed.cases.pipe"
 RELATIVE = 1e-6  # fp32: only the order differs in which micro-batches are summed
@@ -77,11 +78,8 @@ def test_a_model_divided_by_names(pools: Pools) -> None:
     assert "positions" not in results[1]["parameters"] and "embed.weight" in results[1]["parameters"]
 
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", available_schedules())
 @pytest.mark.parametrize("kind", ["blocks", "tied", "pairs"])
 def test_schedules(pools: Pools, schedule: str, kind: str) -> None:
     method = "uniform" if kind == "pairs" else "parameters"

@@ -474,13 +474,18 @@ ONE_PART = ("gpipe", "1f1b")
 FOLDED = ("zbv", "dualpipev")
 
 
+def available_schedules() -> list[str]:
+    """The config's names of the schedules that the torch at hand has."""
+    return [name for name, torchs in SCHEDULES.items() if hasattr(schedules, torchs)]
+
+
 def schedule_class(name: str) -> Any:
     """torch's schedule of the config's ``name``. Raises ValueError if the torch at hand has none."""
     found = getattr(schedules, SCHEDULES[name], None)
     if found is None:
         raise ValueError(
             f'pipeline.schedule: "{name}" needs torch.distributed.pipelining.{SCHEDULES[name]}, which torch '
-            f'{torch.__version__} does not have; update torch, or use "1f1b"'
+            f"{torch.__version__} does not have; update torch, or use one of {', '.join(available_schedules())}"
         )
     return found
 
