@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zerolite.pipe.stage import schedule_class, stage_ranks
+from zerolite.pipe.stage import schedule_class
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "backward of inputs", "backward of weights"
 
@@ -31,7 +31,7 @@ def orders(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[l
     if schedule == "1f1b":
         return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     shared = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": nn.Module()}
-    shared["stage_index_to_group_rank"] = stage_ranks(schedule, ranks, ranks * chunks)
+    shared["stage_index_to_group_rank"] = {}  # torch 2.6's schedules ask for it
     stages: Any = [SimpleNamespace(stage_index=index, **shared) for index in range(chunks)]
     made = schedule_class(schedule)(stages, micro_batches, loss_fn=lambda outputs, target: None)
     return [[action for entry in made.pipeline_order[rank] for action in _of(entry)] for rank in range(ranks)]

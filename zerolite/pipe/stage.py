@@ -23,7 +23,6 @@ from zerolite.comm import HostLinks, recorder
 from zerolite.comm.flight import blocked
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.partition import ranks_of_parts
 
 TAG = "pipe"
 
@@ -429,8 +428,9 @@ class ChunkStage(PipelineStage):
         given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         flight.outputs, flight.gradients = (), ()
         parameters = iter(self.chunk.parameters())
+        received = [tensor for tensor in flight.received if tensor.requires_grad]
         try:
-            _, flight.groups = stage_backward_input(roots, given, list(flight.received), parameters)
+            _, flight.groups = stage_backward_input(roots, given, received, parameters)
         except RuntimeError as error:
             raise error.__cause__ or error from None  # torch says no more than which tensors there were
 
@@ -476,32 +476,31 @@ FOLDED = ("zbv", "dualpipev")
 
 def available_schedules() -> list[str]:
     """The config's names of the schedules that the torch at hand has."""
-    return [name for name, torchs in SCHEDULES.items() if hasattr(schedules, torchs)]
+    return [name for name in SCHEDULES if _find_schedule(name) is not None]
+
+
+def _find_schedule(name: str) -> Any:
+    found = getattr(schedules, SCHEDULES[name], None)
+    if found is not None and name in FOLDED and not issubclass(found, schedules._PipelineScheduleRuntime):
+        return None  # torch 2.6's would send messages from a rank to itself
+    return found
 
 
 def schedule_class(name: str) -> Any:
     """torch's schedule of the config's ``name``. Raises ValueError if the torch at hand has none."""
-    found = getattr(schedules, SCHEDULES[name], None)
+    found = _find_schedule(name)
     if found is None:
         raise ValueError(
-            f'pipeline.schedule: "{name}" needs torch.distributed.pipelining.{SCHEDULES[name]}, which torch '
+            f'pipeline.schedule: "{name}" needs a torch.distributed.pipelining.{SCHEDULES[name]} that torch '
             f"{torch.__version__} does not have; update torch, or use one of {', '.join(available_schedules())}"
         )
     return found
-
-
-def stage_ranks(name: str, ranks: int, parts: int) -> dict[int, int]:
-    """The pipeline rank of each part of the model under the config's schedule ``name``."""
-    return dict(enumerate(ranks_of_parts(ranks, parts // ranks, name in FOLDED)))
 
 
 def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
     """What runs one step of ``stages``, this rank's. Raises ValueError if the schedule cannot be made of so many
     micro-batches."""
     made = schedule_class(name)
-    ranks = stage_ranks(name, stages[0].group_size, stages[0].num_stages)
-    for stage in stages:
-        stage.stage_index_to_group_rank = ranks  # torch 2.6 leaves it to its caller
     own: Any = stages[0] if name in ONE_PART else list(stages)
     try:
         schedule = made(own, micro_batches, loss_fn=_no_loss)
