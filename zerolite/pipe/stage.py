@@ -42,7 +42,7 @@ def _launch(ops: list[dist.P2POp], desc: str | None = None) -> Launched | None:
 _torchs: Any = schedules
 if not hasattr(_torchs, "_wait_batch_p2p"):
     # These schedules keep the last of the messages and wait for that alone. gloo does not finish them in order, so a
-    # stage that is sent two tensors would compute with what its room for the first one held before.
+    # stage that is sent two tensors could compute with what its room for the first one held before.
     _torchs._batch_p2p = _launch
 
 

@@ -31,7 +31,7 @@ class OperatorFlops:
         formula = self._formulas.get(getattr(func, "_overloadpacket", func))
         if formula is not None:
             return int(formula(*args, **kwargs, out_val=out))
-        if getattr(func, "namespace", "aten") not in _TORCHS_OWN:
+        if isinstance(func, torch._ops.OpOverload) and func.namespace not in _TORCHS_OWN:
             self.unknown.add(func._schema.name)
         return 0
 
