@@ -13,6 +13,8 @@ from typing import TypeVar
 
 Store = TypeVar("Store")
 
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)  # EINVAL: a link-local address without its scope
+
 SECRET_VARIABLE = "ZEROLITE_JOB_SECRET"
 """The environment variable with the secret of a job, the same on all its ranks."""
 
@@ -29,7 +31,10 @@ def is_loopback(host: str) -> bool:
 
 def loopback_interface() -> str | None:
     """The name of this machine's loopback interface, None if it has none of the usual names."""
-    names = {name for _, name in socket.if_nameindex()}
+    try:
+        names = {name for _, name in socket.if_nameindex()}
+    except OSError:  # a sandbox without netlink
+        return None
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
@@ -43,7 +48,8 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
 
     Returns:
         The file descriptor of the socket, which belongs to the caller, and its port; None and ``port`` if ``host`` is
-        no address of this machine (behind a port forwarding, say).
+        no address of this machine (behind a port forwarding, say), or a name of several: who knows at which of them
+        the others look?
 
     Raises:
         OSError: something listens there already, or the port may not be used.
@@ -52,18 +58,24 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return None, port
+    listeners: list[socket.socket] = []
     # IPv4 first: every client tries it, whatever else the name means.
     for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
         if is_loopback(str(address[0])) != is_loopback(host):
             continue
         try:
-            listener = socket.create_server(address[:2], family=family, backlog=2048)
+            if not listeners or listeners[0].family == family:
+                listeners.append(socket.create_server(address[:2], family=family, backlog=2048))
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                continue
-            raise
-        bound = int(listener.getsockname()[1])
-        return listener.detach(), bound
+            if error.errno not in _NOT_HERE:
+                for listener in listeners:
+                    listener.close()
+                raise
+    if len(listeners) == 1:
+        bound = int(listeners[0].getsockname()[1])
+        return listeners[0].detach(), bound
+    for listener in listeners:
+        listener.close()
     return None, port
 
 

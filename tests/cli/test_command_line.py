@@ -114,19 +114,18 @@ def test_unknown_and_abbreviated_options(tmp_path: Path) -> None:
 
 
 def test_import_zerolite_adds_little_to_import_torch() -> None:
-    """At most 0.3 s is the aim, measured after torch is there and over every public name; the best of five counts."""
+    """Counted in modules, over every public name: seconds depend on what else the machine does."""
     code = (
-        "import torch, time; start = time.perf_counter(); import zerolite;"
-        "[getattr(zerolite, name) for name in zerolite.__all__]; print(time.perf_counter() - start)"
+        "import torch, sys; before = set(sys.modules); import zerolite;"
+        "[getattr(zerolite, name) for name in zerolite.__all__]; print(*sorted(set(sys.modules) - before))"
     )
-    seconds = []
-    for _ in range(5):
-        result = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=job_environment(), capture_output=True, text=True, timeout=120
-        )
-        assert result.returncode == 0, result.stderr
-        seconds.append(float(result.stdout))
-    assert min(seconds) < 0.9, seconds
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=job_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    added = result.stdout.split()
+    assert len(added) < 1100
+    assert not {"torch.distributed.pipelining", "matplotlib", "transformers", "pandas"} & set(added)
 
 
 def test_import_zerolite_alone_does_not_import_torch() -> None:

@@ -79,7 +79,7 @@ def test_warn_and_off(short: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     with record() as recorder:
         zerolite.initialize(stack(), config(memory_check="off"))
-    assert not caplog.records
+    assert not [entry for entry in caplog.records if "needs" in entry.getMessage()]
     assert recorder.calls == []
 
 

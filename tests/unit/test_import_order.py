@@ -123,6 +123,7 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
     "zerolite.runtime.zero.space": 0,
     "zerolite.runtime.zero.checksums": 0,
     "zerolite.runtime.zero.spans": 0,
+    "zerolite.runtime.zero.questions": 0,
     "zerolite.runtime.zero.stages": 0,
     "zerolite.runtime.zero.fetch_plan": 0,
     "zerolite.runtime.zero.launch_plan": 0,
@@ -174,6 +175,7 @@ PURE = (
     "zerolite.runtime.zero.fetch_plan",
     "zerolite.runtime.zero.space",
     "zerolite.runtime.zero.spans",
+    "zerolite.runtime.zero.questions",
     "zerolite.runtime.zero.stages",
     "op_builder",
 )

@@ -26,6 +26,7 @@ from zerolite.checkpoint.errors import CheckpointError
 logger = logging.getLogger("zerolite")
 MANIFEST = "manifest.json"
 LATEST = "latest"
+REPLACE = "replace"  # what a save may do to a checkpoint that is there; see :func:`harmed`
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete-", ".replaced-", ".removed-"
 MOST_JSON_BYTES = 1 << 30  # of a manifest: 8 bytes per MiB of the checkpoint
 _MOST_LATEST_BYTES = 4096
@@ -263,7 +264,7 @@ def harmed(directory: Path, tag: str, save_latest: bool, keep_last: int | None) 
     candidates = _candidates(directory)
     latest = _latest_if_valid(directory)
     if tag in candidates and (head := _read_head(candidates[tag], tag)) is not None:
-        yield "replace", head
+        yield REPLACE, head
     if save_latest:
         found = _read_head(candidates[latest], latest) if latest in candidates else None
         newest = complete_checkpoints(directory)[-1:] if latest is None else [found]

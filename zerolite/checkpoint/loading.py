@@ -287,6 +287,7 @@ class Loader:
             )
         parts.model.after_loading(plan.match.names)
         parts.pipeline.publish()
+        parts.pipeline.on_weights_replaced()
         extra = reader.state["extra"]
         on_this_rank(self._host, _CALL, lambda: parts.model.load_extra_state(extra))
         return window

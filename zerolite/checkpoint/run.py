@@ -42,21 +42,32 @@ class Run:
         if resumed and loaded.run:
             self.id = loaded.run
 
-    def check(self, directory: Path, new: Complete, save_latest: bool, keep_last: int | None, overwrite: bool) -> None:
-        """Raise CheckpointError if saving ``new`` into ``directory`` would harm a checkpoint of another run, or one
-        that another job has saved meanwhile. Called with the lock of the directory.
+    def check(self, directory: Path, new: Complete, save_latest: bool, keep_last: int | None, overwrite: bool) -> str:
+        """Look whether saving ``new`` into ``directory`` would harm a checkpoint of another run, or one that another
+        job has saved meanwhile. Called with the lock of the directory.
 
-        overwrite: checkpoints of other runs may be replaced if they were there when this job first saved here.
+        Args:
+            overwrite: checkpoints of other runs may be replaced if they were there when this job first saved here.
+
+        Returns:
+            A sentence if the save must leave ``latest`` and all other checkpoints alone, "" if it need not.
+
+        Raises:
+            CheckpointError: The save would replace such a checkpoint.
         """
         if _key(directory) not in self._ours:
             there = directories.complete_checkpoints(directory)
             ours = {_identity(known) for known in there if overwrite or known.run in self._known}
             self._ours[_key(directory)] = ours
         ours = self._ours[_key(directory)]
+        refusal = ""
         for harm, known in directories.harmed(directory, new.tag, save_latest, keep_last):
             if known.run and _identity(known) not in ours:
-                raise CheckpointError(_refusal(directory, harm, known, meanwhile=known.run in self._known))
+                refusal = refusal or _refusal(directory, harm, known, meanwhile=known.run in self._known)
+                if harm == directories.REPLACE:
+                    raise CheckpointError(refusal)
         ours.add(_identity(new))
+        return refusal
 
 
 @functools.cache
@@ -79,10 +90,11 @@ def _refusal(directory: Path, harm: str, known: Complete, meanwhile: bool) -> st
     if meanwhile:
         return (
             f"this save would {harm} {which}, which another job of the same run has saved since this job came to that "
-            "directory: two jobs have resumed from one checkpoint. End one of them, or give it a directory of its own"
+            "directory: two jobs have resumed from one checkpoint. End one of them, or give it a directory of its own; "
+            "if this one goes on alone, start it again, so that it loads that checkpoint"
         )
     return (
         f"this save would {harm} {which}, which is of another run ('{known.run}'). To continue that run, call "
         "engine.load_checkpoint on that directory before the first save; to begin anew, save into another directory, "
-        'remove the checkpoints, or set "checkpoint": {"overwrite": true}'
+        'remove the checkpoints, or set "checkpoint": {"overwrite": true}; to save beside it, pass save_latest=False'
     )

@@ -74,6 +74,7 @@ class CheckpointWriter(StorageWriter):
         self._commit = commit
         self._open = contextlib.ExitStack()
         self._written_in: Path | None = None
+        self._beside = ""  # why nothing but the checkpoint itself may be changed, if that is so
 
     # ---------------------------------------------------------------- torch's interface
 
@@ -96,7 +97,8 @@ class CheckpointWriter(StorageWriter):
         assert self._commit is not None
         save_dir, new = self._commit.save_dir, self._commit.about.head
         self._open.enter_context(directory.locked(save_dir))
-        self._commit.run.check(save_dir, new, self._commit.save_latest, self._commit.keep_last, self._commit.overwrite)
+        commit = self._commit
+        self._beside = commit.run.check(save_dir, new, commit.save_latest, commit.keep_last, commit.overwrite)
         path = self._written_in = directory.begin(save_dir, new.tag)
         return [replace(plan, storage_data=path / f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
@@ -126,6 +128,11 @@ class CheckpointWriter(StorageWriter):
         filesystem.write_file(path / MANIFEST, [[memoryview(manifest)]])
         directory.commit(path, about.tag)
         self._written_in = None
+        if self._beside:  # a job must not lose what it has trained because of what else is in the directory
+            raise CheckpointError(
+                f"it is complete in '{self._commit.save_dir}' as '{about.tag}', but '{directory.LATEST}' and all other "
+                f"checkpoints were left alone: {self._beside}"
+            )
         if self._commit.save_latest:
             self._set_latest(self._commit.save_dir, about.tag)
         if self._commit.keep_last is not None:

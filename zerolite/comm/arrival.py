@@ -251,7 +251,8 @@ class _Meeting:
 
     def _exited(self) -> str:
         """What is said of ranks that will never come, since they have ended; "" if there are none."""
-        gone = [rank for rank in exited_ranks(self._store) if not self._store.check([f"{rank}/times"])]
+        exited = exited_ranks(self._store, self._rank, self._world_size)
+        gone = [rank for rank in exited if not self._store.check([f"{rank}/times"])]
         if not gone:
             return ""
         return (

@@ -52,7 +52,8 @@ class HostGroup:
             store.set(f"{meeting}/outcome", "all")
         patience = Patience(timeout_s)
         while not store.check([f"{meeting}/outcome"]):
-            exited = [self._members.index(rank) for rank in exited_ranks(store) if rank in self._members]
+            gone = exited_ranks(store, dist.get_rank(), dist.get_world_size())
+            exited = [self._members.index(rank) for rank in gone if rank in self._members]
             exited = [rank for rank in exited if not store.check([f"{meeting}/{rank}"])]
             if patience.left() > 0 and not exited:
                 patience.pause()

@@ -223,8 +223,8 @@ def _keep_gloo_here(host: str | None, world_size: int) -> None:
     an interface. It would listen on the address of the host's name."""
     global _gloo_kept_here
     one_machine = is_loopback(host or "") or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    interface = loopback_interface()
-    if one_machine and interface is not None and _GLOO_INTERFACE not in os.environ:
+    interface = loopback_interface() if one_machine and _GLOO_INTERFACE not in os.environ else None
+    if interface is not None:
         os.environ[_GLOO_INTERFACE] = interface
         _gloo_kept_here = True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -101,6 +100,9 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
         Raises RuntimeError, here or when it is waited for, if another rank launches something else in this place.
         """
+        if not launch.nbytes:  # nothing to share, and perhaps no memory yet
+            self._compare_now(launch, self._ticket(launch))
+            return Pending((), tensors, lambda: finish([empty(0, torch.uint8, tensors[0])] * self.world_size))
         if lane.last is not None:
             lane.last.wait()
         nbytes, memory = launch.nbytes, lane.memory
@@ -152,7 +154,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         raise WAIT.explain(error) or error
 
     # Everything that gloo carries here has the length of a ticket, or follows one that all ranks have sent alike: gloo
-    # aborts the process for a message that is longer than expected.
+    # aborts the process for a message that is longer than expected. (Where shared memory runs short it carries more.)
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         # Everybody sums everything: up to four ranks that is no more work than two halves, and needs one fence.
@@ -174,8 +176,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
         flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            if not self.peers_agree:
-                flat.copy_(functools.reduce(torch.maximum, [region.view(flat.dtype) for region in regions]))
+            for region in () if self.peers_agree else regions:
+                torch.maximum(flat, region.view(flat.dtype), out=flat)
             return tensor
 
         pending = self._exchange_whole(_Launch("all_reduce_max", "", _bytes(tensor)), flat, finish)

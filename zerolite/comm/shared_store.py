@@ -59,7 +59,9 @@ class SharedStore:
 
     def exited(self) -> list[int]:
         """The ranks of the job that the launcher knows to have exited with status 0."""
-        return [] if self._store is None else exited_ranks(self._store)
+        if self._store is None or not dist.is_initialized():
+            return []
+        return exited_ranks(self._store, dist.get_rank(), dist.get_world_size())
 
     def delete(self, key: str) -> None:
         if self._store is not None:

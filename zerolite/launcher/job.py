@@ -34,6 +34,7 @@ class NodeJob:
         min_nodes, max_nodes: how many nodes the job may have; equal unless it is elastic.
         node_rank: this node's place, 0 or more; None where nodes are numbered as they come (an elastic job).
         master_addr: host name or address of the first node, as the others reach it.
+        several_addresses: whether the nodes reach the first one at different addresses, so that it listens at all.
         master_port: TCP port on the first node; 0 for a free one, where there is one node.
         max_restarts: how often all ranks are started again after a failure.
         log_dir: directory for the ranks' output; None for a temporary one, which is removed if the job succeeds.
@@ -53,6 +54,7 @@ class NodeJob:
     max_nodes: int = 1
     node_rank: int | None = 0
     master_addr: str = "127.0.0.1"
+    several_addresses: bool = False
     master_port: int = 0
     max_restarts: int = 0
     log_dir: str | None = None

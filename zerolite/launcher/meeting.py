@@ -168,7 +168,7 @@ class Meeting(RendezvousHandler):
         """The port of the ranks' store, which the first node hosts. When they start again they need an empty one."""
         if hosts_store(self._job):
             if self.attempt:
-                self.rank_store = _keep_store(self._job.master_addr, 0)
+                self.rank_store = _keep_store(self._job, 0)
             store.set("port", str(self.rank_store.port))
         elif self.attempt:
             port = int(store.get("port"))
@@ -223,7 +223,7 @@ def connect(job: NodeJob) -> TCPStore:
     try:
         timeout = timedelta(seconds=JOIN_S)
         if hosts:
-            store = _keep_store(job.master_addr, job.master_port, timeout)
+            store = _keep_store(job, job.master_port, timeout)
             store.set("zerolite/run_id", job.job_id)
         else:
             store = TCPStore(job.master_addr, job.master_port, timeout=timeout, wait_for_workers=False)
@@ -242,9 +242,11 @@ def connect(job: NodeJob) -> TCPStore:
     return store
 
 
-def _keep_store(address: str, port: int, timeout: timedelta = timedelta(seconds=JOIN_S)) -> TCPStore:
+def _keep_store(job: NodeJob, port: int, timeout: timedelta = timedelta(seconds=JOIN_S)) -> TCPStore:
     make = functools.partial(TCPStore, timeout=timeout, wait_for_workers=False)
-    return keep_store(make, address, port, torch.__version__)
+    if job.several_addresses:
+        return make(job.master_addr, port, is_master=True)
+    return keep_store(make, job.master_addr, port, torch.__version__)
 
 
 def hosts_store(job: NodeJob) -> bool:

@@ -131,6 +131,7 @@ def make_node_jobs(request: LaunchRequest, job: Plan, reaches: Sequence[Reach] |
     if not request.dry_run:
         variables.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
     set_gloo = network.GLOO_VARIABLE not in variables and reaches is not None and len(job.hosts) > 1
+    several = len({reach.address for reach in reaches or () if reach.address}) > 1
     common = next((reach.address for reach in reaches or () if reach.address), job.addresses[0])
     parts = []
     for i, host in enumerate(job.hosts):
@@ -145,6 +146,7 @@ def make_node_jobs(request: LaunchRequest, job: Plan, reaches: Sequence[Reach] |
                 max_nodes=len(job.hosts),
                 node_rank=i,
                 master_addr=reach.address or common,
+                several_addresses=several,
                 master_port=job.port,
                 devices=None if host.devices is None else list(host.devices),
                 env={**variables, **({network.GLOO_VARIABLE: interface} if interface else {})},

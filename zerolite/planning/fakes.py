@@ -20,7 +20,6 @@ _NUMBERS = {
     torch.ops.aten.arange.start_step,
 }
 _MOST_NUMBERS = 4096
-_GROUPED_MM = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)  # not in every torch
 _OF_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
 """torch's cache of what operators return would keep these storages: those that torch.load makes."""
 
@@ -69,8 +68,6 @@ class WithoutMemory(FakeMode):
         device = torch.device((kwargs or {}).get("device") or "cpu")
         if device.type not in ("cpu", "meta"):  # a torch that is built for it makes the tensor, and fails in backward
             raise RuntimeError(f"{func} asks for the device {device}, and tensors of a plan are on the CPU")
-        if func is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
-            return _grouped_mm(*args, **(kwargs or {}))
         cached, self.cache_enabled = self.cache_enabled, self.cache_enabled and func not in _OF_STORAGES
         try:
             out: Any = super().dispatch(func, types, args, kwargs)
@@ -104,19 +101,6 @@ def on_the_cpu(model: torch.nn.Module) -> None:
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:  # what was made of numbers (torch.tensor(0.5)) remembers them, with the dtype that it had
         tensor.constant = None
-
-
-def _grouped_mm(
-    one: torch.Tensor,
-    other: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Make what the operator returns. torch's own function without values refuses every dtype but bf16; its kernels do
-    not."""
-    groups = () if one.dim() != other.dim() else (one.size(0),) if offs is None else (offs.numel(),)
-    return one.new_empty((*groups, one.size(-2), other.size(-1)), dtype=out_dtype or one.dtype)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

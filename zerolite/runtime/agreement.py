@@ -79,7 +79,7 @@ def raise_differences(mine: Description, comm: Communicator, what: str, remedy: 
     """Raise RuntimeError with the differences between the ranks' descriptions; see :func:`check_agreement`. Called on
     all ranks of ``comm``."""
     sentences = list(differences(HostGroup(comm, "agreement").gather(mine)))
-    shown = "".join(f"\n- {sentence}" for sentence in sentences[:_SHOWN])
+    shown = "".join(f"\n- {sentence}" for sentence in sentences[:_SHOWN]) or "\n- differences between other ranks"
     rest = len(sentences) - _SHOWN
     more = f"\n- and {rest} more difference{'s' if rest > 1 else ''}" if rest > 0 else ""
     raise RuntimeError(

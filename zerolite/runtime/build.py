@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.accelerator import is_dry_run
+from zerolite.accelerator import host_value, is_dry_run
 from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
@@ -264,7 +264,12 @@ class _Assembly:
             late = self.device.type in SKIPS_ON_DEVICE
             consistency = ConsistencyCheck(self.topology, self.device, weights, interval, late)
         if self.pipeline.checks_finite:
-            updated = UpdatedWeights(lambda: sharded.inner.param_groups, lambda: sharded.pieces_by_bucket)
+            most = len(sharded.inner.param_groups)
+            if not self.topology.trivial:
+                counts = torch.tensor([most], device=self.device)
+                self.topology.model.all_reduce_max(counts, tag="initial_sync")
+                most = max(most, int(host_value(counts)))  # a dry run reads nothing
+            updated = UpdatedWeights(lambda: sharded.inner.param_groups, lambda: sharded.pieces_by_bucket, most)
         if consistency is not None or updated is not None:
             self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
 

@@ -172,15 +172,21 @@ class ConsistencyCheck:
     def note(self, values: torch.Tensor, numbers: UpdateNumbers) -> None:
         """Keep what the ranks' hashes of ``numbers`` have shown. Raising is left to :meth:`act`: when a rank reads the
         statistics is its own affair, and naming the difference takes a collective."""
-        if bool((values != values[0]).any()):
+        of_stage = values.view(self._topology.pipe.world_size, -1)  # a stage may have param groups of its own
+        if bool((of_stage != of_stage[:, :1]).any()):
             self._differing = numbers
 
+    def forget(self) -> None:
+        """What ranks have differed in does not matter any more: all have loaded the same. Called on all ranks."""
+        self._differing = self._compared = None
+
     def act(self) -> None:
-        """Raise RuntimeError on all ranks if the numbers in the last statistics that were read differ."""
+        """Raise RuntimeError on all ranks if the numbers in the last statistics differ within a pipeline stage."""
         differing, self._differing = self._differing, None
         if differing is not None:
             what = "zerolite: the ranks update with different numbers, or have gathered different parameters"
-            raise_differences(differing.describe(), self._topology.world, what, _ALIKE)
+            ranks = self._topology.world if self._topology.pipe.world_size == 1 else self._topology.data
+            raise_differences(differing.describe(), ranks, what, _ALIKE)
 
     # ---------------------------------------------------------------- weights
 

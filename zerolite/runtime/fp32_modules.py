@@ -209,7 +209,8 @@ def _walk(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[_Place]:
 def _mixes_dtypes(module: torch.nn.Module) -> bool:
     """True for torch's batch norms with fp32 statistics: their kernels take 16-bit inputs beside fp32 weights, and no
     16-bit weights beside fp32 statistics. Their parameters stay in fp32, and no input has to be cast."""
-    return type(module).forward in _BATCH_NORMS and bool(module.affine) and bool(module.track_running_stats)
+    forward = getattr(type(module), "forward", None)  # TorchScript's classes have none
+    return forward in _BATCH_NORMS and bool(module.affine) and bool(module.track_running_stats)
 
 
 _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm.forward, torch.nn.SyncBatchNorm.forward)

@@ -12,7 +12,6 @@ from zerolite.comm import Communicator
 _ROW = 1 << 14  # words that have factors of their own
 _OTHER = 0x5851F42D4C957F2C
 _ROWS = {"cpu": 4}  # hashed at once: what a core's cache holds; elsewhere what keeps a device busy
-_made: dict[torch.device, torch.Tensor] = {}  # those factors
 _WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that divides a tensor is taken
 
 
@@ -24,6 +23,7 @@ def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> to
         return torch.zeros((), dtype=torch.int64, device=device)
     words = _words(tensor.detach().contiguous().reshape(-1))
     count = -(-words.numel() // _ROW)
+    factors = _odd(min(_ROW, words.numel()), device)
     step = _ROWS.get(device.type, 128)
     # Any change of one word changes a sum, because odd factors can be inverted modulo 2^64 (overflow wraps); those of
     # several words cancel with a probability of 2^-32, because a word has half of the bits.
@@ -33,10 +33,10 @@ def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> to
         whole = part.numel() // _ROW
         if whole:
             rows = part[: whole * _ROW].view(whole, _ROW)
-            torch.sum(rows * _odd(_ROW, device), 1, out=sums[first : first + whole])
+            torch.sum(rows * factors, 1, out=sums[first : first + whole])
         rest = part[whole * _ROW :]
         if rest.numel():  # the last row
-            sums[-1] = (rest * _odd(rest.numel(), device)).sum()
+            sums[-1] = (rest * factors[: rest.numel()]).sum()
     return (sums * (_odd(count, device) ^ _OTHER)).sum()  # other factors, or (row 1, word 2) would be (row 2, word 1)
 
 
@@ -59,15 +59,10 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 
 def _odd(count: int, device: torch.device) -> torch.Tensor:
     """Odd numbers of 64 bits for the places from 0 on (splitmix64's mixing of a counter)."""
-    if count <= _ROW and device in _made:
-        return _made[device][:count]
-    mixed = torch.arange(1, max(count, _ROW) + 1, dtype=torch.int64, device=device) * -7046029254386353131
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    numbers = mixed | 1
-    if not is_fake(numbers):
-        _made[device] = numbers[:_ROW].clone()
-    return numbers[:count]
+    return mixed | 1
 
 
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:

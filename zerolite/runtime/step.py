@@ -401,11 +401,18 @@ class StepPipeline:
         index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
         self.on_values_loaded(index_of[id(p)] for p in parameters if id(p) in index_of)
 
+    def on_weights_replaced(self) -> None:
+        """All weights have been replaced by others, a checkpoint's: what was wrong with steps before does not matter
+        any more. Called on all ranks."""
+        self.settle()
+        self._failure = None
+        if self._checks is not None:
+            self._checks.forget(update=True)
+
     def on_masters_loaded(self) -> None:
         """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
         self._written.clear()
-        if self._checks is not None:
-            self._checks.forget(update=True)
+        self.on_weights_replaced()
         self._buffer.tiers.written_in_place()
         self._torn = ""
         self.zero_grad()
@@ -457,20 +464,24 @@ class StepPipeline:
         outcome = unsettled.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self._applies(outcome):
             self._optimizer.method.forget_last()
+        if self._checks is not None:
+            self._checks.note(outcome.extra)
         try:
             outcome.check_inputs()
-            if self._checks is not None:
-                self._checks.note(outcome.extra)
             divisor = unsettled.divisor * mean_weight(outcome)
+        except RuntimeError as error:
+            self._failure, divisor = error, unsettled.divisor
+        self._settle(outcome, divisor)  # whatever is wrong with it, the step has been taken, or skipped
+        try:
             if self._applies(outcome):
                 self.unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
-            self._settle(outcome, divisor)
             self._raise_if_hopeless(outcome)
         except (RuntimeError, FloatingPointError) as error:
-            self._failure = error
+            self._failure = self._failure or error
 
     def _raise_failure(self) -> None:
-        """Called on all ranks, which have settled the same steps by then."""
+        """Raise what was wrong with a step that has been settled. Called on all ranks, which have settled the same
+        steps by then."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -515,8 +526,9 @@ class StepPipeline:
     def check_ranks(self) -> None:
         """Raise on all ranks if they hold different weights or would update with different numbers, and if the last
         update has made weights non-finite. Called on all ranks, between steps."""
+        self.settle()
+        self._raise_failure()
         if self._checks is not None:
-            self.settle()
             self._checks.before_save(self.counters.global_steps, self.scale, self._max_norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -532,11 +544,10 @@ class StepPipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`, after :meth:`zero_grad`, when all values have been loaded. A loss scale of
         another precision is left out. Raises ValueError if what was saved makes no sense."""
+        self.on_weights_replaced()
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
         self.counters.load_state_dict(state["counters"])
-        if self._checks is not None:
-            self._checks.forget(update=True)
         self._buffer.tiers.written_in_place()
         self._torn = ""
         window = state["window"]

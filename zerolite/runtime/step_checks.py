@@ -126,6 +126,10 @@ class StepChecks:
         new, and what that update has made does not matter any more."""
         if self._updated is not None:
             self._updated.forget(update)
+        if update:
+            self.blame = ""
+            if self._consistency is not None:
+                self._consistency.forget()
 
     def replan(self) -> None:
         """The layout has other buckets than before."""
@@ -135,7 +139,8 @@ class StepChecks:
 
 def _blame(groups: Sequence[int], numbers: UpdateNumbers) -> str:
     which = f"param group {groups[0]}" + (f" and {len(groups) - 1} more" if len(groups) > 1 else "")
-    values = {key: value for key, value in numbers.groups[groups[0]].items() if _is_number(value)}
+    known = numbers.groups[groups[0]] if groups[0] < len(numbers.groups) else {}  # else of another pipeline stage
+    values = {key: value for key, value in known.items() if _is_number(value)}
     used = ", ".join(f"{key}={plain_text(value)}" for key, value in values.items())
     scaled = f", gradients divided by {numbers.divisor:g} (loss scale)" if numbers.divisor != 1.0 else ""
     return (

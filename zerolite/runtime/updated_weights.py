@@ -22,8 +22,12 @@ class UpdatedWeights:
     What an update leaves is what the next one finds, so masters are read once in each update, and before the first.
     """
 
-    def __init__(self, groups: Callable[[], Groups], pieces: Callable[[], Sequence[Sequence[Piece]]]) -> None:
-        """pieces: of each bucket."""
+    def __init__(
+        self, groups: Callable[[], Groups], pieces: Callable[[], Sequence[Sequence[Piece]]], most_groups: int
+    ) -> None:
+        """pieces: of each bucket. most_groups: param groups of any rank of the model now, which are as many on all
+        ranks that share its statistics: stages of a pipeline may have other groups."""
+        self._more = most_groups - len(groups())
         self._groups = groups
         self._pieces = pieces
         self._before: Sums = {}
@@ -60,7 +64,7 @@ class UpdatedWeights:
     def begin(self) -> None:
         """Before the first call of an update."""
         self.numbers, self._told = self._announced, False
-        count = len(self._groups())
+        count = self._more + len(self._groups())
         self._known = self._known and count == self._count
         self._before, self._after, self._count = self._after if self._known else {}, {}, count
 

@@ -93,7 +93,8 @@ def transports(config: dict[str, Any], limit: int | None) -> dict[str, Any]:
             engine.backward(engine(torch.randn(4, 16, generator=generator)).square().mean())
             engine.step()
     everywhere_equal(engine.module)
-    exhausted = getattr(getattr(engine._comm, "_memory", None), "exhausted", None)
+    large = getattr(engine._comm, "_large", None)
+    exhausted = None if large is None else large.memory.exhausted
     left = [name for name in os.listdir("/dev/shm") if name.startswith(f"zerolite-{os.getpid()}-")]
     return {
         "kind": type(engine._comm).__name__,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from zerolite.runtime.zero.partitioned_parameter import (
     handle_of,
     whole_numel,
 )
+from zerolite.runtime.zero.questions import asks_only
 
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
@@ -162,9 +164,19 @@ class _Guard(_Hook):
                 return
 
 
+_GETATTR = torch.nn.Module.__getattr__.__code__
+
+
+def _asks_only() -> bool:
+    """Whether the code that reads a module's attribute, two frames above the caller, asks it a question only."""
+    frame = sys._getframe(2)
+    return frame.f_code is _GETATTR and frame.f_back is not None and asks_only(frame.f_back)
+
+
 class WatchedParameters(dict[str, Any]):
-    """A module's ``_parameters``. It reports that a partitioned parameter that is not available was read inside a
-    forward or backward. So a tied head called as a function finds its weight."""
+    """A module's ``_parameters``. Reading a partitioned parameter that is not available, inside a forward or backward,
+    gathers it, so that a tied head called as a function finds its weight; ``module.weight.dtype`` and the like do not
+    (see questions.py)."""
 
     def __init__(self, parameters: dict[str, Any], coordinator: PartitionedParameterCoordinator) -> None:
         super().__init__(parameters)
@@ -174,7 +186,7 @@ class WatchedParameters(dict[str, Any]):
         parameter = dict.__getitem__(self, name)
         if parameter is not None and getattr(parameter, "ds_status", AVAILABLE) is not AVAILABLE:
             coordinator = self._coordinator()
-            if coordinator is not None and coordinator.busy:
+            if coordinator is not None and coordinator.busy and not _asks_only():
                 coordinator.on_read(parameter._zero_handle)
         return parameter
 

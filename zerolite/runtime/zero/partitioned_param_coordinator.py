@@ -35,7 +35,6 @@ from zerolite.runtime.zero.partitioned_parameter import (
     launch,
     refresh,
 )
-from zerolite.runtime.zero.released_parameter import ReleasedParameter
 from zerolite.runtime.zero.shard_reader import ShardReader
 
 _current_graph_task = torch._C._current_graph_task_id
@@ -113,8 +112,6 @@ class PartitionedParameterCoordinator:
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
-        self._read: PartitionedParameter | None = None  # read from its module last, since the last event
-        self._shown: list[PartitionedParameter] = []  # read from their modules; to the end of the step
         self._clock = 0
         self._whole: list[tuple[PartitionedParameter, torch.Tensor, int]] = []  # trained and whole: values, address
         self._parts: list[torch.Tensor] = []
@@ -156,8 +153,6 @@ class PartitionedParameterCoordinator:
 
     def enter_forward(self, unit: Unit) -> None:
         """Before the unit's forward, recomputations in backward included."""
-        if self._read is not None:
-            self._settle_read()
         if not self._stack:
             self._begin_outermost()
         self._clock += 1
@@ -166,8 +161,6 @@ class PartitionedParameterCoordinator:
 
     def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: Any) -> None:
         """After the forward of the unit's module; ``outputs`` is None if it raised."""
-        if self._read is not None:
-            self._settle_read()
         stack = self._stack
         if not stack or stack[-1].unit is not unit:
             if not any(use.unit is unit for use in stack):
@@ -211,7 +204,6 @@ class PartitionedParameterCoordinator:
         self.calls += 1
         try:
             yield
-            self._settle_read()
         finally:
             self.calls -= 1
             if not self.calls and not self._step_open:
@@ -278,8 +270,6 @@ class PartitionedParameterCoordinator:
 
     def on_output_gradient(self, use: Use) -> None:
         """A gradient has reached an output of ``use``."""
-        if self._read is not None:
-            self._settle_read()
         task = _current_graph_task()
         if use.task == task:
             return
@@ -327,7 +317,6 @@ class PartitionedParameterCoordinator:
     def _end_task(self, task: int) -> None:
         if task not in self._tasks:
             return  # swept
-        self._settle_read()
         del self._tasks[self._tasks.index(task) :]
         while self._backward and self._backward[-1].task == task:
             self._end_backward_use(self._backward.pop())
@@ -364,10 +353,6 @@ class PartitionedParameterCoordinator:
         self.reader.forget()
 
     def _let_strays_go(self) -> None:
-        for handle in self._shown:
-            handle.hide_shape()
-        self._shown.clear()
-        self._read = None
         if self._strays:
             strays, self._strays = self._strays, []
             self.unhold(strays)
@@ -408,32 +393,8 @@ class PartitionedParameterCoordinator:
     # ---------------------------------------------------------------- uses that no hook sees
 
     def on_read(self, handle: PartitionedParameter) -> None:
-        """A parameter that is not available was read from its module, inside some forward or backward.
-
-        A read is a use, unless the parameter is only asked for its dtype, shape or the like. That shows before the next
-        event, which all ranks reach: what they gather follows from what they read, not from what each of them uses.
-        """
-        if type(handle.parameter) is not ReleasedParameter:  # a class of the user's does not tell what it is asked
-            self.on_use(handle)
-        elif handle is not self._read or not handle.wanted:
-            self._settle_read()
-            handle.show_shape()
-            handle.wanted = True
-            self._read = handle
-            self._shown.append(handle)
-
-    def _settle_read(self) -> None:
-        """Gather the parameter that was read last if its values may have been what was wanted."""
-        handle, self._read = self._read, None
-        if handle is not None and handle.wanted and handle.status is not AVAILABLE:
-            self.on_use(handle)
-
-    def on_use(self, handle: PartitionedParameter) -> None:
-        """The values of a parameter that is not available are needed, inside some forward or backward: gather it, for
-        the unit under way from now on."""
-        if self._read is not handle:
-            self._settle_read()
-        handle.wanted, self._read = False, None
+        """A parameter that is not available was read from its module, inside some forward or backward: gather it, for
+        the unit under way from now on. All ranks read alike, whatever each of them then does with the parameter."""
         task = _current_graph_task()
         if task != -1 and not self._tasks:  # a user's hook, before any output's
             self._begin_task(task)

@@ -23,7 +23,7 @@ import torch
 from zerolite.comm import Communicator, Pending
 from zerolite.memory_items import COMPUTE, DEVICE, GATHERED, PERSISTENT, listeners, own, resize
 from zerolite.runtime.zero.buffer import dense_strides, flattened
-from zerolite.runtime.zero.released_parameter import close, open_again, opened
+from zerolite.runtime.zero.released_parameter import close, open_again
 from zerolite.runtime.zero.shard_reader import Arrival, ShardReader, undispatched
 from zerolite.runtime.zero.tiers import Tier
 
@@ -86,7 +86,6 @@ class PartitionedParameter:
         "strides",
         "tier",
         "view",
-        "wanted",
     )
 
     def __init__(
@@ -111,7 +110,6 @@ class PartitionedParameter:
         self.held = 0  # open gather contexts
         self.exposed = False  # a user may hold aliases of the whole values
         self.persistent = False  # never released
-        self.wanted = False  # read from its module while released, and asked for nothing but perhaps values
         self.manager: Any = None  # weak reference to the coordinator that gathers it
         self.on_written: Callable[[], None] | None = None  # somebody wrote new values: masters must follow
         part = -(-self.numel // comm.world_size)
@@ -262,25 +260,10 @@ class PartitionedParameter:
         for name in vars(parameter).keys() - users_attributes(parameter).keys():
             delattr(parameter, name)
 
-    def gather_for_use(self) -> None:
-        """Gather for a torch function that needs the values, inside a forward or backward of the engine; elsewhere do
-        nothing. Called on all ranks, in the same order."""
+    def in_use(self) -> bool:
+        """Whether a forward or backward of the engine that has the parameter is under way."""
         manager = self.manager() if self.manager is not None else None
-        if manager is not None and manager.busy:
-            manager.on_use(self)
-
-    def show_shape(self) -> None:
-        """Give the released parameter its whole shape, without memory behind it, until :meth:`hide_shape`. What is
-        derived from the shape in a forward is right then, autograd's nodes for the parameter among it."""
-        with opened():
-            self.parameter.data = self.view
-
-    def hide_shape(self) -> None:
-        """Undo :meth:`show_shape`, unless the values have come meanwhile."""
-        parameter = self.ref()
-        if parameter is not None and self.status is not AVAILABLE:
-            with opened():
-                parameter.data = self.empty
+        return manager is not None and manager.busy
 
     def write(self) -> None:
         """The whole values have been changed, alike on all ranks: this rank's part follows, and so do masters."""

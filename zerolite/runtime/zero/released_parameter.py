@@ -15,9 +15,9 @@ Tensor = torch.Tensor
 class ReleasedParameter(torch.nn.Parameter):
     """Class of a released parameter (the object stays the same).
 
-    A released parameter has dtype, device and layout, and ``numel()`` counts the whole. Its values are gathered when a
-    torch function needs them inside a forward or backward of its engine. Anywhere else that is refused: its shape is
-    [0], so torch would read nothing and lose what is written, without a word.
+    A released parameter has dtype, device and layout, and ``numel()`` counts the whole, whose shape it also tells
+    inside a forward or backward of its engine. Its values are refused: its memory is that of an empty tensor, so torch
+    would read nothing and lose what is written, without a word.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -32,42 +32,27 @@ class ReleasedParameter(torch.nn.Parameter):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if function in _COUNTS:
-                return _asked(args[0]).numel
+                return args[0].ds_numel
             if function is Tensor.__repr__:
                 return f"Parameter '{_name(args[0])}' of shape {tuple(args[0].ds_shape)}, partitioned"
+            if function in _SHAPES and vars(args[0])["_zero_handle"].in_use():
+                return function(vars(args[0])["_zero_handle"].view, *args[1:], **kwargs)
             if function in _HARMLESS:
-                if args and type(args[0]) is ReleasedParameter:
-                    _asked(args[0])
                 return function(*args, **kwargs)
             if function in _LIKE and args:
-                return function(_asked(args[0]).view, *args[1:], **kwargs)
-            if function in _CASTS and args and type(args[0]) is ReleasedParameter and "memory_format" not in kwargs:
-                handle = vars(args[0])["_zero_handle"]  # its empty tensor is cast: the parameter may show a whole shape
-                result = function(handle.empty, *args[1:], **kwargs)
-                if isinstance(result, str):  # type() is a question
-                    _asked(args[0])
+                return function(vars(args[0])["_zero_handle"].view, *args[1:], **kwargs)
+            if function in _CASTS:
+                result = function(*args, **kwargs)
+                if result is args[0] or isinstance(result, str):  # type() is a question
                     return result
-                if result is handle.empty and (function is not Tensor.contiguous or handle.view.is_contiguous()):
-                    return args[0]
             if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
                 return None
-        for released in find_arguments((args, kwargs), ReleasedParameter):
-            vars(released)["_zero_handle"].gather_for_use()
-            if type(released) is ReleasedParameter:
-                raise RuntimeError(
-                    f"parameter '{_name(released)}' is partitioned over ranks and its values are not here; read it "
-                    "inside zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters("
-                    "parameters, modifier_rank=0), both on all ranks. Casts and moves of a module are for before "
-                    "zerolite.initialize"
-                )
-        return function(*args, **kwargs)
-
-
-def _asked(released: ReleasedParameter) -> Any:
-    """What stands behind a parameter that was asked for something other than its values."""
-    handle = vars(released)["_zero_handle"]
-    handle.wanted = False
-    return handle
+        released = next(find_arguments((args, kwargs), ReleasedParameter), None)
+        raise RuntimeError(
+            f"parameter '{_name(released)}' is partitioned over ranks and its values are not here; read it inside "
+            "zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters(parameters, "
+            "modifier_rank=0), both on all ranks. Casts and moves of a module are for before zerolite.initialize"
+        )
 
 
 class AwayParameter(torch.nn.Parameter):
@@ -110,6 +95,7 @@ def _getters(*names: str) -> list[Any]:
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
 _COUNTS = frozenset([Tensor.numel, Tensor.nelement])
+_SHAPES = frozenset([*_getters("shape", "ndim"), Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride])
 # What makes a tensor in the shape of its first argument, here that of the whole parameter.
 _LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
 # What tells nothing of the values, and what autograd and optimizers ask of any parameter.

@@ -1,0 +1,66 @@
+"""Reads of a parameter that ask for no values, told by the source that reads it. Standard library only.
+
+``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs none of its values. Whether a use follows could be
+seen at run time, too, but perhaps differently on each rank, and all ranks must gather the same. The source is the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from types import CodeType, FrameType
+
+_ATTRIBUTES = frozenset(
+    "device dtype is_cpu is_cuda is_meta is_sparse itemsize layout ndim requires_grad shape".split()
+)
+_METHODS = frozenset(
+    "dim element_size is_complex is_floating_point ndimension nelement numel size "
+    "new_empty new_full new_ones new_tensor new_zeros".split()
+)
+_FUNCTIONS = frozenset("hasattr id isinstance".split())
+
+_Position = tuple[int, int, int, int]  # first and last line, from 1; first and last column, in bytes
+
+
+def asks_only(frame: FrameType) -> bool:
+    """Whether the attribute that ``frame`` is reading is only asked for its dtype, shape or the like, in the same
+    expression. False where that cannot be told: without the source, and in Python 3.10."""
+    return _asks_only(frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=4096)
+def _asks_only(code: CodeType, instruction: int) -> bool:
+    if not hasattr(code, "co_positions"):
+        return False
+    line, last_line, column, last_column = list(code.co_positions())[instruction // 2]
+    return (line, last_line, column, last_column) in _questions(code.co_filename)
+
+
+@functools.lru_cache(maxsize=64)
+def _questions(filename: str) -> frozenset[_Position]:
+    """Where a file's source asks an attribute a question: ``a.b`` in ``a.b.dtype`` and ``isinstance(a.b, c)``."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return frozenset()
+    found = set()
+    for node in ast.walk(tree):
+        for read in _asked_in(node):
+            if isinstance(read, ast.Attribute):
+                found.add((read.lineno, read.end_lineno or 0, read.col_offset, read.end_col_offset or 0))
+    return frozenset(found)
+
+
+def _asked_in(node: ast.AST) -> list[ast.expr]:
+    """The expressions to which ``node`` itself puts a question."""
+    if isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES:
+        return [node.value]
+    if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+        return [node.left, *node.comparators]
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+            return [node.func.value]
+        if isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+            return list(node.args[:1])
+    return []
