@@ -3,6 +3,7 @@ NCCL compares nothing, and would exchange what ranks that have parted happen to 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def test_an_error_about_a_step_comes_in_the_same_place(pools: Pools, stage: str,
     for result in ranks:
         assert result["steps"] == (3 if on_device else 2)
         assert "max_consecutive_skipped_steps is 3" in result["error"]
+
+
+@pytest.mark.parametrize("module_only", [False, True])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_rollback_ends_the_errors_of_the_steps_before(
+    pools: Pools, tmp_path: Path, on_device: bool, module_only: bool
+) -> None:
+    arguments = {"on_device": on_device, "directory": str(tmp_path), "module_only": module_only}
+    for errors in pools(2).run(f"{CASES}:rolled_back", {"config": setting("2", "bf16"), **arguments}):
+        assert errors[0] == errors[1] == errors[3] == ""
+        assert ("update of step 2 made weights" in errors[2]) or on_device
 
 
 FAST = [("1", "bf16", True), ("2", "fp16", True), ("3 defaults", "fp32", True), ("3 tight", "bf16", True)]

@@ -128,7 +128,9 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
 def make_node_jobs(request: LaunchRequest, job: Plan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
     """Return each node's part. Without ``reaches`` (nothing was checked) all take the likeliest address."""
     variables = {**exported_variables(os.environ), **request.env}
-    if not request.dry_run:
+    if request.dry_run:  # whose commands are printed
+        variables.pop(SECRET_VARIABLE, None)
+    else:
         variables.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
     set_gloo = network.GLOO_VARIABLE not in variables and reaches is not None and len(job.hosts) > 1
     several = len({reach.address for reach in reaches or () if reach.address}) > 1

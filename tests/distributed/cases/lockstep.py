@@ -128,6 +128,27 @@ def asked_by_one_rank(config: dict[str, Any], on_device: bool) -> dict[str, Any]
     return {"launched": launched(recorder), "error": error, "steps": steps}
 
 
+def rolled_back(config: dict[str, Any], on_device: bool, directory: str, module_only: bool) -> list[str]:
+    """The errors of four steps. The third is spoilt by the learning rate of the second; then all load a checkpoint."""
+    engine = make_engine(config, on_device)
+    errors = []
+    rate = engine.get_lr()[0]
+    for step in range(4):
+        engine.optimizer.param_groups[0]["lr"] = float("inf") if step == 1 else rate
+        if step == 1:
+            engine.save_checkpoint(directory)
+        try:
+            engine.backward(loss_of(engine, step, 0))
+            engine.step()
+            errors.append("")
+        except FloatingPointError as error:
+            errors.append(str(error))
+            engine.zero_grad()
+        if step == 2:
+            engine.load_checkpoint(directory, load_module_only=module_only)
+    return errors
+
+
 # -------------------------------------------------------------------- random programs
 
 
