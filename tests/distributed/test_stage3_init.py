@@ -42,6 +42,7 @@ def test_constructors_give_the_values_of_plain_construction(pools: Pools, world:
 
 def test_questions_about_a_released_parameter_gather_nothing(pools: Pools) -> None:
     pools(2).run(f"{CONSTRUCTORS}:questions")
+    pools(2).run(f"{CONSTRUCTORS}:all_questions")
     pools(2).run(f"{CONSTRUCTORS}:asked_parameters_are_not_kept", {"limit": 64})
 
 

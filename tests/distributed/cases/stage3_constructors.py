@@ -16,6 +16,7 @@ import zerolite
 from tests.distributed.cases.stage3_init import assert_partitioned, assert_same, raises, values_of, whole
 from tests.distributed.configs import ADAMW, config
 from zerolite import zero
+from zerolite.runtime.zero.questions import ATTRIBUTES, METHODS
 
 _nested: Callable[[], Any] = contextlib.nullcontext  # zero.Init while models are built partitioned
 
@@ -201,6 +202,34 @@ def questions() -> None:
         weight.sum()
     with raises(RuntimeError, "0.weight", "GatheredParameters"):
         weight.set_(torch.zeros(3, 4))
+
+
+class AsksEverything(nn.Module):
+    """Puts every question that counts as one to a parameter that is released, inside a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        weight = dict.__getitem__(self.second._parameters, "weight")  # without the notice that it is read
+        whole = torch.zeros(4, 3)
+        for name in ATTRIBUTES:
+            expected = name == "requires_grad" or getattr(whole, name)  # a plain tensor needs no gradient
+            assert getattr(weight, name) == expected, name
+        for name in METHODS:
+            given = {"new_full": ((2, 5), 3.0), "new_tensor": ([1.0],)}.get(name, ((2, 5),))
+            given = given if name.startswith("new_") else ()
+            answer, expected = getattr(weight, name)(*given), getattr(whole, name)(*given)
+            assert answer.shape == expected.shape if name.startswith("new_") else answer == expected, name
+        assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+        return self.second(x)
+
+
+def all_questions() -> None:
+    section = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+    zerolite.initialize(AsksEverything(), config(3, zero=section))(torch.ones(2, 4))
 
 
 class Asks(nn.Module):

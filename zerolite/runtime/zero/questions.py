@@ -11,10 +11,8 @@ import functools
 import linecache
 from types import CodeType, FrameType
 
-_ATTRIBUTES = frozenset(
-    "device dtype is_cpu is_cuda is_meta is_sparse itemsize layout ndim requires_grad shape".split()
-)
-_METHODS = frozenset(
+ATTRIBUTES = frozenset("device dtype is_cpu is_cuda is_meta is_sparse itemsize layout ndim requires_grad shape".split())
+METHODS = frozenset(
     "dim element_size is_complex is_floating_point ndimension nelement numel size "
     "new_empty new_full new_ones new_tensor new_zeros".split()
 )
@@ -54,12 +52,12 @@ def _questions(filename: str) -> frozenset[_Position]:
 
 def _asked_in(node: ast.AST) -> list[ast.expr]:
     """The expressions to which ``node`` itself puts a question."""
-    if isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES:
+    if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
         return [node.value]
     if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
         return [node.left, *node.comparators]
     if isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             return [node.func.value]
         if isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
             return list(node.args[:1])

@@ -103,7 +103,7 @@ _HARMLESS = frozenset(
     [
         *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
         *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "ndim", "_version", "is_mkldnn"),
-        *_getters("output_nr", "is_xpu", "is_mps", "_base", *_HOOKS),
+        *_getters("output_nr", "is_xpu", "is_mps", "_base", "itemsize", *_HOOKS),
         *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", *_HOOKS)),
         getattr(Tensor, "grad").__delete__,  # noqa: B009
         *(getattr(Tensor, f"new_{name}") for name in "empty empty_strided full ones tensor zeros".split()),
