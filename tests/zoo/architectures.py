@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,7 @@ _MOE = {"num_experts_per_tok": 2}
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers by name, its configuration, and the kind of its inputs.
+    """A model class of transformers by name, its configuration, and the kind of its inputs; or what makes another one.
 
     inputs: "causal", "masked", "seq2seq" or "image". checkpointing: whether the class supports gradient checkpointing.
     """
@@ -50,6 +51,7 @@ class Architecture:
     config: dict[str, Any] = field(default_factory=dict)
     inputs: str = "causal"
     checkpointing: bool = True
+    make: Callable[[], Any] | None = None
 
 
 _CAUSAL: dict[str, dict[str, Any]] = {
