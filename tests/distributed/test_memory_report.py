@@ -15,7 +15,7 @@ CASES = "tests.distributed.cases.memory_report"
 # The trained parameters of cases.memory_report.Mixed in the order of the layout, from the last one on, in buckets of at
 # most 100 elements or one parameter; a slot begins at a multiple of 32 elements, a bucket ends at one of 32 per rank.
 BUCKETS = [32 + 39, 169, 13, 91]  # last.bias and last.weight, middle, first.bias, first.weight
-UNITS = [[91, 13], [169], [39, 3]]  # at stage 3: by module; slots and rows end at multiples of 8 elements
+UNITS = [[91, 13], [169], [39, 3]]  # at stage 3: by module; a rank's part of each is a multiple of 16 elements
 FROZEN = [169, 13]
 BUFFERS = 3 * 4 + 8 + 2 * 8
 REGION = 4096  # the least that is shared between processes: a page, three times per process and communicator
@@ -27,7 +27,7 @@ def up(numel: int, unit: int) -> int:
 
 
 def part(numel: int, world: int) -> int:
-    return -(-numel // world)
+    return up(-(-numel // world), 16) if world > 1 else numel
 
 
 def flat(world: int) -> int:
@@ -37,13 +37,7 @@ def flat(world: int) -> int:
 
 def rows(world: int) -> int:
     """Elements of this rank's rows, stage 3."""
-    total = 0
-    for unit in UNITS:
-        end = 0
-        for numel in unit:
-            end = up(end, 8) + part(numel, world)
-        total += up(end, 8)
-    return total
+    return sum(up(part(numel, world), 16) for unit in UNITS for numel in unit)
 
 
 def whole(world: int, frozen: bool = True) -> int:

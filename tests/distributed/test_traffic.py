@@ -104,6 +104,21 @@ def test_buffers_are_sent_before_each_training_forward_if_asked(pools: Pools) ->
         assert result["broadcasts"] == 0
 
 
+@pytest.mark.parametrize("world", [2, 3, 6])
+def test_every_buffer_of_a_collective_begins_on_16_bytes(pools: Pools, world: int) -> None:
+    """From other addresses NCCL takes a slow path. Sizes are odd, parameters 0-dim, empty, tied and frozen."""
+    zero = {0: {}, "moving": MOVING, "some stay": {**MOVING, "stage3_param_persistence_threshold": 30}}
+    settings = [
+        config(stage, precision, 1, 0.4, ADAMW, zero=keys)
+        for stage, kinds in ((1, (0,)), (2, (0,)), (3, ("moving", "some stay")))
+        for keys in (zero[kind] for kind in kinds)
+        for precision in ("fp32", "bf16")
+    ]
+    for found in pools(1).run(f"{CASES}:unaligned", {"configs": settings, "world": world})[0]:
+        assert found["all_gather"] >= 9 and found["reduce_scatter"] >= 9
+        assert found["unaligned"] == 0, found
+
+
 # -------------------------------------------------------------------- stage 3
 
 PLANNED = 2  # the first step that follows a plan
@@ -115,8 +130,8 @@ Call = tuple[str, int, str, int, str, int]
 
 
 def whole(numel: int, world: int) -> int:
-    """Elements of a gather: equal parts."""
-    return -(-numel // world) * world
+    """Elements of a gather: equal parts, which begin on 16 bytes in every dtype."""
+    return math.ceil(numel / world / 16) * 16 * world if world > 1 else numel
 
 
 def tower_units(world: int) -> list[int]:
@@ -125,8 +140,8 @@ def tower_units(world: int) -> list[int]:
 
 
 def bucket(numels: list[int], world: int) -> int:
-    """Elements of the reduction of some parameters: parts are aligned to 8 elements."""
-    return sum(math.ceil(math.ceil(numel / world) / 8) * 8 * world for numel in numels)
+    """Elements of the reduction of some parameters."""
+    return sum(whole(numel, world) for numel in numels)
 
 
 def tower_buckets(world: int) -> list[int]:

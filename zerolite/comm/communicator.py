@@ -211,7 +211,7 @@ class Communicator:
         if self.world_size == 1:
             return self._gather_shards(fulls, shards, tag, key)
         if recorder.active:
-            recorder.note_several("all_gather", fulls, tag, self.dimension, self.world_size, key)
+            recorder.note_gather(fulls, shards, tag, self.dimension, self.world_size, key)
         entry: Raw = ("all_gather", tag, shards if lasting is None else lasting, None, key)
         flight = self.flight
         flight.count += 1

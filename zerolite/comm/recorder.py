@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerolite.accelerator import address
+
+ALIGNMENT = 16
+"""Bytes on which NCCL wants every buffer to begin: from other addresses it takes a slow path."""
+
 
 @dataclass(frozen=True)
 class CollectiveCall:
@@ -25,6 +30,7 @@ class CollectiveCall:
     dimension: str = "data"  # of the grid of ranks: data | tensor | pipe | model | world
     ranks: int = 1  # how many take part
     key: int = 0
+    unaligned: int = 0  # how many buffers (whole tensors, ranks' parts of them, shards) do not begin on 16 bytes
 
 
 @dataclass
@@ -78,17 +84,39 @@ def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks
     """Called by the communicator, once per logical collective."""
     if active:
         nbytes = tensor.numel() * tensor.element_size()
-        call = CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key)
+        unaligned = _unaligned(tensor, ranks if op in _DIVIDED else 1)
+        call = CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key, unaligned)
         for recorder in active:
             recorder.calls.append(call)
 
 
-def note_several(
-    op: str, tensors: Sequence[torch.Tensor], tag: str, dimension: str = "data", ranks: int = 1, key: int = 0
+def note_gather(
+    fulls: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
+    tag: str,
+    dimension: str = "data",
+    ranks: int = 1,
+    key: int = 0,
 ) -> None:
-    """Called by the communicator for a collective over several tensors; one without any element is none."""
-    if active and (numel := sum(tensor.numel() for tensor in tensors)):
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        call = CollectiveCall(op, numel, tensors[0].dtype, nbytes, tag, len(tensors), dimension, ranks, key)
+    """Called by the communicator for a gather of several tensors; one without any element is none."""
+    if active and (numel := sum(full.numel() for full in fulls)):
+        nbytes = sum(full.numel() * full.element_size() for full in fulls)
+        unaligned = sum(_unaligned(full, ranks) for full in fulls) + sum(_unaligned(shard, 1) for shard in shards)
+        dtype = fulls[0].dtype
+        call = CollectiveCall("all_gather", numel, dtype, nbytes, tag, len(fulls), dimension, ranks, key, unaligned)
         for recorder in active:
             recorder.calls.append(call)
+
+
+_DIVIDED = ("all_gather", "reduce_scatter")
+"""Collectives that work on each rank's equal part of a tensor."""
+
+
+def _unaligned(tensor: torch.Tensor, parts: int) -> int:
+    """How many of ``parts`` equal parts of a tensor do not begin on 16 bytes."""
+    if not tensor.numel():
+        return 0
+    start, length = address(tensor), tensor.numel() // parts * tensor.element_size()
+    if start % ALIGNMENT == 0 and (parts == 1 or length % ALIGNMENT == 0):
+        return 0
+    return sum((start + part * length) % ALIGNMENT != 0 for part in range(parts))

@@ -23,6 +23,7 @@ from zerolite.comm import Communicator
 from zerolite.memory_items import COMPUTE, GATHERED, HOST, STAGING, listeners
 from zerolite.runtime import build
 from zerolite.runtime.offload import tiers_of
+from zerolite.runtime.zero.layout import part_numel
 from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.runtime.zero.shard_reader import Arrival, ShardReader
 from zerolite.runtime.zero.swap_file import SwapFile
@@ -141,7 +142,7 @@ def _nothing_is_whole(engine: Any) -> None:
     reader = engine.coordinator.reader
     assert not any(reader.is_ahead(handle) for handle in engine.coordinator.handles), "read, and not dropped"
     for handle in engine.coordinator.handles:
-        assert handle.shard.numel() == -(-handle.numel // dist.get_world_size())
+        assert handle.shard.numel() == part_numel(handle.numel, dist.get_world_size())
         if not handle.persistent:
             assert handle.status is ZeroParamStatus.NOT_AVAILABLE, handle.name
             assert handle.storage is None or handle.full.untyped_storage().nbytes() == 0, handle.name

@@ -19,6 +19,7 @@ import zerolite
 from tests import models
 from tests.distributed.configs import ADAMW, config
 from zerolite import zero
+from zerolite.runtime.zero.layout import part_numel
 
 MOVING = {
     "stage3_param_persistence_threshold": 0,
@@ -504,7 +505,7 @@ def attributes(settings: str) -> None:
     before = list(model.parameters())
     engine = zerolite.initialize(model, stage3(settings))
     for parameter, (name, value) in zip(before, values.items(), strict=True):
-        part = -(-value.numel() // world)
+        part = part_numel(value.numel(), world)
         persistent = settings == "whole" or not value.numel()
         assert (parameter.ds_shape, parameter.ds_numel) == (value.shape, value.numel()), name
         assert parameter.ds_tensor.shape == (part,) and parameter.partition_numel() == part, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zerolite
 from tests import models
 from tests.distributed.cases.training import engine_window, make_engine, snapshot
+from zerolite.comm import NullCommunicator, use_communicator
 from zerolite.zero import ZeroParamStatus
 
 
@@ -199,3 +201,21 @@ def stage3_calls(
             assert not gathered(engine), gathered(engine)
             evaluations.append(plain_calls(recorder))
     return {"windows": windows, "evaluations": evaluations, "following": following, **what_moves(engine)}
+
+
+# -------------------------------------------------------------------- addresses
+
+
+def unaligned(configs: Sequence[dict[str, Any]], world: int) -> list[dict[str, int]]:
+    """For each config, as the last of ``world`` ranks that send nothing: how many collectives of each kind ran from
+    `initialize` to the second step and a state dict, and how many of their buffers do not begin on 16 bytes."""
+    found = []
+    for settings in configs:
+        with use_communicator(lambda rank, _: NullCommunicator(world - 1, world)), zerolite.comm.record() as recorder:
+            engine = make_engine(settings | {"consistency_check_interval": 0})
+            for step in range(3):
+                engine_window(engine, "OddModel", step, 1)
+            engine.full_state_dict()
+        counts = Counter(call.op for call in recorder.calls)
+        found.append({**counts, "unaligned": sum(call.unaligned for call in recorder.calls)})
+    return found

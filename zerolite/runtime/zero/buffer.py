@@ -63,7 +63,9 @@ def destinations(
     values = flattened(values, strides)
     row = bucket.numel // bucket.rows
     whole = slot.numel // part
-    pairs = [(flat.as_strided((whole, part), (row, 1), offset), values[: whole * part].view(whole, part))]
+    pairs = []
+    if whole:
+        pairs.append((flat.as_strided((whole, part), (row, 1), offset), values[: whole * part].view(whole, part)))
     rest = slot.numel - whole * part
     if rest:
         pairs.append((flat.as_strided((rest,), (1,), offset + whole * row), values[whole * part :]))

@@ -14,13 +14,14 @@ gradients, master weights and every optimizer state.
 The design follows ZeRO (Rajbhandari et al., 2020, section 5); cutting every bucket in world_size equal parts,
 instead of cutting the whole flat model once, makes each bucket one uniform reduce-scatter and one all-gather.
 
-Where parameters themselves are partitioned (stage 3), every rank must hold an equal part of *each parameter*. Then a
-bucket is *sliced*: it has world_size rows, row r belongs to rank r, and every slot has the same place in each row. ::
+Where parameters themselves are partitioned (stage 3), every rank must hold an equal part of *each parameter*
+(:func:`part_numel`). Then a bucket is *sliced*: it has world_size rows, row r belongs to rank r, and every slot has the
+same place in each row. ::
 
-          slot a            slot b      padding of the last row
-    row 0 | a[0:k] |  pad  | b[0:m] |
-    row 1 | a[k:2k] | pad  | b[m:2m] |      shards: the rows, so ds_tensor is a view of one
-    row 2 | a[2k:] . | pad | b[2m:] .|
+          slot a       slot b     the last parts are padded
+    row 0 | a[0:k]   | b[0:m]   |
+    row 1 | a[k:2k]  | b[m:2m]  |      shards: the rows, so ds_tensor is a view of one
+    row 2 | a[2k:] . | b[2m:] . |
 
 It still is one reduce-scatter, straight into the shard, and every other range follows the same table.
 """
@@ -34,7 +35,7 @@ from functools import cached_property
 ALIGNMENT = (
     32  # elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line
 )
-SLICE_ALIGNMENT = 8  # elements: 16 bytes in 16 bits; parts of sliced buckets are many and often small
+PART_ALIGNMENT = 16  # elements: at least 16 bytes in every dtype; parts of sliced buckets are many and often small
 MIN_AUTO_BUCKET = 4 << 20
 MAX_AUTO_BUCKET = 40_000_000
 
@@ -58,7 +59,7 @@ class Slot:
     bucket: int
     start: int
     numel: int
-    part: int = 0  # ceil(numel / world_size) in a sliced bucket, otherwise 0
+    part: int = 0  # part_numel(numel, world_size) in a sliced bucket, otherwise 0
 
     @property
     def end(self) -> int:
@@ -148,17 +149,13 @@ class PartitionLayout:
         specs: Sequence[ParameterSpec],
         groups: Sequence[Sequence[int]],
         world_size: int,
-        alignment: int = SLICE_ALIGNMENT,
     ) -> PartitionLayout:
         """One sliced bucket for every group of parameters (indices into ``specs``, each in one group) and kind.
 
         Buckets are numbered in reverse order of ``groups``. Raises ValueError for sizes that make no sense.
         """
-        if world_size < 1 or alignment < 1:
-            raise ValueError(
-                f"PartitionLayout: world_size and alignment must be at least 1, got {world_size} and {alignment}"
-            )
-        unit = world_size * alignment
+        if world_size < 1:
+            raise ValueError(f"PartitionLayout: world_size must be at least 1, got {world_size}")
         buckets: list[Bucket] = []
         start = 0
         for group in reversed(groups):
@@ -169,13 +166,13 @@ class PartitionLayout:
                 slots, row = [], 0
                 for index in members:
                     numel = specs[index].numel
-                    part = -(-numel // world_size)
+                    part = part_numel(numel, world_size)
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
-                    row += _round_up(part, alignment)
-                numel = max(unit, row * world_size)
+                    row += _round_up(part, PART_ALIGNMENT)
+                numel = max(PART_ALIGNMENT, row) * world_size
                 buckets.append(Bucket(len(buckets), kind, start, numel, tuple(slots), rows=world_size))
                 start += numel
-        return cls(world_size, alignment, tuple(buckets))
+        return cls(world_size, PART_ALIGNMENT, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
         """This layout with the buckets of ``more`` behind its own, whose indices and starts are counted on. What was
@@ -241,6 +238,16 @@ class PartitionLayout:
             for slot in bucket.slots:
                 if slot.numel:
                     yield Fragment(slot, slot.numel, 0, slot.start, slot.start)
+
+
+def part_numel(numel: int, world_size: int) -> int:
+    """Elements of each rank's equal part of a parameter: ceil(numel / world_size), rounded up.
+
+    A gather writes rank r's part at r × part, and NCCL takes its slow path for an address that is no multiple of 16
+    bytes. So the last ranks may own fewer elements of a small parameter than the others, or none. One rank alone
+    has the parameter as it is.
+    """
+    return numel if world_size == 1 else _round_up(-(-numel // world_size), PART_ALIGNMENT)
 
 
 def auto_bucket_numel(total_numel: int) -> int:

@@ -23,6 +23,7 @@ import torch
 from zerolite.comm import Communicator, Pending
 from zerolite.memory_items import COMPUTE, DEVICE, GATHERED, PERSISTENT, listeners, own, resize
 from zerolite.runtime.zero.buffer import dense_strides, flattened
+from zerolite.runtime.zero.layout import part_numel
 from zerolite.runtime.zero.released_parameter import close, open_again
 from zerolite.runtime.zero.shard_reader import Arrival, ShardReader, undispatched
 from zerolite.runtime.zero.tiers import Tier
@@ -112,7 +113,7 @@ class PartitionedParameter:
         self.persistent = False  # never released
         self.manager: Any = None  # weak reference to the coordinator that gathers it
         self.on_written: Callable[[], None] | None = None  # somebody wrote new values: masters must follow
-        part = -(-self.numel // comm.world_size)
+        part = part_numel(self.numel, comm.world_size)
         tier: Tier
         self.reader: ShardReader | None
         tier, self.reader = (Tier(device), None) if home is None else home(part)
@@ -130,7 +131,7 @@ class PartitionedParameter:
     # ---------------------------------------------------------------- memory
 
     def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor, tier: Tier) -> None:
-        """``shard`` [ceil(numel / world_size)] of ``tier`` is this rank's part from now on; its dtype is the
+        """``shard`` [part_numel(numel, world_size)] of ``tier`` is this rank's part from now on; its dtype is the
         parameter's."""
         if self.reader is not None:
             self.reader.forget()
@@ -232,7 +233,7 @@ class PartitionedParameter:
                 self.release()
 
     def partition_numel(self) -> int:
-        """Elements in ``ds_tensor``: ceil(numel / world_size)."""
+        """Elements in ``ds_tensor``, padding included: the same on every rank."""
         return self.shard.numel()
 
     def whole_copy(self, memo: dict[int, Any]) -> torch.nn.Parameter:
