@@ -79,7 +79,9 @@ def test_model_states_of_7_5_billion_parameters_on_64_ranks(stage: int, gigabyte
     more = sum(
         made.peak.items[item] for item in ("communication_buckets", "gathered_parameters", "activations", "other")
     )
-    assert made.peak.bytes - made.model_states <= more <= (4 * largest if stage else 2 * largest)
+    # On 64 ranks bf16 gradients travel in fp32: 4 bytes an element beside the 2 that they are made of.
+    buckets = 5 if precision == "bf16" and stage else 4
+    assert made.peak.bytes - made.model_states <= more <= (buckets * largest if stage else 2 * largest)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import random
 import pytest
 
 from zerolite.runtime.zero.layout import (
-    MAX_AUTO_BUCKET,
     MIN_AUTO_BUCKET,
     ParameterSpec,
     PartitionLayout,
@@ -109,7 +108,30 @@ def test_senseless_sizes_are_refused(world, bucket, alignment):
         build([1], world, bucket, alignment)
 
 
-def test_auto_bucket_size_is_an_eighth_within_bounds():
-    assert auto_bucket_numel(100) == MIN_AUTO_BUCKET
-    assert auto_bucket_numel(16 * MIN_AUTO_BUCKET) == 2 * MIN_AUTO_BUCKET
-    assert auto_bucket_numel(10**12) == MAX_AUTO_BUCKET
+def llama_2_7b():
+    block = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
+    return [32000 * 4096, *block * 32, 4096, 32000 * 4096]
+
+
+@pytest.mark.parametrize(
+    "world, numel, buckets",
+    [(8, 40_000_000, 163), (64, 64_000_000, 130), (1024, 842_301_952, 9), (4096, 842_301_952, 9)],
+)
+def test_buckets_grow_with_the_world_up_to_an_eighth_of_the_model(world, numel, buckets):
+    sizes = llama_2_7b()
+    assert auto_bucket_numel(sum(sizes), world) == numel
+    assert len(build(sizes, world, numel).buckets) == buckets
+
+
+@pytest.mark.parametrize("world", [1, 8, 4096])
+def test_buckets_of_small_models_are_an_eighth_in_every_world(world):
+    assert auto_bucket_numel(100, world) == MIN_AUTO_BUCKET
+    assert auto_bucket_numel(16 * MIN_AUTO_BUCKET, world) == 2 * MIN_AUTO_BUCKET
+    assert auto_bucket_numel(320_000_000, world) == 40_000_000
+
+
+@pytest.mark.parametrize("world", [1, 40, 64, 1024, 4096])
+def test_three_fp32_buckets_are_smaller_than_the_16_bit_model(world):
+    for total in (10**9, 7 * 10**9, 10**12):
+        assert 3 * 4 * auto_bucket_numel(total, world) <= 2 * total
+    assert auto_bucket_numel(10**12, world) == max(40, world) * 10**6

@@ -169,7 +169,8 @@ class ZeroliteConfig(_Block):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and loading.")
     communication_data_type: OptionalDtype = Field(
         default=None,
-        description="Dtype in which gradients travel. null: the dtype they have.",
+        description="Dtype in which gradients travel. null: the dtype they have, and fp32 for bf16 gradients from 64 "
+        "data-parallel ranks on, where sums in bf16 would lose precision.",
     )
     prescale_gradients: Bool = Field(
         default=False, description="Divide gradients by the number of ranks before they are summed, not after."

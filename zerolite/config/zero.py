@@ -52,8 +52,8 @@ class ZeroConfig(_Block):
     )
     reduce_bucket_size: BucketSize = Field(
         default=None,
-        description='Elements in a bucket, which is reduced and gathered as one. null or `"auto"`: chosen from the '
-        "model's size.",
+        description='Elements in a bucket, which is reduced and gathered as one. null or `"auto"`: 40 M, '
+        "or 1 M for each data-parallel rank if that is more, but at most an eighth of the model (and at least 4 Mi).",
     )
     allgather_bucket_size: BucketSize = Field(
         default=None,
@@ -62,9 +62,10 @@ class ZeroConfig(_Block):
     )
     overlap_comm: Annotated[bool | None, BeforeValidator(Boolean(nullable=True))] = Field(
         default=None,
-        description="true: buckets are reduced while backward still runs, and the next forward waits for updated "
-        "parameters only where a module needs them, so read parameters between steps through the engine "
-        "(`engine.module`). null: the first of the two. false: neither. The numbers do not depend on it.",
+        description="true: buckets are reduced while backward still runs, and (stages 1 and 2) the next forward waits "
+        "for updated parameters only where a module needs them. PyTorch's functions that read a parameter before wait "
+        "for it; C++ extensions, CUDA graphs and views taken before the step do not: access `engine.module` first, "
+        "which waits for all. null: the first of the two. false: neither. The numbers do not depend on it.",
     )
     contiguous_gradients: Bool = Field(
         default=True, description="Move each gradient into its bucket as soon as it is ready."

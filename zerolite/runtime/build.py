@@ -165,7 +165,7 @@ class _Assembly:
         self.comm, self.device = comm, device = topology.data, device
         self.ties = {} if staged is None else {id(tie.parameter): tie for tie in staged.ties}
         self.partitioned: PartitionedModel | None = None
-        self.communication = communication_dtypes(model, config, precision)
+        self.communication = communication_dtypes(model, config, precision, topology.data.world_size)
         self.tiers = tiers_of(config, device, kind, comm)
         self.transfers = Transfers(self.tiers)
         if comm.main and not is_dry_run():
@@ -211,7 +211,8 @@ class _Assembly:
             self.partitioned = PartitionedModel(model, comm, gathers, device, self.tiers, transfers)
             self.buffer = partitioned_buffer(self.partitioned, trained, self.specs, config, precision, comm, self.tiers)
         else:
-            layout = PartitionLayout.build(self.specs, comm.world_size, bucket_numel(self.specs, config))
+            numel = bucket_numel(self.specs, config, comm.world_size)
+            layout = PartitionLayout.build(self.specs, comm.world_size, numel)
             self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer, self.tiers)
             _fill(self.buffer, precision, comm, device)
 
@@ -236,7 +237,7 @@ class _Assembly:
             overlap_forward=config.zero_optimization.overlap_comm is True and not policy.shard_parameters,
         )
         self.scaler = loss_scaler(config)
-        numel = bucket_numel(self.specs, config) // comm.world_size if policy.shard_parameters else 0
+        numel = bucket_numel(self.specs, config, comm.world_size) // comm.world_size if policy.shard_parameters else 0
         self.pipeline = StepPipeline(
             buffer,
             self.reducer,
@@ -337,6 +338,7 @@ class _Assembly:
         engine.state_offload = StateOffload(engine.memory_parts, pipeline, engine.coordinator)
         engine.memory_parts = dataclasses.replace(engine.memory_parts, away=engine.state_offload.memory)
         weakref.finalize(engine, engine.state_offload.restore).atexit = False
+        weakref.finalize(engine, self.publisher.wait_all).atexit = False
         weakref.finalize(engine, _remove_hooks, reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
         for parameter in trained:
             OWNERS[parameter] = known
@@ -380,7 +382,8 @@ class _Assembly:
         added = self._specs_of(parameters, names)
         if self.partitioned is not None:
             return sliced_layout(self.partitioned, parameters, added, self.config, self.comm)
-        return PartitionLayout.build(added, self.comm.world_size, bucket_numel(self.specs, self.config))
+        numel = bucket_numel(self.specs, self.config, self.comm.world_size)
+        return PartitionLayout.build(added, self.comm.world_size, numel)
 
     def _tell(self, parameters: Parameters, known: weakref.ref[Engine]) -> None:
         """They have a place."""

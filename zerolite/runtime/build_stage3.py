@@ -28,8 +28,8 @@ from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket
 from zerolite.runtime.zero.tiers import Tiers
 
 
-def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig) -> int:
-    """Elements of a bucket, as the config says or by the model's size."""
+def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig, world_size: int) -> int:
+    """Elements of a bucket, as the config says, or by the sizes of the model and of the data-parallel group."""
     zero = config.zero_optimization
     # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
     sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
@@ -37,7 +37,8 @@ def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig) -> int:
         return min(sizes)
     total = sum(spec.numel for spec in specs)
     divided = zero.offload_optimizer.enabled and 0 < zero.offload_optimizer.ratio < 1  # by whole buckets
-    return min(auto_bucket_numel(total), -(-total // 32)) if divided else auto_bucket_numel(total)
+    numel = auto_bucket_numel(total, world_size)
+    return min(numel, -(-total // 32)) if divided else numel
 
 
 def partitioned_buffer(
@@ -56,7 +57,8 @@ def partitioned_buffer(
     buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, tiers, _stays)
     buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
     in_layout = {id(p) for p in trained}
-    partitioned.place_frozen(in_layout, precision.compute_dtype, tiers, bucket_numel(specs, config))
+    numel = bucket_numel(specs, config, comm.world_size)
+    partitioned.place_frozen(in_layout, precision.compute_dtype, tiers, numel)
     return buffer
 
 
@@ -73,7 +75,7 @@ def sliced_layout(
     comm: Communicator,
 ) -> PartitionLayout:
     """A bucket for each unit's share of ``parameters``."""
-    groups = bucket_groups(parameters, partitioned.plans, bucket_numel(specs, config))
+    groups = bucket_groups(parameters, partitioned.plans, bucket_numel(specs, config, comm.world_size))
     return PartitionLayout.build_sliced(specs, groups, comm.world_size)
 
 

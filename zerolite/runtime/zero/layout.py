@@ -37,7 +37,8 @@ ALIGNMENT = (
 )
 PART_ALIGNMENT = 16  # elements: at least 16 bytes in every dtype; parts of sliced buckets are many and often small
 MIN_AUTO_BUCKET = 4 << 20
-MAX_AUTO_BUCKET = 40_000_000
+AUTO_BUCKET = 40_000_000
+AUTO_BUCKET_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -250,13 +251,22 @@ def part_numel(numel: int, world_size: int) -> int:
     return numel if world_size == 1 else _round_up(-(-numel // world_size), PART_ALIGNMENT)
 
 
-def auto_bucket_numel(total_numel: int) -> int:
-    """Elements per bucket when the config names none: an eighth of the model, between 4 Mi and 40 M elements.
+def auto_bucket_numel(total_numel: int, world_size: int) -> int:
+    """Return the elements per bucket when the config names none, for ``total_numel`` elements over ``world_size`` data
+    ranks: 40 M, or 1 M for each rank if that is more (Megatron's rule), but at most an eighth of the model, and at
+    least 4 Mi.
 
-    About eight buckets keep the first reduction early and the last one short; smaller than 16 MB of fp32 they cost
-    more in launches than they hide, beyond 40 M elements a collective gains nothing.
+    A ring sends a bucket in ``world_size`` parts, and parts below about a million elements are bound by latency.
+
+    The eighth keeps the first reduction early and the last one short, and bounds memory: up to three buckets exist at
+    once (one fills, two travel). In fp32 they take at most 1.5 bytes per element of the model, less than the 2 bytes
+    that its 16-bit parameters take on every rank at stages 0 to 2. The size follows from the model and the number of
+    ranks alone, because all ranks must cut alike.
+
+    Buckets below 16 MB of fp32 cost more in launches than they hide.
     """
-    return min(MAX_AUTO_BUCKET, max(MIN_AUTO_BUCKET, total_numel // 8))
+    wanted = max(AUTO_BUCKET, AUTO_BUCKET_PER_RANK * world_size)
+    return max(MIN_AUTO_BUCKET, min(wanted, total_numel // 8))
 
 
 def _round_up(value: int, unit: int) -> int:
