@@ -23,16 +23,16 @@ def test_resident_and_peak_bytes(pools: Pools, world: int, stage: int, shared_me
     setting = config(
         stage, "bf16", optimizer=ADAM, zero={"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
     )
-    two_buckets = 2 * 2 * BUCKET / (DEPTH * WIDTH**2)
+    three_buckets = 3 * 2 * BUCKET / (DEPTH * WIDTH**2)  # two are reduced while one fills
     resident = 2 + 12 / world
-    peak = 4 + 12 / world if stage == 1 else 2 + 14 / world + two_buckets
+    peak = 4 + 12 / world if stage == 1 else 2 + 14 / world + three_buckets
     if shared_memory:
         # Three regions of a bucket per process, mapped by all of them: the account of each shows them all.
         mapped = world * 3 * 2 * BUCKET / (DEPTH * WIDTH**2)
         resident, peak = resident + mapped, peak + mapped
     elif stage == 2:
-        # While a bucket is in flight, what the other ranks send of theirs needs room as well.
-        peak += (world - 1) / world * 2 * BUCKET / (DEPTH * WIDTH**2)
+        # While two buckets are in flight, what the other ranks send of theirs needs room as well.
+        peak += 2 * (world - 1) / world * 2 * BUCKET / (DEPTH * WIDTH**2)
     kwargs = {"config": setting, "depth": DEPTH, "width": WIDTH, "shared_memory": shared_memory}
     for result in pools(world).run(f"{CASES}:resident_and_peak", kwargs, timeout=180):
         assert result["resident"] == pytest.approx(resident, rel=TOLERANCE)

@@ -30,6 +30,7 @@ class GlooCommunicator(Communicator):
         super().__init__(wire)
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self._number = 0
+        self._half: _TwoHalves | None = None  # an all-reduce made of two collectives, of which one is launched
 
     def second(self, backend: str) -> Communicator:
         self._second = type(self)(self.wire.second(backend))
@@ -49,13 +50,18 @@ class GlooCommunicator(Communicator):
         cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
         if not cut or (self.world_size == 2 and tensor.dtype not in HALF):
             return Pending((self.wire.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
+        # The second half of the one before travels beside the first half of this one. Its place among the collectives
+        # is the same on all ranks, whether or not a rank has waited for it by now.
+        if self._half is not None:
+            self._half.gather()
         scattered = self._reduce_scatter(tensor, tag, divisor, tensor.dtype)
 
-        def finish() -> torch.Tensor:
-            self.part(tensor).copy_(scattered.wait())
-            return self._all_gather(tensor, tag).wait()
+        def second_half() -> Pending:
+            self._half = None
+            return self._all_gather(tensor, tag)
 
-        return _TwoHalves(scattered, tensor, finish)
+        self._half = _TwoHalves(scattered, tensor, self.part(tensor), second_half)
+        return self._half
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
@@ -137,11 +143,26 @@ class GlooCommunicator(Communicator):
 
 
 class _TwoHalves(Pending):
-    """An all-reduce of which ``scattered`` is on its way; the gather follows when it is waited for."""
+    """An all-reduce of ``tensor`` of which ``scattered``, the sum of ``part``, is on its way. The gather follows with
+    :meth:`gather`, or when it is waited for."""
 
-    def __init__(self, scattered: Pending, tensor: torch.Tensor, finish: Callable[[], torch.Tensor]) -> None:
-        super().__init__((), (tensor,), finish)
-        self._scattered = scattered
+    def __init__(
+        self, scattered: Pending, tensor: torch.Tensor, part: torch.Tensor, gather: Callable[[], Pending]
+    ) -> None:
+        super().__init__((), (tensor,), self._conclude)
+        self._scattered, self._part, self._launch = scattered, part, gather
+        self._gathered: Pending | None = None
+
+    def gather(self) -> None:
+        """Launch the second half, once, when the first has arrived."""
+        if self._gathered is None:
+            self._part.copy_(self._scattered.wait())
+            self._gathered = self._launch()
+
+    def _conclude(self) -> torch.Tensor:
+        self.gather()
+        assert self._gathered is not None
+        return self._gathered.wait()
 
     def arrived(self) -> bool:
         return self._finish is None

@@ -12,6 +12,8 @@ from zerolite.runtime.zero.bucket_filler import BucketFiller
 from zerolite.runtime.zero.layout import Bucket
 
 HALF = (torch.float16, torch.bfloat16)
+IN_FLIGHT = 2
+"""Reductions that may be under way at once where the buckets that travel are memory that would otherwise be free."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class ReductionOptions:
     arrival_factor: float
     predivide: float
     copy_on_arrival: bool
-    overlap: bool  # launch during backward, and let one reduction run while the next bucket fills
+    overlap: bool  # launch during backward, and let reductions run while the next bucket fills
     keep_buckets: bool  # use full buckets again
 
     def sum_dtype(self, own: torch.dtype) -> torch.dtype | None:
@@ -50,6 +52,13 @@ class ReductionOptions:
             return asked
         summed = (self.several_expected and not self.reduce_each_pass) or passes > 1
         return (self.sum_dtype(own) if summed else None) or own
+
+    def travels_in_place(self, bucket: Bucket, own: torch.dtype, passes: int) -> bool:
+        """Whether a bucket is reduced in the memory in which gradients rest whole between steps or backwards. Like
+        :meth:`travelling_dtype` it follows from what all ranks know."""
+        kept = self.several_expected and not self.reduce_each_pass
+        resting = (self.sum_dtype(own) if kept else None) or own
+        return (kept or not self.shard) and self.travelling_dtype(bucket, own, passes) == resting
 
     def reduced_dtype(self, own: torch.dtype, adds: bool) -> torch.dtype:
         """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as there is

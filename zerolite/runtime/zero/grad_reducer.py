@@ -2,10 +2,13 @@
 
 Every trainable parameter has a hook that fires when its gradient has been accumulated. The hook moves the gradient
 into its bucket and marks it ready. A backward is one *pass* over the buckets; a reducing pass reduces every bucket
-exactly once, in one order for all ranks, so that they launch the same collectives whatever their graphs look like: the
-order of the index, launched when gradients are there; or, at stage 3, when a unit's backward has ended, which all ranks
-see in the same order (:class:`LaunchPlan`). What a
-bucket holds between passes:
+exactly once, in one order for all ranks, so that they launch the same collectives whatever their graphs look like.
+
+At stages 0 to 2 a bucket is launched when its gradients are there. The first reducing pass takes the order of the
+index; at its end the ranks take over the order in which rank 0's gradients have come. At stage 3 a bucket is launched
+when a unit's backward has ended, which all ranks see in the same order (:class:`LaunchPlan`).
+
+What a bucket holds between passes:
 
 - ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
 - ``reduced``: the mean over ranks of all that has been reduced in this window; full at stage 0, this rank's part
@@ -25,7 +28,7 @@ from zerolite.comm import Communicator
 from zerolite.memory_items import BUCKETS, GRADIENTS, listeners, own
 from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
-from zerolite.runtime.zero.bucket_state import HALF, BucketPool, BucketState, ReductionOptions, WindowSums
+from zerolite.runtime.zero.bucket_state import HALF, IN_FLIGHT, BucketPool, BucketState, ReductionOptions, WindowSums
 from zerolite.runtime.zero.buffer import destinations, zero_slot
 from zerolite.runtime.zero.held_gradient import HeldGradient, ShownGradients
 from zerolite.runtime.zero.launch_plan import LaunchPlan
@@ -75,7 +78,11 @@ class GradReducer:
         self.share = 1.0  # what the gradients of the next pass are multiplied by
         self._factor = options.arrival_factor  # in this pass, with the share
         self._reducing = False
-        self._next = 0  # the next bucket to launch in this pass
+        self.order: list[int] = []  # buckets in the order of their launches; equal on all ranks
+        self._places: list[int] = []  # of each bucket in `order`
+        self._next = 0  # the place of the next bucket to launch in this pass
+        # Buckets in the order in which their last gradients have come in this pass; None once the ranks have agreed.
+        self._completed: dict[int, None] | None = None
         self._in_flight: list[BucketState] = []
         self._plan: LaunchPlan | None = None
         self._learning = False  # when each bucket's last gradient comes
@@ -100,16 +107,24 @@ class GradReducer:
             if self.resting.away(bucket.index):
                 dtype = self._reduced_dtype(self._states[-1])
                 self.resting.home(bucket.index, bucket.numel // self._comm.world_size, dtype)
-        # Where gradients rest full, so do their buckets between steps; elsewhere one fills while one is reduced.
+        # Where gradients rest full, so do their buckets between steps; elsewhere some travel while one is completed and
+        # the next one fills.
         widest = max((bucket.numel for bucket in layout.buckets), default=0)
         self.resting.longest = 4 * widest // self._comm.world_size  # sums are in fp32
-        buckets = 3 if self._options.shard else len(layout.buckets)
+        buckets = IN_FLIGHT + 2 if self._options.shard else len(layout.buckets)
         self._pool = BucketPool(buckets if self._options.keep_buckets else 0)
         more = len(self.parameters) - len(self._expected)
         self._learned, self._looks_for_late = False, self._options.shard  # of the new ones nothing is known
+        self._use_order([*self.order, *range(len(self.order), len(layout.buckets))])
+        follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
+        self._completed = {} if follows_gradients and len(self.order) > 1 else None
         self._expected += [1] * more
         self._fires += [0] * more
         self._count_expected()
+
+    def _use_order(self, order: list[int]) -> None:
+        self.order = order
+        self._places = sorted(range(len(order)), key=order.__getitem__)
 
     # ---------------------------------------------------------------- hooks
 
@@ -189,6 +204,8 @@ class GradReducer:
         self._passes_in_local += 1
         self._passes_in_window += 1
         self._next = 0
+        if self._completed is not None:
+            self._completed.clear()
         if self._plan is not None:
             self._plan.begin_pass()
             self._learning = not self._plan.settled
@@ -228,9 +245,7 @@ class GradReducer:
         self.shown.show(self.layout, self.parameters, sorted(self.used))
         if self._reducing:  # decided before the pass began, from counters that all ranks have counted alike
             self._launch_until(len(self._states))
-            if self._may_be_late():
-                self._reduce_late()
-            self._looks_for_late = False
+            self._agree()
             self._passes_in_local = 0
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -278,10 +293,13 @@ class GradReducer:
         if self._plan is not None:
             if self._learning:
                 self._plan.on_gradient(slot.bucket)
-        elif state.missing == 0 and self._reducing and self._options.overlap:
+        elif state.missing <= 0:
+            if self._completed is not None:  # again at the end, if another contribution has come
+                self._completed.pop(slot.bucket, None)
+                self._completed[slot.bucket] = None
             # When this rank launches is its own affair, as DDP's ranks do: the order of the buckets is fixed, and
             # nothing else is launched on this communicator before the pass has ended.
-            if self._learned or self._looks_for_late:
+            if self._reducing and self._options.overlap and (self._learned or self._looks_for_late):
                 self._launch_ready()
 
     def _put(self, state: BucketState, slot: Slot, gradient: torch.Tensor) -> None:
@@ -339,7 +357,7 @@ class GradReducer:
         if exchanged and options.communication_dtype(state.bucket) in (None, dtype):
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else.
-            ahead = state.bucket.index - self._next
+            ahead = self._places[state.bucket.index] - self._next
             if self._plan is not None:
                 if not self._launching:  # what is launched next is known only when it is
                     return self._take_bucket(state, dtype, device)
@@ -354,39 +372,46 @@ class GradReducer:
         return own(self._pool.take(state.bucket.numel, dtype, device), self._item())
 
     def _give_back(self, bucket: torch.Tensor) -> None:
-        self._pool.give_back(own(bucket, self._travelling()))
+        self._pool.give_back(own(bucket, self._pool_item()))
 
     def _item(self) -> str:
         """What this rank's sums are: gradients where they rest whole, and on their way elsewhere."""
         return BUCKETS if self._options.shard and self._reducing and self._passes_in_local <= 1 else GRADIENTS
 
-    def _travelling(self) -> str:
+    def _sent_item(self, state: BucketState) -> str:
         """What a full bucket is from when it is sent."""
+        return GRADIENTS if self._in_place(state) else self._pool_item()
+
+    def _pool_item(self) -> str:
+        """What a full bucket is that waits to be used again."""
         return BUCKETS if self._options.shard else GRADIENTS
 
     # ---------------------------------------------------------------- reduction
 
     def _launch_ready(self) -> None:
-        while self._next < len(self._states) and self._states[self._next].missing <= 0:
+        while self._next < len(self._states) and self._states[self.order[self._next]].missing <= 0:
             self._launch_until(self._next + 1)
 
     @torch.no_grad()
     def _launch_until(self, end: int) -> None:
+        """Launch the buckets whose place in the order is below ``end``, unless they have been."""
         while self._next < end:
-            if not self._states[self._next].launched:
-                self._launch(self._states[self._next])
+            state = self._states[self.order[self._next]]
+            if not state.launched:
+                self._launch(state)
             self._next += 1
 
     def _launch(self, state: BucketState) -> None:
-        """Start the reduction of one bucket, after the one before has ended: one is in flight while another fills."""
+        """Start the reduction of one bucket. Filling it comes before waiting for others, so that neither waits for the
+        other on the device."""
         options = self._options
-        self._wait_for_all()
         self._launching = True
         try:
             local = self._complete_local(state)
         finally:
             self._launching = False
         self.probes.append(local.sum(dtype=torch.float32))
+        self._make_room(state)
         wanted = options.travelling_dtype(state.bucket, self._own_dtype(state), self._passes_in_local)
         if local.dtype != wanted:
             unconverted, local = local, own(local.to(wanted), self._item())
@@ -402,13 +427,24 @@ class GradReducer:
         else:
             state.pending = self._comm.all_reduce(local, "gradients", divisor, state.bucket.index + 1)
         state.local = None
-        state.sent = None if state.staged else own(local, self._travelling())
+        state.sent = None if state.staged else own(local, self._sent_item(state))
         state.staged = False
         state.written.clear()
         state.launched = True
         self._in_flight.append(state)
         if not options.overlap:
             self._wait_for_all()
+
+    def _make_room(self, state: BucketState) -> None:
+        """Wait, in the order of launches, until the reduction of ``state`` may be launched: for one of the same bucket,
+        and where buckets cost memory only while they travel, until fewer than IN_FLIGHT are under way."""
+        unbound = self._in_place(state) and not self.resting.away(state.bucket.index)
+        most = len(self._states) if unbound else IN_FLIGHT
+        while self._in_flight and (len(self._in_flight) >= most or state.pending is not None):
+            self._complete(self._in_flight.pop(0))
+
+    def _in_place(self, state: BucketState) -> bool:
+        return self._options.travels_in_place(state.bucket, self._own_dtype(state), self._passes_in_local)
 
     def _complete_local(self, state: BucketState) -> torch.Tensor:
         """``local`` with zeros where no gradient came."""
@@ -464,9 +500,8 @@ class GradReducer:
             for state in self._states:
                 state.launched = state.late = False
             self._launch_until(len(self._states))
-            if self._plan is None and self._looks_for_late:  # another rank may have reduced in its backward
-                self._reduce_late()
-            self._looks_for_late = False
+            if self._plan is None:  # another rank may have reduced in its backward
+                self._agree()
             self._passes_in_local = 0
         self._wait_for_all()
 
@@ -477,7 +512,7 @@ class GradReducer:
 
     def follow(self, plan: LaunchPlan) -> None:
         """Launch buckets when units end, not when gradients are there."""
-        self._plan = plan
+        self._plan, self._completed = plan, None
 
     @torch.no_grad()
     def on_use_end(self, unit: int) -> None:
@@ -491,18 +526,18 @@ class GradReducer:
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are kept here now, and the items of memory that they belong to; small ones are left out."""
-        local, travelling = self._item(), self._travelling()
+        local = self._item()
         for state in self._states:
             if state.reduced is not None and not self.resting.away(state.bucket.index):
                 yield GRADIENTS, state.reduced
             if state.local is not None:
                 yield (BUCKETS if state.staged else local), state.local
             if state.sent is not None:
-                yield travelling, state.sent
+                yield self._sent_item(state), state.sent
             yield from ((local, gradient) for gradient in state.held.values())
             if state.pending is not None:
                 yield from ((BUCKETS, tensor) for tensor in state.pending.memory())
-        yield from ((travelling, bucket) for bucket in self._pool.memory())
+        yield from ((self._pool_item(), bucket) for bucket in self._pool.memory())
         yield from ((GRADIENTS, home) for home in self.resting.memory())
 
     @property
@@ -515,28 +550,46 @@ class GradReducer:
         return self._looks_for_late if self._plan is None else not self._plan.settled
 
     @torch.no_grad()
-    def _reduce_late(self) -> None:
-        """Agree on the buckets that got gradients after they were launched, on any rank, and reduce those again;
-        learn from it. Called on all ranks."""
-        arrivals = self._plan.arrivals if self._plan is not None else []
-        found = [*(int(state.late) for state in self._states), *arrivals]
+    def _agree(self) -> None:
+        """After a pass of which something is to be learned: reduce again the buckets that got gradients after they were
+        launched, on any rank; take over when buckets are launched from now on. Called on all ranks."""
+        if not self._may_be_late() and self._completed is None:
+            return
+        late = [int(state.late) for state in self._states]
+        learned = self._completion_on_rank_0() if self._plan is None else self._plan.arrivals
+        found = [*late, *learned]
         agreed = torch.tensor(found, dtype=torch.int64, device="cpu").to(self.parameters[0].device)
         self._wait_for_all()
         self._comm.all_reduce_max(agreed, "stats")
         values = found if self._comm.peers_agree else [int(value) for value in host_values(agreed)]
-        late_states = [state for state, late in zip(self._states, values, strict=False) if late]
+        self._reduce_again([state for state, again in zip(self._states, values, strict=False) if again])
+        learned = values[len(late) :]
+        if self._plan is not None:
+            self._plan.learn(learned)
+        elif self._completed is not None:
+            self._use_order(sorted(self.order, key=learned.__getitem__))
+        self._looks_for_late, self._completed = False, None
+
+    def _completion_on_rank_0(self) -> list[int]:
+        """For each bucket the place in which rank 0 has completed it in this pass, those that it has not behind all
+        others. Zeros on other ranks, so that the maximum over ranks is what rank 0 says."""
+        speaks = self._comm.rank == 0 or self._comm.peers_agree
+        if self._completed is None or not speaks:
+            return [0] * len(self._states)
+        places = {bucket: place for place, bucket in enumerate(self._completed)}
+        return [places.get(bucket, len(self._states)) for bucket in range(len(self._states))]
+
+    def _reduce_again(self, late_states: Sequence[BucketState]) -> None:
+        """Reduce what has come late, and keep it together with what has been reduced before as one contribution."""
         for state in late_states:
             self._launch(state)
         self._wait_for_all()
         if self._passes_in_window <= 1 and not self._options.several_expected:
-            # Both reductions are one contribution, kept as a single one would be.
             for state in late_states:
                 assert state.reduced is not None
                 mean = self.resting.fetch(state.bucket.index, state.reduced)
                 if mean.dtype != self._own_dtype(state):
                     state.reduced = self.resting.keep(state.bucket.index, mean.to(self._own_dtype(state)))
-        if self._plan is not None:
-            self._plan.learn(values[len(self._states) :])
 
     # ---------------------------------------------------------------- what the step reads
 

@@ -1,0 +1,259 @@
+"""When reductions are launched and waited for, seen from one rank of many that sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zerolite.accelerator import dry_run
+from zerolite.comm import Communicator, Pending, create_topology, record, use_communicator
+from zerolite.comm.gloo import GlooCommunicator
+from zerolite.comm.null import NullCommunicator
+from zerolite.comm.wire import DryWire
+from zerolite.config import load_config
+from zerolite.runtime.build import Arguments, build_engine
+
+CPU = torch.device("cpu")
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+class Logged(Pending):
+    """Notes when it is waited for."""
+
+    def __init__(self, inner: Pending, log: list[tuple[str, int]], bucket: int) -> None:
+        super().__init__((), inner.memory(), inner.wait)
+        self.log, self.bucket = log, bucket
+
+    def wait(self) -> torch.Tensor:
+        if self._finish is not None:
+            self.log.append(("wait", self.bucket))
+        return super().wait()
+
+
+class Simulated(NullCommunicator):
+    """Notes which bucket of gradients is launched, and waited for, in ``log``."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.log: list[tuple[str, int]] = []
+        self.said: list[torch.Tensor] = []  # in each agreement
+        self.heard: list[torch.Tensor] = []  # what rank 0 has said in each
+
+    def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
+        super().all_reduce_max(tensor, tag)
+        if self.heard:
+            torch.maximum(tensor, self.heard[len(self.said)], out=tensor)
+        self.said.append(tensor.clone())
+
+    def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
+        pending = super().all_reduce(tensor, tag, divisor, key)
+        return self._logged(pending, tag, key)
+
+    def reduce_scatter(
+        self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None, key: int = 0
+    ) -> Pending:
+        pending = super().reduce_scatter(full, tag, divisor, dtype, key)
+        return self._logged(pending, tag, key)
+
+    def _logged(self, pending: Pending, tag: str, key: int) -> Pending:
+        if tag != "gradients":
+            return pending
+        self.log.append(("launch", key - 1))
+        return Logged(pending, self.log, key - 1)
+
+    def launched(self) -> list[int]:
+        return [bucket for event, bucket in self.log if event == "launch"]
+
+
+@pytest.fixture(autouse=True)
+def without_ranks() -> Iterator[None]:
+    with dry_run():
+        yield
+
+
+def make_engine(comm: Communicator, model: nn.Module, stage: int, **config: Any) -> Any:
+    zero = {"stage": stage, "reduce_bucket_size": 64, "stage3_param_persistence_threshold": 0}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "consistency_check_interval": 0,
+        "zero_optimization": {**zero, **config.pop("zero", {})},
+        **config,
+    }
+    with use_communicator(lambda rank, world: comm):
+        resolved = load_config(settings).resolve(comm.world_size)
+        return build_engine(model, resolved, Arguments(), create_topology(comm, CPU), CPU)
+
+
+def train(engine: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+
+
+def stack(layers: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))  # a bucket for each
+
+
+@pytest.mark.parametrize(
+    "stage, world, config, sent",
+    [
+        *((stage, 64, BF16, torch.float32) for stage in range(4)),
+        (2, 63, BF16, torch.bfloat16),
+        (2, 64, {**BF16, "communication_data_type": "bf16"}, torch.bfloat16),
+        (2, 64, {"fp16": {"enabled": True}}, torch.float16),
+        (2, 64, {}, torch.float32),
+    ],
+)
+def test_bf16_gradients_travel_in_fp32_from_64_ranks_on(
+    stage: int, world: int, config: dict[str, Any], sent: torch.dtype
+) -> None:
+    engine = make_engine(Simulated(3, world), stack(2), stage, **config)
+    with record() as recorder:
+        train(engine)
+    assert {call.dtype for call in recorder.select(tag="gradients")} == {sent}
+
+
+def most_in_flight(log: list[tuple[str, int]]) -> int:
+    flying, most = 0, 0
+    for event, _ in log:
+        flying += 1 if event == "launch" else -1
+        most = max(most, flying)
+    assert flying == 0
+    return most
+
+
+@pytest.mark.parametrize(
+    "stage, accumulation, flying", [(0, 1, 8), (0, 2, 8), (1, 2, 8), (1, 1, 2), (2, 1, 2), (3, 1, 2)]
+)
+def test_a_reduction_waits_for_another_only_where_its_memory_is_needed(
+    stage: int, accumulation: int, flying: int
+) -> None:
+    comm = Simulated(0, 4)
+    zero = {"stage3_module_granularity_threshold": 0}
+    engine = make_engine(comm, stack(), stage, gradient_accumulation_steps=accumulation, zero=zero)
+    for _ in range(3):
+        comm.log.clear()
+        train(engine, accumulation)
+        assert len(comm.launched()) == 8 and most_in_flight(comm.log) == flying
+
+
+def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() -> None:
+    comm = Simulated(0, 4)
+    engine = make_engine(comm, stack(1), 2, gradient_accumulation_steps=3)
+    train(engine, 3)
+    assert comm.log == [("launch", 0), ("wait", 0)] * 3
+
+
+def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = Simulated(0, 4)
+    engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
+    reducer = engine._reducer
+    complete = reducer._complete_local
+
+    def watched(state: Any) -> torch.Tensor:
+        comm.log.append(("fill", state.bucket.index))
+        filled: torch.Tensor = complete(state)
+        return filled
+
+    monkeypatch.setattr(reducer, "_complete_local", watched)
+    train(engine)
+    for bucket in range(2, 8):
+        order = [
+            comm.log.index((event, at)) for event, at in (("fill", bucket), ("wait", bucket - 2), ("launch", bucket))
+        ]
+        assert order == sorted(order)
+
+
+class Numbered(DryWire):
+    """Notes the tags of the messages that are sent."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 4)
+        self.numbers: list[int] = []
+
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> Any:
+        self.numbers.append(number)
+        return super().send(tensor, target, number)
+
+
+def test_messages_do_not_depend_on_when_a_rank_waits_for_its_all_reduces() -> None:
+    early, late = Numbered(), Numbered()
+    comm = GlooCommunicator(early)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(8), "gradients").wait()
+    comm = GlooCommunicator(late)
+    pending = [comm.all_reduce(torch.ones(8), "gradients") for _ in range(3)]
+    assert len(late.numbers) == 5 * 3, "a gather follows when the next all-reduce is launched"
+    for one in reversed(pending):
+        one.wait()
+    assert late.numbers == early.numbers and len(set(early.numbers)) == 6
+
+
+class Unordered(nn.Module):
+    """Layers that are registered in another order than the one in which they are used, as in a UNet."""
+
+    def __init__(self, used: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in used)
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.used:
+            x = self.layers[index](x)
+        return x
+
+
+UP_AND_DOWN = [
+    7,
+    6,
+    5,
+    4,
+    0,
+    1,
+    2,
+    3,
+]  # buckets are numbered from the last layer: 0 has layer 7, whose gradient is last
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_order_of_launches_follows_the_gradients(stage: int, accumulation: int) -> None:
+    comm = Simulated(0, 4)
+    model = Unordered(UP_AND_DOWN)
+    engine = make_engine(comm, model, stage, gradient_accumulation_steps=accumulation)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: comm.log.append(("gradient", 0)))
+    train(engine, accumulation)
+    assert comm.launched()[:8] == list(range(8))
+    for _ in range(2):
+        comm.log.clear()
+        with record() as recorder:
+            train(engine, accumulation)
+        assert comm.launched()[-8:] == [4, 5, 6, 7, 3, 2, 1, 0]
+        reducing = comm.log if stage == 2 else comm.log[8 * (accumulation - 1) :]
+        assert reducing.index(("launch", 4)) == 1, "the first one follows the first gradient"
+        assert recorder.count("all_reduce", "stats") == 1, "nothing is agreed on any more"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_ranks_take_over_the_order_of_rank_0(stage: int) -> None:
+    first, other = Simulated(0, 4), Simulated(3, 4)
+    engine = make_engine(first, Unordered(UP_AND_DOWN), stage)
+    train(engine, 2)
+    other.heard = first.said
+    engine = make_engine(other, Unordered(list(range(8))), stage)
+    train(engine, 2)
+    assert other.launched()[8:] == first.launched()[8:] == [4, 5, 6, 7, 3, 2, 1, 0]
+
+
+def test_what_rank_0_does_not_use_is_reduced_last() -> None:
+    comm = Simulated(0, 4)
+    model = Unordered([0, 1, 2, 4, 5, 6])
+    model.layers.extend(nn.Linear(8, 8, bias=False) for _ in range(2))
+    train(make_engine(comm, model, 2), 2)
+    assert comm.launched() == [*range(8), 1, 2, 3, 5, 6, 7, 0, 4]
