@@ -422,7 +422,7 @@ class StepPipeline:
         """Bring the updated masters to the compute parameters of all ranks."""
         self.check_here()
         with self.commands(Command.PUBLISH):
-            for bucket in range(len(self._buffer.layout.buckets)):
+            for bucket in reversed(self._reducer.order):
                 self._publisher.publish_bucket(bucket)
             self._publisher.end_step()
             if self._unpublished:

@@ -3,23 +3,29 @@ next forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerolite.comm import Communicator, Pending
 from zerolite.runtime.module_hook import WeakHook
 from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.released_parameter import ArrivingParameter
+
+# Modules of torch that read weights of their children, and look at their classes, before these run.
+_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
 
 
 class Publisher:
     """Launches one all-gather per bucket as soon as it is updated and knows which are still in flight.
 
-    With ``overlap_forward`` the gathers stay in flight after the step; a hook before each module's forward waits
-    for the buckets of that module's own parameters. A parameter that is used outside the forward of its owner (a
-    tied head called as a function) has no such hook: it is recognised when its gradient arrives, in the first step,
-    before anything was in flight, and its bucket is waited for by the root module from then on.
+    With ``overlap_forward`` the gathers stay in flight after the step. A hook before each module's forward waits for
+    the buckets of that module's own parameters. Everywhere else a parameter in flight is an
+    :class:`ArrivingParameter`, so that a tied head called as a function, a ``state_dict()`` or an average of weights
+    waits for what it reads.
     """
 
     def __init__(self, buffer: ParameterBuffer, comm: Communicator, gather: bool, overlap_forward: bool) -> None:
@@ -28,14 +34,21 @@ class Publisher:
         self._gather = gather
         self.overlaps = overlap_forward and gather and comm.world_size > 1
         self._pending: dict[int, Pending] = {}
-        self._entered: set[int] = set()  # parameters whose owner's forward ran since the last publish
-        self._early: set[int] = set()  # buckets that hold parameters used outside their owner's forward
-        self._raced: set[int] = set()  # buckets that were in flight when the current forward began
+        self._at_once: set[int] = set()  # buckets whose gathers do not overlap the forward
+        self._stream: Any = None  # of the update, on CUDA
         self.handles: list[Any] = []  # of the installed hooks
         self.on_published: Callable[[], None] = lambda: None  # after the last bucket of a step
+        known = weakref.ref(self)
+
+        def wait_for(parameters: Sequence[torch.Tensor]) -> None:
+            publisher = known()
+            if publisher is not None:
+                publisher._wait_for(parameters)
+
+        self._arriving: Any = type("ArrivingParameter", (ArrivingParameter,), {"wait_for": staticmethod(wait_for)})
 
     def publish_bucket(self, bucket: int, rounded: bool = False) -> None:
-        """Called for every bucket in index order by the update phase, on all ranks. ``rounded``: the update has already
+        """Called for every bucket in one order by the update phase, on all ranks. ``rounded``: the update has already
         written this rank's range of the compute parameters; it came after :meth:`wait`."""
         self.wait([bucket])  # of the step before, if no forward has needed it since
         self._buffer.publish(bucket, rounded)
@@ -45,76 +58,108 @@ class Publisher:
 
     def end_step(self) -> None:
         """After the last bucket: without ``overlap_forward`` the parameters are whole when this returns."""
-        if not self.overlaps:
+        if self.overlaps:
+            self.wait(sorted(self._at_once))
+            for bucket in self._pending:
+                for parameter in self._members(bucket):
+                    parameter.__class__ = self._arriving
+            if self._buffer.compute[0].device.type == "cuda":
+                self._stream = torch.cuda.current_stream(self._buffer.compute[0].device)
+        else:
             self.wait_all()
-        self._entered.clear()
-        self._raced = set(self._pending)
         self.on_published()
 
-    def wait(self, buckets: Sequence[int]) -> None:
+    def wait(self, buckets: Iterable[int]) -> None:
         """Closes the hazard of a forward that reads parameters whose gather is still writing them, and of an update
         that writes what a gather is still sending."""
         for bucket in buckets:
             pending = self._pending.pop(bucket, None)
             if pending is not None:
-                pending.wait()
+                self._finish(pending)
+                if self.overlaps:
+                    for parameter in self._members(bucket):
+                        if type(parameter) is self._arriving:
+                            parameter.__class__ = nn.Parameter
+
+    def _finish(self, pending: Pending) -> None:
+        """Let the stream of the update wait, and the caller's, if it is another one."""
+        if self._stream is None:
+            pending.wait()
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            pending.wait()
+        if current != self._stream:
+            current.wait_stream(self._stream)
 
     def wait_all(self) -> None:
-        self.wait(sorted(self._pending))
-        self._raced.clear()
+        self.wait(list(self._pending))
 
-    def attach(self, root: torch.nn.Module) -> None:
+    def _members(self, bucket: int) -> list[nn.Parameter]:
+        return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
+
+    def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Wait for the gathers of these parameters; for all if it is not known which are read."""
+        wanted = {id(parameter) for parameter in parameters}
+        if not wanted:
+            self.wait_all()
+        for bucket in list(self._pending):
+            if any(id(member) in wanted for member in self._members(bucket)):
+                self.wait([bucket])
+
+    def attach(self, root: nn.Module) -> None:
         """Install the hooks before forward (nothing without ``overlap_forward``), in the place of those there are."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
         if not self.overlaps:
             return
-        layout = self._buffer.layout
-        index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
-        for module in root.modules():
-            owned = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
-            if module is root or owned:
-                buckets = sorted({layout.slots[index].bucket for index in owned})
-                hook = _ForwardHook(self, buckets, owned, is_root=module is root)
-                self.handles.append(hook.install(module.register_forward_pre_hook, prepend=True))
+        slots = self._buffer.layout.slots
+        bucket_of = {id(p): slots[index].bucket for index, p in enumerate(self._buffer.parameters)}
 
-    def before_forward(self, buckets: Sequence[int], owned: Sequence[int], is_root: bool) -> None:
-        self._entered.update(owned)
+        def buckets(module: nn.Module, recurse: bool) -> list[int]:
+            return sorted({bucket_of[id(p)] for p in module.parameters(recurse) if id(p) in bucket_of})
+
+        self._at_once = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
+        for module in root.modules():
+            if _compiled(module):
+                self._at_once.update(buckets(module, recurse=True))
+        for module in root.modules():
+            waited = [b for b in buckets(module, isinstance(module, _READ_CHILDREN)) if b not in self._at_once]
+            if waited:
+                self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
+
+    def before_forward(self, buckets: Sequence[int]) -> None:
         if self._pending:
-            if is_root:
-                self.wait(sorted(self._early))
             self.wait(buckets)
 
     def on_gradient(self, index: int) -> None:
-        """A gradient arrived: was its parameter used through its owner's forward? Raises RuntimeError if it may
-        have been read too early."""
-        if not self.overlaps or index in self._entered:
-            return
+        """A gradient arrived. Raises RuntimeError if the values of its parameter are still on their way: then something
+        has read them that goes past PyTorch's functions."""
         slot = self._buffer.layout.slots[index]
-        if slot.bucket in self._early:
-            return
-        self._early.add(slot.bucket)
-        if slot.bucket in self._raced:
+        if slot.bucket in self._pending:
             raise RuntimeError(
-                f"overlap_comm: parameter '{slot.name}' was used outside the forward of the module that owns it, "
-                "for the first time "
-                "after training began, while its new values may still have been on their way. This step's "
-                "gradients are not "
-                "to be trusted. Set zero_optimization.overlap_comm to false (or leave it out) for models that do this."
+                f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still on their "
+                "way, so its old values may have been used. Code that is no PyTorch function (a C++ extension) was "
+                "given it outside the forward of the module that owns it. Set zero_optimization.overlap_comm to false "
+                "(or leave it out) for models that do this."
             )
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether the guards of compiled code look at the parameters of ``module``: they would find another class of
+    parameter than the one that was compiled."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 class _ForwardHook(WeakHook[Publisher]):
     """A forward pre-hook; an object and not a closure, so that it shows its purpose in a module's hook list."""
 
-    def __init__(self, publisher: Publisher, buckets: list[int], owned: list[int], is_root: bool) -> None:
+    def __init__(self, publisher: Publisher, buckets: list[int]) -> None:
         super().__init__(publisher)
         self._buckets = buckets
-        self._owned = owned
-        self._is_root = is_root
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         publisher = self.owner()
         if publisher is not None:
-            publisher.before_forward(self._buckets, self._owned, self._is_root)
+            publisher.before_forward(self._buckets)

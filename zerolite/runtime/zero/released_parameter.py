@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,34 @@ class AwayParameter(torch.nn.Parameter):
         )
 
 
+class ArrivingParameter(torch.nn.Parameter):
+    """The class of a whole parameter whose updated values are being gathered: whatever needs them waits first, and
+    finds an ordinary parameter. For each publisher a subclass whose ``wait_for`` waits for parameters of its own."""
+
+    wait_for: Callable[[Sequence[torch.Tensor]], None]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.wait_for([self])
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.wait_for([self])
+        return self.__reduce_ex__(protocol)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace the memory, as torch's method does, which asks no ``__torch_function__`` by itself."""
+        return handle_torch_function(Tensor.set_, (self,), self, *args, **kwargs)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _NEEDS_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        cls.wait_for(list(find_arguments((args, kwargs), cls)))
+        return function(*args, **kwargs)
+
+
 _NAME = "_away_name"
 
 
@@ -127,6 +156,10 @@ _HARMLESS = frozenset(
         torch.autograd.backward,
     ]
 )
+# The same where other arguments, or what runs inside, may be parameters that have to be waited for.
+_NEEDS_NO_VALUES = (_HARMLESS | _COUNTS) - {
+    *(Tensor.new_full, Tensor.new_tensor, torch.autograd.grad, torch.autograd.backward)
+}
 _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half double bfloat16 type contiguous".split())
 
 

@@ -177,16 +177,18 @@ class UpdateSweep:
         self.plan()
 
     def plan(self) -> None:
-        """Look at the layout anew: it has other buckets than before.
+        """Look anew at the layout, and at the order in which buckets are reduced: one of them has changed.
 
-        The order of the gathers follows from this plan. All of it comes from the config and from sizes that are equal
+        Updates and gathers follow this plan: the bucket that is reduced last comes first, as its parameters are the
+        first that the next forward uses. All of it comes from the config, from sizes and from an order that are equal
         on all ranks: no rank's free memory, and no gradient, has a say.
         """
+        self._order = self._reducer.order
         near: list[tuple[int, int]] = []
         far: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
-        for bucket, master in enumerate(self._buffer.master):
+        for bucket in reversed(self._order):
             its = near if self._within_reach(bucket) else far[self._tiers.updates_on_host(bucket)]
-            its.append((bucket, master.numel()))
+            its.append((bucket, self._buffer.master[bucket].numel()))
         total = sum(numel for _, numel in near)
         limit = total if self._method.one_launch else self._update_numel
         self._near = sub_groups(near, limit, 0)
@@ -215,6 +217,8 @@ class UpdateSweep:
         """One update, with :meth:`UpdateMethod.update`'s arguments, after :meth:`UpdateMethod.begin`; consumes the
         gradients. Raises OSError if the disk failed: then some masters are ahead of others."""
         look = self.look
+        if self._order is not self._reducer.order:  # learned in a backward
+            self.plan()
         if look is not None:
             look.begin()
         for chunk in self._near:

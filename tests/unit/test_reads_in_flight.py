@@ -1,0 +1,237 @@
+"""With overlap_comm the gathers of a step end in the next forward. Whoever reads a weight before that waits for it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from tests.unit.test_launches import UP_AND_DOWN, Simulated, Unordered, make_engine, stack, train
+from zerolite.accelerator import dry_run
+from zerolite.comm import Pending
+from zerolite.runtime.zero.released_parameter import ArrivingParameter
+
+
+class Late(Simulated):
+    """What it gathers is not a number until it is waited for. ``events``: launches of gathers, and waits."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 4)
+        self.events: list[tuple[str, int]] = []
+
+    def all_gather(self, full: Tensor, tag: str, key: int = 0) -> Pending:
+        super().all_gather(full, tag, key)
+        own, values, bucket = self.part(full).clone(), full.clone(), key - 1
+        full.fill_(torch.nan)
+        self.part(full).copy_(own)
+        self.events.append(("launch", bucket))
+
+        def finish() -> Tensor:
+            self.events.append(("wait", bucket))
+            return full.copy_(values)
+
+        return Pending((), (full,), finish)
+
+    def of(self, event: str) -> list[int]:
+        return [bucket for name, bucket in self.events if name == event]
+
+
+@pytest.fixture(autouse=True)
+def without_ranks() -> Iterator[None]:
+    with dry_run():
+        yield
+
+
+class Tied(nn.Module):
+    """Its head is the embedding's weight, called as a function; ``normed`` is one of torch's that reads a child's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+        self.body = nn.Linear(8, 8)
+        self.normed = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.normed(self.body(self.embedding(x.long())))
+        return nn.functional.linear(hidden, self.embedding.weight)
+
+
+def overlapping(model: nn.Module, stage: int = 1, overlap: bool | None = True, **config: Any) -> tuple[Late, Any]:
+    comm = Late()
+    return comm, make_engine(comm, model, stage, zero={"overlap_comm": overlap}, **config)
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def averaged(model: nn.Module) -> list[Tensor]:
+    means = [torch.zeros_like(p) for p in model.parameters()]
+    for mean, parameter in zip(means, model.parameters(), strict=True):
+        mean.lerp_(parameter, 0.5)
+    torch._foreach_lerp_(means, list(model.parameters()), 0.5)
+    return means
+
+
+def swa(model: nn.Module) -> list[Tensor]:
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    return list(average.parameters())
+
+
+def clamped(model: nn.Module) -> list[Tensor]:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-1, 1)
+    return list(model.state_dict().values())
+
+
+def reloaded(model: nn.Module) -> list[Tensor]:
+    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
+    return list(model.parameters())
+
+
+READS: dict[str, Callable[[Any], list[Tensor]]] = {
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "state_dict of a submodule": lambda model: list(model[3].state_dict().values()),
+    "snapshot": lambda model: [p.clone() for _, p in model.named_parameters()],
+    "detach().cpu()": lambda model: [p.detach().cpu() for p in model.parameters()],
+    "data": lambda model: [p.data for p in model.parameters()],
+    "numpy": lambda model: [torch.from_numpy(p.detach().numpy()) for p in model.parameters()],
+    "average": averaged,
+    "AveragedModel": swa,
+    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
+    "deepcopy of a parameter": lambda model: [copy.deepcopy(model[2].weight), copy.copy(model[3].weight)],
+    "torch.save": lambda model: list(saved(model).parameters()),
+    "pickle": lambda model: list(pickle.loads(pickle.dumps(model)).parameters()),
+    "a forward of a submodule": lambda model: [model[2](torch.ones(1, 8))],
+    "functional_call": lambda model: [
+        torch.func.functional_call(model, {k: v.detach() for k, v in model.named_parameters()}, torch.ones(1, 8))
+    ],
+    "parameters_to_vector": lambda model: [nn.utils.parameters_to_vector(model.parameters())],
+    "norm": lambda model: [nn.utils.get_total_norm(list(model.parameters()))],
+    "stack": lambda model: [torch.stack(list(model.parameters()))],
+    "operator": lambda model: [torch.ops.aten.mm(model[1].weight, model[5].weight)],
+    "item": lambda model: [torch.tensor(model[0].weight[7, 7].item())],
+    "clamp": clamped,
+    "load_state_dict": reloaded,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whoever_reads_weights_after_a_step_waits_for_them(read: str) -> None:
+    model = stack()
+    comm, engine = overlapping(model)
+    train(engine, 2)
+    assert comm.of("wait") == comm.of("launch")[:8], "nothing has waited for the second step's"
+    kinds = {type(p) for p in model.parameters()}
+    assert len(kinds) == 1 and issubclass(kinds.pop(), ArrivingParameter)
+    for value in READS[read](model):
+        assert value.isfinite().all() and not isinstance(value, ArrivingParameter)
+    train(engine)
+    assert sorted(comm.of("wait")) == sorted([*range(8)] * 2)
+
+
+def test_a_read_waits_only_for_what_it_reads() -> None:
+    model = stack()
+    comm, engine = overlapping(model)
+    train(engine)
+    assert model[2].weight.detach().isfinite().all() and comm.of("wait") == [5]
+    assert type(model[2].weight) is nn.Parameter and type(model[3].weight) is not nn.Parameter
+    for parameter in model.parameters():  # what needs no values waits for nothing
+        assert parameter.shape == (8, 8) and parameter.dtype == torch.float32 and parameter.numel() == 64
+        assert parameter.grad is None and parameter.requires_grad and isinstance(parameter, nn.Parameter)
+    model.zero_grad()
+    model.requires_grad_(True)
+    assert comm.of("wait") == [5]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
+def test_the_next_forward_waits_for_each_layer_when_it_comes_to_it(optimizer: str) -> None:
+    model = stack()
+    comm, engine = overlapping(model, optimizer={"type": optimizer, "params": {"lr": 1e-3}})
+    train(engine)
+    assert comm.events == [("launch", bucket) for bucket in reversed(range(8))], "the first layer's comes first"
+    comm.events.clear()
+    for layer in model:
+        layer.register_forward_pre_hook(lambda *_: comm.events.append(("run", 0)))
+    engine(torch.ones(1, 8))
+    assert comm.events == [event for bucket in reversed(range(8)) for event in (("wait", bucket), ("run", 0))]
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_gathers_follow_the_order_that_gradients_have_shown() -> None:
+    comm, engine = overlapping(Unordered(UP_AND_DOWN), 2)
+    train(engine)
+    assert comm.of("launch") == [0, 1, 2, 3, 7, 6, 5, 4]
+    comm.events.clear()
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.update()
+    engine.publish()
+    assert comm.of("launch") == [0, 1, 2, 3, 7, 6, 5, 4]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_used_outside_their_module_are_waited_for(training: bool) -> None:
+    torch.manual_seed(0)
+    comm, engine = overlapping(Tied())
+    for _ in range(3):
+        engine.train(training)
+        with torch.no_grad():
+            assert engine(torch.ones(2, 3)).isfinite().all()
+        engine.train()
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+
+
+def test_by_default_nothing_is_in_flight_after_a_step() -> None:
+    for overlap in (None, False):
+        model = stack()
+        comm, engine = overlapping(model, overlap=overlap)
+        train(engine)
+        assert comm.of("wait") == comm.of("launch") and {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_compiled_modules_find_whole_weights() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.compile(nn.Linear(8, 8), backend="eager"), nn.Linear(8, 8))
+    model[2].compile(backend="eager")
+    comm, engine = overlapping(model)
+    for _ in range(3):
+        train(engine)
+        assert {type(p) for p in model[1].parameters()} == {type(p) for p in model[2].parameters()} == {nn.Parameter}
+        assert isinstance(model[0].weight, ArrivingParameter)
+
+
+def test_a_weight_that_something_unseen_has_read_is_an_error() -> None:
+    model = stack(2)
+    comm, engine = overlapping(model)
+    train(engine)
+    with torch._C.DisableTorchFunctionSubclass():
+        loss = (torch.ones(1, 8) @ model[1].weight).sum()
+    with pytest.raises(RuntimeError, match="parameter '1.weight' got a gradient while its updated values"):
+        loss.backward()
+
+
+def test_the_model_outlives_its_engine() -> None:
+    model = stack()
+    comm, engine = overlapping(model)
+    train(engine)
+    alive = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert alive() is None and {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert all(p.isfinite().all() for p in model.parameters())
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
