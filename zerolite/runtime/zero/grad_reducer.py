@@ -402,8 +402,8 @@ class GradReducer:
             self._next += 1
 
     def _launch(self, state: BucketState) -> None:
-        """Start the reduction of one bucket. Filling it comes before waiting for others, so that neither waits for the
-        other on the device."""
+        """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
+        run beside them."""
         options = self._options
         self._launching = True
         try:
