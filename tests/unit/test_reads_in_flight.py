@@ -222,6 +222,18 @@ def test_a_weight_that_something_unseen_has_read_is_an_error() -> None:
         loss.backward()
 
 
+def test_a_gather_that_fails_is_told_at_every_read() -> None:
+    model = stack(2)
+    comm, engine = overlapping(model)
+    train(engine)
+    failing = Pending((), (), lambda: (_ for _ in ()).throw(RuntimeError("a rank has gone")))
+    engine._publisher._pending = dict.fromkeys(engine._publisher._pending, failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a rank has gone"):
+            model.state_dict()
+    engine._publisher._pending.clear()
+
+
 def test_the_model_outlives_its_engine() -> None:
     model = stack()
     comm, engine = overlapping(model)

@@ -73,9 +73,10 @@ class Publisher:
         """Closes the hazard of a forward that reads parameters whose gather is still writing them, and of an update
         that writes what a gather is still sending."""
         for bucket in buckets:
-            pending = self._pending.pop(bucket, None)
+            pending = self._pending.get(bucket)
             if pending is not None:
                 self._finish(pending)
+                del self._pending[bucket]  # not of a gather that has failed: every read of its parameters says so
                 if self.overlaps:
                     for parameter in self._members(bucket):
                         if type(parameter) is self._arriving:
