@@ -33,6 +33,7 @@ def check(pools: Pools, world: int, stages: tuple[int, ...], precision: str) -> 
                 assert found["losses"] == plain["losses"]
                 assert all(torch.equal(value, plain["state"][name]) for name, value in found["state"].items())
                 assert torch.equal(found["moment"], plain["moment"])
+                assert found["copies"] == plain["copies"], (stage, kind)
                 moved = ("gradients", "communication_buckets")  # a reduction that was under way has ended meanwhile
                 before, after = ({k: n for k, n in found[m].items() if k not in moved} for m in ("before", "after"))
                 assert after == before, (stage, kind)

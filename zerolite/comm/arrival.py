@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -25,6 +26,9 @@ logger = logging.getLogger("zerolite")
 
 _FIRST_WARNING_S, _WARNINGS_S = 30.0, 60.0
 _LONGEST_PAUSE_S = 0.5  # between two looks
+_LOOKERS = 16  # ranks from 0 on that look again and again; the others let the store wake them, which bears many more
+_LONGEST_WAIT_S = 60.0  # of those, after which they look whether the lookers are missing; torch logs every such end
+_GRACE_S = 10.0  # that ranks wait for the lowest one to say who has not come in time
 _ANSWER_S = 60.0  # for whoever listens to say that it is a store
 _FAREWELL_S = 3.0  # that rank 0 stays for others to read why the meeting failed, since the store ends with it
 
@@ -204,11 +208,15 @@ class _Meeting:
         if trouble is not None:
             self._decide(trouble)
         while not store.check(["outcome"]):
+            left = patience.left()
             if exited := self._exited():
                 self._decide(exited)
-            elif patience.left() <= 0 and (missing := self._missing()):
+            elif left <= 0 and (left < -_GRACE_S or self._is_lowest()) and (missing := self._missing()):
                 self._decide(self._too_late(missing))
-            patience.pause(self._complaint)
+            if self._rank < _LOOKERS and left > 0:
+                patience.pause(self._complaint)
+            else:
+                self._wait(min(_LONGEST_WAIT_S, max(left, 1.0)))
         outcome = store.get("outcome").decode()
         if outcome != "all":
             self._stay_for_others()
@@ -271,10 +279,18 @@ class _Meeting:
             "the time that ranks wait for each other"
         )
 
+    def _wait(self, longest_s: float) -> None:
+        """Until the outcome is there, without a request meanwhile, or for ``longest_s`` seconds."""
+        with contextlib.suppress(RuntimeError):  # not there yet; if the store is lost, the next look says so
+            self._store.wait(["outcome"], timedelta(seconds=longest_s))
+
+    def _is_lowest(self) -> bool:
+        """Whether no lower rank is here."""
+        return not any(self._store.check([f"{rank}/times"]) for rank in range(self._rank))
+
     def _complaint(self) -> str | None:
         """On the lowest rank that is here."""
-        missing = self._missing()
-        if not missing or any(rank not in missing for rank in range(self._rank)):
+        if not self._is_lowest() or not (missing := self._missing()):
             return None
         have = "has" if len(missing) == 1 else "have"
         return f"{self._what}: {name_ranks(missing)} of {self._world_size} {have} not arrived yet"

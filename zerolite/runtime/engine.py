@@ -27,7 +27,7 @@ from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
 from zerolite.runtime.dtype_errors import explain
 from zerolite.runtime.grad_stats import SAME_BATCH
-from zerolite.runtime.initial_sync import broadcast_into
+from zerolite.runtime.initial_sync import broadcast_together
 from zerolite.runtime.join import ROW, Join
 from zerolite.runtime.memory_report import MemoryParts, MemoryReport, memory_report
 from zerolite.runtime.micro_batch import LossFunction
@@ -569,8 +569,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def send_buffers(self) -> None:
         """Buffers take the values of the first rank that has batches. Called on all ranks, before a forward."""
         source = self._join.source if self._join is not None else 0
-        for buffer in self._module.buffers():
-            broadcast_into(buffer, self._comm, self.device, "buffers", source)
+        broadcast_together(self._module.buffers(), self._comm, self.device, "buffers", source)
 
 
 def _tensors_of(inputs: Any) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -92,3 +92,19 @@ def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.devic
     sent = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     comm.broadcast(sent.view(torch.uint8) if sent.dim() else sent.reshape(1).view(torch.uint8), tag, source)
     tensor.copy_(sent)
+
+
+@torch.no_grad()
+def broadcast_together(
+    tensors: Iterable[torch.Tensor], comm: Communicator, device: torch.device, tag: str, source: int = 0
+) -> None:
+    """The same for several tensors, in one collective for each dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors if comm.world_size > 1 else ():
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for members in by_dtype.values():
+        flat = torch.cat([member.to(device).reshape(-1) for member in members])
+        comm.broadcast(flat.view(torch.uint8), tag, source)
+        parts = flat.split([member.numel() for member in members])
+        torch._foreach_copy_(members, [part.view(m.shape) for part, m in zip(parts, members, strict=True)])

@@ -244,6 +244,9 @@ class StepPipeline:
         """Afterwards the mean gradient over ranks is where its owner needs it."""
         self.check_here()
         self._look_at_grads()
+        self._reduce()
+
+    def _reduce(self) -> None:
         with self.commands(Command.REDUCE):
             self._reducer.finish()
             if self._sums is not None:
@@ -269,6 +272,10 @@ class StepPipeline:
         self.check_here()
         if self._stats is None:
             self._look_at_grads()
+        return self._collected()
+
+    def _collected(self) -> StatsVector:
+        if self._stats is None:
             with self.commands(Command.STATS):
                 self._collect()
         assert self._stats is not None
@@ -276,7 +283,7 @@ class StepPipeline:
 
     def _collect(self) -> None:
         if self._stats is None:
-            self.reduce()
+            self._reduce()
             noted, part = self._collector.noted, self._reducer.owned_part
             parts = [None if noted(b.index) else part(b.index) for b in self._buffer.layout.buckets]
             self._last_vote = _vote(self.trace)
@@ -312,14 +319,18 @@ class StepPipeline:
     def update(self, publish: bool = False) -> None:
         """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
         loss scale."""
+        self._look_at_grads()
+        self._update_all(publish)
+
+    def _update_all(self, publish: bool) -> None:
         self.check_whole()
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
         if self._unpublished:
             raise RuntimeError("engine.update() was called twice without engine.publish() between")
-        self._look_at_grads()
         with self.commands(Command.UPDATE, publish):
-            self._optimizer.run_hooks("pre")
+            if self._optimizer.run_hooks("pre"):
+                self._look_at_grads()
             self._update(publish)
             if publish:
                 self._optimizer.run_hooks("post")
@@ -333,7 +344,7 @@ class StepPipeline:
             # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
             gathers = self.trace.gathers if self.trace is not None and self._across is None else 0
             self._checks.before_update(self.counters.global_steps, self._own_divisor(), self._max_norm, gathers)
-        stats = self.stats()
+        stats = self._collected()
         self._updated = True
         self._optimizer.mark_called()
         if self._skips_on_device:
@@ -441,7 +452,7 @@ class StepPipeline:
         """All phases. Gradients are consumed."""
         self._look_at_grads()
         with self.commands(Command.STEP):
-            self.update(publish=True)
+            self._update_all(publish=True)
             self.zero_grad()
 
     @property

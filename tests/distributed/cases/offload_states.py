@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
 from tests import models
@@ -26,6 +27,19 @@ def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
         except RuntimeError as error:
             said[name] = str(error)
     return said
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies, of one tensor or of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_):
+            self.count += len(args[0]) if isinstance(args[0], list) else 1
+        return function(*args, **(kwargs or {}))
 
 
 def run(config: dict[str, Any], out: list[str] | None, offloads: bool, non_blocking: bool = False) -> dict[str, Any]:
@@ -47,7 +61,9 @@ def run(config: dict[str, Any], out: list[str] | None, offloads: bool, non_block
                 engine.reload_states()
                 engine.reload_states()
                 found["after"] = engine.memory_report().items
-            engine.step()
+            with Copies() as copies:
+                engine.step()
+    found["copies"] = copies.count  # of the last step
     state = engine.full_state_dict()
     first = list(model.parameters())[0]
     moment = zerolite.get_full_optimizer_state(first, "exp_avg_sq")

@@ -7,20 +7,70 @@ from collections.abc import Sequence
 import torch
 
 from zerolite.runtime.zero.buffer import destinations, flattened
-from zerolite.runtime.zero.layout import Bucket
+from zerolite.runtime.zero.layout import Bucket, Slot
 
-_SMALL = 512  # elements of a parameter; buckets whose parameters have fewer on average are filled in one call
+_SMALL = 512  # elements of a parameter; sliced buckets whose parameters have fewer on average are filled in one call
 _LARGEST = 1 << 20  # elements of such a bucket, of which each costs four bytes here
+_SMALL_SLOT = 2048  # elements of a slot whose copy costs more in the call than in the bytes
+_RUN = 1 << 16  # elements of a run, which stay in a CPU's cache while they are moved
+
+
+class Run:
+    """Neighbouring small slots of a flat bucket, whose gradients are held until all are there, and joined then."""
+
+    def __init__(self, slots: Sequence[Slot], high: int) -> None:
+        """high: where the run ends in its bucket; what lies between its slots and behind the last belongs to it."""
+        self.low, self.high = slots[0].start, high
+        self.indices = frozenset(slot.index for slot in slots)
+        self.count = len(slots)
+        self.held: dict[int, torch.Tensor] = {}  # gradients by index of the parameter
+        self._slots = tuple(slots)
+        self._order = [slot.index for slot in slots]
+        ends = [*(slot.start for slot in slots[1:]), high]
+        self._gaps = [end - slot.end for slot, end in zip(slots, ends, strict=True)]
+        self._padding: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def take(self) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """The gradients that are held, which are let go, and the run's elements made of them: [high - low], zeros where
+        there is none."""
+        held, self.held = self.held, {}
+        some = next(iter(held.values()))
+        if len(held) == self.count:
+            gradients = [held[index] for index in self._order]
+        else:
+            gradients = [held[s.index] if s.index in held else some.new_zeros(s.numel) for s in self._slots]
+        if any(self._gaps):
+            if some.dtype not in self._padding:
+                self._padding[some.dtype] = [some.new_zeros(gap) for gap in self._gaps]
+            gradients = [part for pair in zip(gradients, self._padding[some.dtype], strict=True) for part in pair]
+        return held, torch._C._nn.flatten_dense_tensors(gradients)
+
+
+def runs_of(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Run]:
+    """The runs of a flat bucket; slots that are in none are moved by themselves. strides: of all parameters."""
+    runs: list[Run] = []
+    members: list[Slot] = []
+    ends = [*(slot.start for slot in bucket.slots[1:]), bucket.numel]
+    for slot, end in zip(bucket.slots, ends, strict=True):
+        joins = 0 < slot.numel <= _SMALL_SLOT and _row_major(strides[slot.index])
+        if joins:
+            members.append(slot)
+        if members and (not joins or slot is bucket.slots[-1] or end - members[0].start >= _RUN):
+            if len(members) > 1:
+                runs.append(Run(members, end if joins else slot.start))
+            members = []
+    return runs
 
 
 def many_small(bucket: Bucket) -> bool:
-    """Whether moving gradients one by one costs more in calls than in bytes."""
+    """Whether moving gradients to a sliced bucket one by one costs more in calls than in bytes."""
     numel = sum(slot.numel for slot in bucket.slots)
-    return len(bucket.slots) > 1 and 0 < numel <= _SMALL * len(bucket.slots) and bucket.numel <= _LARGEST
+    many = bucket.rows and len(bucket.slots) > 1
+    return bool(many) and 0 < numel <= _SMALL * len(bucket.slots) and bucket.numel <= _LARGEST
 
 
 class BucketFiller:
-    """Writes a whole bucket from the gradients of all its slots, zeros in between, in one call."""
+    """Writes a whole sliced bucket from the gradients of all its slots, zeros in between, in one call."""
 
     def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
         filled = [slot for slot in bucket.slots if slot.numel]

@@ -103,7 +103,8 @@ class ParameterBuffer:
         self.shard = shard
         self.compute: list[torch.Tensor] = []
         self.master: list[torch.Tensor] = []
-        self._homes: dict[int, tuple[int, torch.Tensor]] = {}  # by parameter: the address and the view of its place
+        self._homes: dict[int, torch.Tensor] = {}  # by parameter: the view of its place
+        self._addresses: list[int] = []  # where all parameters were when they were at home last
         self.use(layout, parameters)
 
     def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -149,7 +150,7 @@ class ParameterBuffer:
                 strides = dense_strides(parameter.data)
                 start = compute.storage_offset() + slot.start
                 parameter.data = compute.as_strided(parameter.shape, strides, start)
-                self._homes[slot.index] = (address(parameter.data), parameter.data)
+                self._homes[slot.index] = parameter.data
 
     def _new_master(self, bucket: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.tiers.of_optimizer(bucket).zeros(values.numel(), dtype, MASTERS).copy_(values)
@@ -196,10 +197,13 @@ class ParameterBuffer:
     def bring_home(self) -> None:
         """Parameters that somebody has pointed to other memory (``p.data = values``) get their place in the bucket
         back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
-        for index, (place, home) in self._homes.items():
-            parameter = self.parameters[index]
-            if address(parameter) != place:
-                take_values(self.layout.slots[index].name, parameter, home)
+        found = [address(parameter) for parameter in self.parameters] if self._homes else []
+        if found == self._addresses:
+            return
+        for index, home in self._homes.items():  # those of storages that have been emptied and filled are elsewhere now
+            if found[index] != address(home):
+                take_values(self.layout.slots[index].name, self.parameters[index], home)
+        self._addresses = [address(parameter) for parameter in self.parameters]
 
     @torch.no_grad()
     def follow(self, bucket: int) -> None:

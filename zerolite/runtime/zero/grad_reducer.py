@@ -27,12 +27,12 @@ from zerolite.accelerator import address, host_values
 from zerolite.comm import Communicator
 from zerolite.memory_items import BUCKETS, GRADIENTS, listeners, own
 from zerolite.runtime.commands import Command, Commands, unannounced
-from zerolite.runtime.zero.bucket_filler import BucketFiller, many_small
+from zerolite.runtime.zero.bucket_filler import BucketFiller, Run, many_small, runs_of
 from zerolite.runtime.zero.bucket_state import HALF, IN_FLIGHT, BucketPool, BucketState, ReductionOptions, WindowSums
 from zerolite.runtime.zero.buffer import destinations, zero_slot
 from zerolite.runtime.zero.held_gradient import HeldGradient, ShownGradients
 from zerolite.runtime.zero.launch_plan import LaunchPlan
-from zerolite.runtime.zero.layout import PartitionLayout, Slot
+from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
 from zerolite.runtime.zero.resting_gradients import RestingGradients
 
 
@@ -64,6 +64,7 @@ class GradReducer:
         self._states: list[BucketState] = []
         self._passes_in_window = 0
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
+        self._runs: list[Run | None] = []  # of small parameters, by index, that are moved together
         self._fires: list[int] = []  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
         # backward inside the backward. Known after the first complete pass. Where gradients rest whole, that one
@@ -101,9 +102,16 @@ class GradReducer:
         self.layout = layout
         self.parameters, self.strides = list(parameters), list(strides)
         device = self.parameters[0].device
+        more = len(self.parameters) - len(self._expected)
+        self.shown.use(len(self.parameters))
+        self._runs += [None] * more
         for bucket in layout.buckets[len(self._states) :]:
             filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
-            self._states.append(BucketState(bucket, filler=filler))
+            runs = [] if bucket.rows else runs_of(bucket, strides)
+            self._states.append(BucketState(bucket, self._dtype_of(bucket), filler, runs))
+            for run in runs:
+                for index in run.indices:
+                    self._runs[index] = run
             if self.resting.away(bucket.index):
                 dtype = self._reduced_dtype(self._states[-1])
                 self.resting.home(bucket.index, bucket.numel // self._comm.world_size, dtype)
@@ -113,7 +121,6 @@ class GradReducer:
         self.resting.longest = 4 * widest // self._comm.world_size  # sums are in fp32
         buckets = IN_FLIGHT + 2 if self._options.shard else len(layout.buckets)
         self._pool = BucketPool(buckets if self._options.keep_buckets else 0)
-        more = len(self.parameters) - len(self._expected)
         self._learned, self._looks_for_late = False, self._options.shard  # of the new ones nothing is known
         self._use_order([*self.order, *range(len(self.order), len(layout.buckets))])
         follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
@@ -147,33 +154,52 @@ class GradReducer:
             self.handles.append(parameter.register_post_accumulate_grad_hook(_make_hook(known, slot)))
 
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """The hook, which runs for every parameter in every backward."""
         gradient = parameter.grad
-        parameter.grad = None
-        if type(gradient) is HeldGradient:  # autograd has added to it: begin_pass comes only now
-            gradient = gradient.collect()
-        if not self._seen_gradient or not self._pass_open:
-            self._on_first_gradient(slot.index)
-            self._seen_gradient = True
+        if not self._seen_gradient or type(gradient) is HeldGradient:
+            gradient = self._take_first(slot, parameter, gradient)
         if self._on_gradient is not None:
             self._on_gradient(slot.index)
         if gradient is None:
             return
-        if torch.is_grad_enabled():  # a backward with create_graph
-            with torch.no_grad():
-                self._accept(slot, gradient.detach())
-        else:
-            self._accept(slot, gradient)
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        if len(hooks) > 1:
-            self._meet_other_hooks(slot, parameter, list(hooks))
+        if self._void:
+            parameter.grad = None
+            self._count(slot)
+            return
+        if gradient.layout is not torch.strided:
+            parameter.grad = None
+            raise RuntimeError(
+                f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
+                "sparse gradients are not supported: build the embedding with sparse=False"
+            )
+        self.shown.put(slot, parameter)
+        self.used.add(slot.index)
+        if slot.numel:
+            if torch.is_grad_enabled():  # a backward with create_graph
+                with torch.no_grad():
+                    self._accept(slot, gradient.detach())
+            else:
+                self._accept(slot, gradient)
+            self._count(slot)
+        if self._passes_in_window > 1:
+            self._check_order_of_hooks(slot, parameter)
 
-    def _meet_other_hooks(self, slot: Slot, parameter: torch.Tensor, order: list[int]) -> None:
+    def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient in ``parameter.grad``, where the pass begins only now, or the parameter had one in it before."""
+        if type(gradient) is HeldGradient:  # autograd has added to it
+            gradient = gradient.collect()
+        else:
+            self.shown.put_back(slot, parameter)
+        if not self._seen_gradient:
+            self._on_first_gradient(slot.index)
+            self._seen_gradient = True
+        return gradient
+
+    def _check_order_of_hooks(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Hooks like ours that the user has installed: later ones find in ``p.grad`` what raises, earlier ones have
         seen this backward's gradient."""
-        ours = self.handles[slot.index].id
-        if order[-1] != ours:
-            self.shown.show(self.layout, self.parameters, [slot.index])
-        if order[0] != ours and self._passes_in_window > 1:
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1 and next(iter(hooks)) != self.handles[slot.index].id:
             raise RuntimeError(
                 f"parameter '{slot.name}' has a hook of register_post_accumulate_grad_hook, installed before "
                 "zerolite.initialize, which sees the gradient of one backward where plain PyTorch shows the sum of all "
@@ -233,37 +259,48 @@ class GradReducer:
         in step."""
         if not self._pass_open:
             return
-        self._pass_open = False
+        self._pass_open = self._seen_gradient = False
         with self.commands(Command.PASS_END):
             self._end_pass(complete)
 
     def _end_pass(self, complete: bool) -> None:
         if complete:
             self._learned = True  # of this rank alone: it decides when a bucket is launched in a pass, never whether
-            self._expected = [max(pair) for pair in zip(self._expected, self._fires, strict=True)]
-            self._count_expected()
-        self.shown.show(self.layout, self.parameters, sorted(self.used))
+            if max(self._fires, default=0) > 1:
+                self._expected = list(map(max, self._expected, self._fires))
+                self._count_expected()
+        if self._passes_in_window > 1:  # the gradients of earlier ones, which this one has hidden
+            self.shown.show(self.layout, self.parameters, self.used)
         if self._reducing:  # decided before the pass began, from counters that all ranks have counted alike
             self._launch_until(len(self._states))
             self._agree()
             self._passes_in_local = 0
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
-                "sparse gradients are not supported: build the embedding with sparse=False"
-            )
-        state = self._states[slot.bucket]
-        if self._void:
-            self._count(state, slot)
+        """Move a gradient into its bucket, or hold it until it is moved with others."""
+        index = slot.index
+        state, run = self._states[slot.bucket], self._runs[index]
+        if state.launched:
+            self._note_late(state, slot)
+        if run is not None:
+            if index in run.held:
+                self._put_run(state, run)
+            run.held[index] = own(gradient, self._item()) if listeners else gradient
+            if len(run.held) == run.count:
+                self._put_run(state, run)
             return
-        self.used.add(slot.index)
-        if not slot.numel:
-            return
-        if state.launched and self._may_be_late():
-            state.late = True
-        elif state.launched:
+        at_once = self._options.copy_on_arrival and state.filler is None and self._plan is None
+        if at_once or state.local is not None:
+            self._put(state, slot, gradient)
+        elif slot.index in state.held:
+            self._put_held(state)
+            self._put(state, slot, gradient)
+        else:
+            state.held[slot.index] = own(gradient, self._item()) if listeners else gradient
+
+    def _note_late(self, state: BucketState, slot: Slot) -> None:
+        """A gradient has come after its bucket was launched."""
+        if not self._may_be_late():
             advice = (
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
                 if self._plan is None
@@ -274,21 +311,14 @@ class GradReducer:
                 f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the "
                 f"graph has contributions to it that it never had before. {advice}"
             )
-        at_once = self._options.copy_on_arrival and state.filler is None and self._plan is None
-        if at_once or state.local is not None:
-            self._put(state, slot, gradient)
-        elif slot.index in state.held:
-            self._put_held(state)
-            self._put(state, slot, gradient)
-        else:
-            state.held[slot.index] = own(gradient, self._item()) if listeners else gradient
-        self._count(state, slot)
+        state.late = True
 
-    def _count(self, state: BucketState, slot: Slot) -> None:
+    def _count(self, slot: Slot) -> None:
         """A contribution to the pass has come; its bucket is launched if it was the last."""
         if not slot.numel:
             return
         self._fires[slot.index] += 1
+        state = self._states[slot.bucket]
         state.missing -= 1
         if self._plan is not None:
             if self._learning:
@@ -302,17 +332,35 @@ class GradReducer:
             if self._reducing and self._options.overlap and (self._learned or self._looks_for_late):
                 self._launch_ready()
 
+    def _put_run(self, state: BucketState, run: Run) -> None:
+        """Move the gradients that a run holds into ``local``, all in one call."""
+        held, joined = run.take()
+        if state.local is None:
+            self._open_local(state, joined)
+        assert state.local is not None
+        place, written = state.local[run.low : run.high], state.written & run.indices
+        if not written:
+            if self._factor != 1.0:
+                torch.mul(joined, self._factor, out=place)
+            else:
+                place.copy_(joined)
+        elif written >= held.keys():
+            self._widen(state)
+            state.local[run.low : run.high].add_(joined, alpha=self._factor)
+        else:
+            for index, gradient in held.items():
+                self._put(state, self.layout.slots[index], gradient)
+        state.written.update(held)
+
     def _put(self, state: BucketState, slot: Slot, gradient: torch.Tensor) -> None:
         """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
         accumulate_dtype."""
-        options = self._options
         if state.local is None:
-            state.local = self._new_local(state, gradient)
-            for low, high in state.bucket.gaps:
-                state.local[low:high].zero_()
+            self._open_local(state, gradient)
         first = slot.index not in state.written
-        if not first and options.accumulate_dtype is not None and state.local.dtype in HALF:
-            state.local, state.staged = own(state.local.to(options.accumulate_dtype), self._item()), False
+        if not first:
+            self._widen(state)
+        assert state.local is not None
         factor = self._factor
         strides = self.strides[slot.index]
         for place, values in destinations(state.local, state.bucket, slot, gradient, strides):
@@ -324,16 +372,30 @@ class GradReducer:
                 place.copy_(values)
         state.written.add(slot.index)
 
+    def _open_local(self, state: BucketState, gradient: torch.Tensor) -> None:
+        state.local = self._new_local(state, gradient)
+        for low, high in state.gaps:
+            state.local[low:high].zero_()
+
+    def _widen(self, state: BucketState) -> None:
+        """Let ``local`` have the dtype in which several contributions are summed."""
+        dtype, local = self._options.accumulate_dtype, state.local
+        if local is not None and dtype is not None and local.dtype in HALF:
+            state.local, state.staged = own(local.to(dtype), self._item()), False
+
     def _new_local(self, state: BucketState, gradient: torch.Tensor) -> torch.Tensor:
         options = self._options
         dtype = gradient.dtype
-        asked = options.sum_dtype(self._own_dtype(state))
+        asked = options.sum_dtype(state.dtype)
         if options.several_expected and not options.reduce_each_pass and asked is not None:
             dtype = asked
         return self._memory_for(state, dtype, gradient.device)
 
     def _put_held(self, state: BucketState) -> None:
         """Move the held gradients into ``local``, where none of them is yet: in one call if that is possible."""
+        for run in state.runs:
+            if run.held:
+                self._put_run(state, run)
         held, state.held = state.held, {}
         if state.local is None and state.filler is not None and held:
             first = next(iter(held.values()))
@@ -412,7 +474,7 @@ class GradReducer:
             self._launching = False
         self.probes.append(local.sum(dtype=torch.float32))
         self._make_room(state)
-        wanted = options.travelling_dtype(state.bucket, self._own_dtype(state), self._passes_in_local)
+        wanted = options.travelling_dtype(state.bucket, state.dtype, self._passes_in_local)
         if local.dtype != wanted:
             unconverted, local = local, own(local.to(wanted), self._item())
             if not state.staged:
@@ -450,13 +512,15 @@ class GradReducer:
         """``local`` with zeros where no gradient came."""
         self._put_held(state)
         if state.local is None:
-            like = self.parameters[state.bucket.slots[0].index]
-            return own(torch.zeros(state.bucket.numel, dtype=like.dtype, device=like.device), self._item())
-        if len(state.written) == len(state.bucket.slots):
-            return state.local
-        for slot in state.bucket.slots:
-            if slot.index not in state.written:
-                zero_slot(state.local, state.bucket, slot)
+            device = self.parameters[state.bucket.slots[0].index].device
+            return own(torch.zeros(state.bucket.numel, dtype=state.dtype, device=device), self._item())
+        if len(state.written) < state.filled:
+            for run in state.runs:  # those that are moved have zeros where no gradient came
+                if state.written.isdisjoint(run.indices):
+                    state.local[run.low : run.high].zero_()
+            for slot in state.bucket.slots:
+                if slot.numel and self._runs[slot.index] is None and slot.index not in state.written:
+                    zero_slot(state.local, state.bucket, slot)
         return state.local
 
     def _wait_for_all(self) -> None:
@@ -482,10 +546,11 @@ class GradReducer:
             self._give_back(sent)
 
     def _reduced_dtype(self, state: BucketState) -> torch.dtype:
-        return self._options.reduced_dtype(self._own_dtype(state), adds=state.reduced is not None)
+        return self._options.reduced_dtype(state.dtype, adds=state.reduced is not None)
 
-    def _own_dtype(self, state: BucketState) -> torch.dtype:
-        return self.parameters[state.bucket.slots[0].index].dtype
+    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
+        """The dtype of its parameters."""
+        return self.parameters[bucket.slots[0].index].dtype
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -534,7 +599,8 @@ class GradReducer:
                 yield (BUCKETS if state.staged else local), state.local
             if state.sent is not None:
                 yield self._sent_item(state), state.sent
-            yield from ((local, gradient) for gradient in state.held.values())
+            for held in (state.held, *(run.held for run in state.runs)):
+                yield from ((local, gradient) for gradient in held.values())
             if state.pending is not None:
                 yield from ((BUCKETS, tensor) for tensor in state.pending.memory())
         yield from ((self._pool_item(), bucket) for bucket in self._pool.memory())
@@ -588,8 +654,8 @@ class GradReducer:
             for state in late_states:
                 assert state.reduced is not None
                 mean = self.resting.fetch(state.bucket.index, state.reduced)
-                if mean.dtype != self._own_dtype(state):
-                    state.reduced = self.resting.keep(state.bucket.index, mean.to(self._own_dtype(state)))
+                if mean.dtype != state.dtype:
+                    state.reduced = self.resting.keep(state.bucket.index, mean.to(state.dtype))
 
     # ---------------------------------------------------------------- what the step reads
 
@@ -687,6 +753,8 @@ class GradReducer:
             self.release(state.bucket.index)
             state.written.clear()
             state.held.clear()
+            for run in state.runs:
+                run.held.clear()
         if self._options.shard:
             self._pool.clear()  # between steps no rank holds more than its part
         self._passes_in_local = self._passes_in_window = 0

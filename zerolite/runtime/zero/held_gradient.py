@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from zerolite.runtime.zero.layout import PartitionLayout
+from zerolite.runtime.zero.layout import PartitionLayout, Slot
 from zerolite.runtime.zero.released_parameter import find_arguments, opened
 
 _ACCUMULATION = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
@@ -54,8 +55,12 @@ class HeldGradient(torch.Tensor):
     ) -> Any:
         if function in _ACCUMULATION and isinstance(args[0], HeldGradient):
             held = args[0]
-            held.arrived = args[1] if held.arrived is None else held.arrived + args[1]
-            return held if function is _ACCUMULATION[0] else args[1]
+            arrived = held.collect()
+            total = args[1] if arrived is None else arrived + args[1]
+            if function is _ACCUMULATION[1]:
+                return total  # takes the place of ``held`` in ``p.grad``
+            held.arrived = total
+            return held
         _refuse((args, kwargs))
 
 
@@ -83,53 +88,70 @@ def _refuse(arguments: Any) -> NoReturn:
 
 
 class ShownGradients:
-    """The held gradients that are in ``p.grad`` now, and what the user has made of them."""
+    """The placeholders that are in ``p.grad`` now, and what the user has made of them."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, torch.Size], HeldGradient] = {}
-        self._shown: dict[int, HeldGradient] = {}
+        self._made: list[HeldGradient | None] = []  # by index of the parameter, to be used again
+        self._shown: list[HeldGradient | None] = []  # what the engine has put into each ``p.grad``
 
-    def show(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> None:
-        """These parameters have a gradient in the engine."""
+    def use(self, count: int) -> None:
+        """There are ``count`` parameters, which begin with those there were."""
+        more: list[None] = [None] * (count - len(self._made))
+        self._made += more
+        self._shown += more
+
+    def put(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """This parameter has a gradient in the engine."""
+        index = slot.index
+        held = self._made[index]
+        try:
+            parameter.grad = held
+        except (RuntimeError, TypeError):  # at stage 3 it has no elements between uses
+            held = None
+        if held is None:
+            held = self._made[index] = HeldGradient.of(parameter, slot.name)
+            parameter.grad = held
+        self._shown[index] = held
+
+    def put_back(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """``p.grad`` is again what the engine has put there."""
+        parameter.grad = self._shown[slot.index]
+
+    def show(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], indices: Iterable[int]) -> None:
+        """The same for several, of which some may be shown already."""
         with opened():
-            self._show(layout, parameters, indices)
-
-    def _show(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> None:
-        for index in indices:
-            parameter = parameters[index]
-            if parameter.grad is not None:
-                continue
-            key = (index, parameter.shape)
-            held = self._held.get(key)
-            if held is None or held.dtype != parameter.dtype:
-                held = self._held[key] = HeldGradient.of(parameter, layout.slots[index].name)
-            parameter.grad = self._shown[index] = held
+            for index in indices:
+                if self._shown[index] is None:
+                    self.put(layout.slots[index], parameters[index])
 
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Set every ``p.grad`` to None that the engine has put there."""
         with opened():
-            for index, held in self._shown.items():
-                if parameters[index].grad is held:
-                    parameters[index].grad = None
-        self._shown.clear()
+            for parameter, held in zip(parameters, self._shown, strict=True):
+                if held is not None and parameter.grad is held:
+                    parameter.grad = None
+        self._shown = [None] * len(parameters)
 
     def all_dropped(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the user has set ``p.grad`` of all of them to None, as ``module.zero_grad()`` does. Raises
         RuntimeError if it is some of them, or if there is a gradient that the engine has not seen."""
         with opened():
-            return self._all_dropped(layout, parameters)
-
-    def _all_dropped(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is not None and parameter.grad is not self._shown.get(index):
+            gradients = [parameter.grad for parameter in parameters]
+        if not any(map(operator.is_not, gradients, self._shown)):
+            return False
+        found = list(enumerate(zip(gradients, self._shown, strict=True)))
+        for index, (gradient, held) in found:
+            if gradient is not None and gradient is not held:
                 raise RuntimeError(
                     f"parameter '{layout.slots[index].name}' has a gradient in p.grad that did not come from a "
                     "backward, and the engine would not use it; call zerolite.set_full_grad(p, value) on all ranks"
                 )
-        dropped = [index for index in self._shown if parameters[index].grad is None]
-        if dropped and len(dropped) < len(self._shown):
+        dropped = [index for index, (gradient, held) in found if gradient is not held]
+        shown = sum(held is not None for held in self._shown)
+        if len(dropped) < shown:
             raise RuntimeError(
                 f"p.grad of parameter '{layout.slots[dropped[0]].name}' was set to None ({len(dropped)} of "
-                f"{len(self._shown)}), while the engine holds its gradient; to leave it out of a step, call "
+                f"{shown}), while the engine holds its gradient; to leave it out of a step, call "
                 "zerolite.set_full_grad(p, None) on all ranks, or requires_grad_(False) before the forward"
             )
-        return bool(dropped)
+        return True

@@ -113,7 +113,7 @@ class PartitionedParameterCoordinator:
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._clock = 0
-        self._whole: list[tuple[PartitionedParameter, torch.Tensor, int]] = []  # trained and whole: values, address
+        self._whole: list[tuple[PartitionedParameter, torch.Tensor]] = []  # trained and whole, with their values
         self._parts: list[torch.Tensor] = []
         self._shards: list[torch.Tensor] = []
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
@@ -368,10 +368,10 @@ class PartitionedParameterCoordinator:
     @torch.no_grad()
     def collect_writes(self) -> None:
         """What somebody has written into parameters that stay whole, alike on all ranks, reaches their shards."""
-        if any(handle.view is not view for handle, view, _ in self._whole):
+        if any(handle.view is not view for handle, view in self._whole):
             self.look_at_whole()
-        for handle, view, place in self._whole:
-            if address(handle.parameter) != place:
+        for handle, view in self._whole:
+            if address(handle.parameter) != address(view):
                 take_values(handle.name, handle.parameter, view)
         if self._shards:
             self.reader.write(self._shards, self._parts)
@@ -384,7 +384,7 @@ class PartitionedParameterCoordinator:
     def look_at_whole(self) -> None:
         """Find the trained parameters that stay whole, and their parts."""
         kept = [handle for handle in self.handles if handle.persistent and handle.on_written is not None]
-        self._whole = [(handle, handle.view, address(handle.view)) for handle in kept]
+        self._whole = [(handle, handle.view) for handle in kept]
         self._parts, self._shards = [], []
         apart = [handle for handle in kept if handle.storage is not None]
         self._parts = [handle.own_part() for handle in apart]

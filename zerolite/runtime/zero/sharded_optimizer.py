@@ -156,13 +156,17 @@ class ShardedOptimizer(Optimizer):
             "engine.optimizer.state_dict() and engine.full_state_dict()"
         )
 
-    def run_hooks(self, when: str) -> None:
-        """The hooks that somebody has registered on this optimizer or on the inner one; when: "pre" or "post"."""
-        for hook in list((_global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks).values()):
-            hook(self, (), {})
+    def run_hooks(self, when: str) -> bool:
+        """Call the hooks that the user has registered on this optimizer, on the inner one or on all; True if there are
+        any. when: "pre" or "post"."""
+        everywhere = _global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks
+        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in everywhere.values()]
         for optimizer in (self.inner, self):
-            for hook in list(getattr(optimizer, f"_optimizer_step_{when}_hooks").values()):
-                hook(optimizer, (), {})
+            hooks = getattr(optimizer, f"_optimizer_step_{when}_hooks")
+            calls += [(optimizer, hook) for hook in hooks.values()]
+        for optimizer, hook in calls:
+            hook(optimizer, (), {})
+        return bool(calls)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the engine's module, as torch's method does: ``params`` and whatever differs from

@@ -1,0 +1,79 @@
+"""Requests with which many ranks wait for each other at one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zerolite.comm.arrival import meet
+
+WORLD = 24
+
+
+class CountingStore(dist.Store):
+    """One rank's connection, which counts its requests."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner, self.requests = inner, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return self.inner.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=30)) -> None:
+        self.requests += 1
+        self.inner.wait(keys, timeout)
+
+    def set(self, key: str, value: str) -> None:
+        self.requests += 1
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self.inner.get(key)
+
+    def add(self, key: str, number: int) -> int:
+        self.requests += 1
+        return self.inner.add(key, number)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.requests += 1
+        return self.inner.compare_set(key, expected, desired)
+
+
+def come(arrivals: dict[int, float], timeout_s: float) -> tuple[dict[int, str], dict[int, int]]:
+    """What each rank is told, and its requests. arrivals: seconds after which a rank comes."""
+    inner, errors, requests = dist.HashStore(), {}, {}
+
+    def run(rank: int, after_s: float) -> None:
+        store = CountingStore(inner)
+        time.sleep(after_s)
+        try:
+            meet(store, rank, WORLD, timeout_s)
+            errors[rank] = ""
+        except RuntimeError as error:
+            errors[rank] = str(error)
+        requests[rank] = store.requests
+
+    threads = [threading.Thread(target=run, args=item) for item in arrivals.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors, requests
+
+
+def test_most_ranks_wait_without_requests() -> None:
+    errors, requests = come({rank: 1.0 if rank == 3 else 0.0 for rank in range(WORLD)}, 60.0)
+    assert errors == dict.fromkeys(range(WORLD), "")
+    assert max(requests[rank] for rank in range(16, WORLD)) <= 10, requests
+
+
+def test_one_rank_asks_who_has_not_come() -> None:
+    errors, requests = come({rank: 0.0 for rank in range(WORLD) if rank != 3}, 0.5)
+    assert len(set(errors.values())) == 1 and "rank 3 of 24 did not arrive within 0.5 s" in errors[0]
+    assert max(requests[rank] for rank in range(16, WORLD)) < WORLD <= requests[0], requests
