@@ -3,6 +3,9 @@
     python benchmarks/host_overhead.py                            # 100 and 400 layers, everyone, one process each
     python benchmarks/host_overhead.py --competitors zerolite-3,zerolite-3-w64 --layers 100 --rounds 3
     python benchmarks/host_overhead.py --profile zerolite-3-w64-modules --layers 100
+    python benchmarks/host_overhead.py --layers 10000 --competitors zerolite-0,zerolite-1-w64,zerolite-2-w64
+
+A layer has four parameters, so a quarter of "us a layer" is what a parameter costs above plain PyTorch.
 
 A layer is LayerNorm(32), Linear(32, 32) and a residual; 8 rows are a batch; one thread. Every competitor has one
 process of its own, which sleeps while another runs. Each of its turns stands next to a turn of plain PyTorch, before it

@@ -185,6 +185,10 @@ def _all_competitors() -> dict[str, Competitor]:
         *(Competitor(f"deepspeed-{stage}", build_deepspeed, "deepspeed", {"stage": stage}) for stage in (1, 3)),
         Competitor("zerolite-0", build_zerolite, "zerolite", {"stage": 0}),
     ]
+    for stage in (1, 2):
+        options = {"stage": stage, "fake": True}
+        name = f"zerolite-{stage}-w{FAKE_WORLD}"
+        found.append(Competitor(name, build_zerolite, "zerolite", options, communicates=False))
     for suffix, keys in (("", {}), ("-modules", MODULES), ("-modules-reshard", RESHARD)):
         for world, fake in (("", False), (f"-w{FAKE_WORLD}", True)):
             options = {"stage": 3, "fake": fake, **keys}

@@ -129,6 +129,13 @@ class HostRead:
         return self._host
 
 
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of ``values``, on the CPU, for which the host does not wait; ``values`` itself if that is the device."""
+    if device.type == "cuda" and type(values) is not FakeTensor:
+        values = values.pin_memory()  # CUDA's host allocator keeps it until it has been copied
+    return values.to(device, non_blocking=True)
+
+
 def host_values(tensor: torch.Tensor) -> list[float]:
     """The elements of a small tensor as Python numbers; waits for the device."""
     values: Sequence[float] = HostRead(tensor.reshape(-1)).get().tolist()

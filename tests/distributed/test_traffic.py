@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_buffers_are_sent_before_each_training_forward_if_asked(pools: Pools) ->
     ):
         assert torch.equal(result["offset"], torch.zeros(3)), rank
         assert result["calls"] == 2  # one training and one evaluation forward, from rank 0's zero
-        assert result["broadcasts"] > 0
+        assert result["broadcasts"] == result["dtypes"]
         assert result["in evaluation"] == 0
     for rank, result in enumerate(
         pools(2).run(f"{CASES}:buffers_after_training", {"config": config(1), "broadcast": False})
@@ -292,3 +293,9 @@ def test_stage_3_recomputation_gathers_as_planned(pools: Pools, reentrant: bool)
     assert gathers(result["windows"][-1]) == [*units, *rest[-2::-1], first]
     result = stage3(pools, 2, MOVING, **case)
     assert gathers(result["windows"][-1]) == units
+
+
+def test_the_hosts_meet_over_a_group_when_a_checkpoint_is_saved(pools: Pools, tmp_path: Path) -> None:
+    """None is made in a job that saves none: each rank of gloo connects to all others."""
+    for asked in pools(2).run(f"{CASES}:host_groups", {"config": config(2), "directory": str(tmp_path)}):
+        assert asked == {"a step": [], "two checkpoints": ["checkpoint"]}

@@ -77,3 +77,13 @@ def test_clip_coefficient_is_torchs(norm):
     assert norm * clip_coefficient(norm, 1.0) == pytest.approx(p.grad.item(), rel=1e-6)
     on_device = clip_coefficient_on_device(torch.tensor(norm, dtype=torch.float64), 1.0)
     assert on_device.item() == clip_coefficient(norm, 1.0)
+
+
+def test_weights_reach_the_device_without_a_copy(monkeypatch):
+    layout = PartitionLayout.build([ParameterSpec("w", 4)], 1, 64)
+    collector = StatsCollector(layout, list(layout.fragments(0)), Communicator(), torch.device("cpu"))
+    part = torch.ones(layout.buckets[0].numel)
+    collector.collect([part], {0}, [], weighted=True, weight=3.0)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("values made on the host"))
+    stats = collector.collect([part], {0}, [], weighted=True, weight=5.0)
+    assert stats.get().weight == 5.0

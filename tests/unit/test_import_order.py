@@ -25,6 +25,7 @@ LAYERS = {
     "zerolite.pinned_memory": 0,
     "zerolite.failure_record": 0,
     "zerolite.listening": 0,
+    "zerolite.network": 0,
     "zerolite.cuts": 0,
     "zerolite.config": 1,
     "zerolite.comm": 1,
@@ -183,7 +184,7 @@ PURE = (
 # Beside the standard library, torch and zerolite itself. Everything else is forbidden, numpy above all.
 THIRD_PARTY = {
     "zerolite.config": {"pydantic", "hjson"},
-    "zerolite.launcher": {"psutil"},
+    "zerolite.network": {"psutil"},
     "zerolite.report": {"cpuinfo"},
     "zerolite.monitor.wandb_writer": {"wandb"},
     "zerolite.runtime.memory_report": {"psutil"},

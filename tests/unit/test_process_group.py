@@ -1,11 +1,12 @@
 """What torchrun, srun and the mpiruns leave in the environment, and what follows from it."""
 
+import os
 import sys
 import types
 
 import pytest
 
-from zerolite.comm import rendezvous
+from zerolite.comm import process_group, rendezvous
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, first_host, read_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "123"}
@@ -233,3 +234,25 @@ def test_an_mpirun_is_found_among_the_processes_above(tmp_path, monkeypatch):
 def test_incomplete_or_wrong_variables_are_named(env, words):
     with pytest.raises(ValueError, match=words):
         read_environment(env)
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks_here", "known", "chosen"),
+    [
+        ("10.0.0.1", "2", None, "eth7"),
+        ("10.0.0.1", "2", "mine", "mine"),
+        ("10.0.0.1", "8", None, "lo"),
+        ("127.0.0.1", "2", None, "lo"),
+        (None, "2", None, None),
+    ],
+)
+def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, ranks_here, known, chosen):
+    for name, value in (("LOCAL_WORLD_SIZE", ranks_here), ("GLOO_SOCKET_IFNAME", known)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process_group, "interface_towards", {"10.0.0.1": "eth7"}.get)
+    monkeypatch.setattr(process_group, "_gloo_kept_here", False)
+    process_group._keep_gloo_here(host, 8)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.launcher import network, remote
+from zerolite import network
+from zerolite.launcher import remote
 from zerolite.launcher.check import CheckSpec, Facts, Reach, candidate_addresses, node_index, own_versions
 from zerolite.launcher.hosts import Host, HostsError
-from zerolite.launcher.job import NodeJob, run_module
+from zerolite.launcher.job import NodeJob, gloo_variables, run_module
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import check_reachable, make_node_jobs, make_plan, own_part
 from zerolite.launcher.preflight import Answer, clock_offset, find_problems
@@ -295,8 +296,8 @@ def test_gloo_is_told_an_interface_only_where_it_needs_one(monkeypatch: pytest.M
     monkeypatch.setattr(network, "interface_addresses", lambda: iter([("lo", "127.0.0.1"), ("eth7", "10.0.0.5")]))
     monkeypatch.setattr(network, "address_towards", lambda name: "10.0.0.5" if name == "host1" else "127.0.1.1")
     job = NodeJob("abc", ["t.py"], max_nodes=2, master_addr="host1")
-    assert network.gloo_variables(job, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}
-    assert network.gloo_variables(job, {"GLOO_SOCKET_IFNAME": "x"}) == {}
-    assert network.gloo_variables(NodeJob("abc", ["t.py"], master_addr="host1"), {}) == {}
+    assert gloo_variables(job, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}
+    assert gloo_variables(job, {"GLOO_SOCKET_IFNAME": "x"}) == {}
+    assert gloo_variables(NodeJob("abc", ["t.py"], master_addr="host1"), {}) == {}
     first = NodeJob("abc", ["t.py"], max_nodes=2, master_addr="localhost")
-    assert network.gloo_variables(first, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}
+    assert gloo_variables(first, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}

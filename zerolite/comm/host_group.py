@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
+import weakref
+import zlib
 from typing import Any
 
 import torch.distributed as dist
@@ -15,29 +16,53 @@ from zerolite.comm.objects import broadcast_object, gather_objects
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import name_ranks
 
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+"""How many there have been over each group, by purpose; the same on all its ranks."""
+
 
 class HostGroup:
     """All methods are called on all ranks of ``comm``, in the same order; the first one is making it. It neither waits
-    for the device nor gets in the way of what is in flight. ``group`` is None where there is one process."""
+    for the device nor gets in the way of what is in flight."""
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
         self._members = comm.members()
-        alone = comm.group is None or comm.world_size == 1
-        self.group = None if alone else second_group(comm.group, "gloo", purpose)  # type: ignore[arg-type]
+        self._comm, self._purpose = comm, purpose
+        self._alone = comm.group is None or comm.world_size == 1
+        self._group: dist.ProcessGroup | None = None
         self._meetings = 0
-        self._key = self.broadcast(f"zerolite/{purpose}/{uuid.uuid4()}", 0)
+        self._key = ""
+        if comm.group is not None and not self._alone:
+            made = _made.setdefault(comm.group, {})
+            made[purpose] = made.get(purpose, 0) + 1
+            ranks = zlib.crc32(repr(self._members).encode())
+            key = f"zerolite/{purpose}/{ranks}/{made[purpose]}"
+            # A store may outlive a process group, and have the keys of one before: every rank comes once for each.
+            tickets = _get_default_store().add(f"{key}/made", 1)
+            self._key = f"{key}/{(tickets - 1) // self.world_size}"
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group, which all ranks make together when they first ask for it; None where there is one process."""
+        if self._group is None and not self._alone:
+            if self._comm.group is None:
+                raise RuntimeError(
+                    f"expected the process group to be there for what ranks tell each other ({self._purpose}), but it "
+                    "has been destroyed; make this call before zerolite.destroy()"
+                )
+            self._group = second_group(self._comm.group, "gloo", self._purpose)
+        return self._group
 
     @property
     def alive(self) -> bool:
         """Whether there is one process, or the group has not been destroyed."""
-        return self.group is None or dist.is_initialized()
+        return self._alone or dist.is_initialized()
 
     def meet(self, timeout_s: float, what: str) -> None:
         """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, which says who is missing
         from ``what``. It goes through the store of the rendezvous, where who does not come hinders nobody. A rank that
         comes when the others have given up, or has left out a call of theirs, waits for them at their next one."""
-        while self.group is not None and not self._met(timeout_s, what):
+        while not self._alone and not self._met(timeout_s, what):
             pass
 
     def _met(self, timeout_s: float, what: str) -> bool:
@@ -73,15 +98,13 @@ class HostGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order."""
-        if self.group is None:
-            return [value]
-        return gather_objects(value, self.group)
+        group = self.group
+        return [value] if group is None else gather_objects(value, group)
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Rank ``source``'s ``value``."""
-        if self.group is None:
-            return value
-        return broadcast_object(value, source, self.group)
+        group = self.group
+        return value if group is None else broadcast_object(value, source, group)
 
 
 def _without(missing: list[int], timeout_s: float, what: str) -> str:

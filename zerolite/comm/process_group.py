@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -20,14 +21,14 @@ from zerolite.comm.arrival import meet, open_store
 from zerolite.comm.flight import blocked
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
 from zerolite.listening import is_loopback, loopback_interface
+from zerolite.network import GLOO_VARIABLE, interface_towards
 
 logger = logging.getLogger("zerolite")
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _started_here = False
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_gloo_kept_here = False  # by this module, not by the user
+_gloo_kept_here = False  # whether this module has chosen gloo's interface, not the user
 
 
 class _Closable(Protocol):
@@ -168,7 +169,7 @@ def destroy() -> None:
         _second_groups.clear()
         dist.destroy_process_group()
         if _gloo_kept_here:  # another group may reach other machines
-            os.environ.pop(_GLOO_INTERFACE, None)
+            os.environ.pop(GLOO_VARIABLE, None)
             _gloo_kept_here = False
         gc.collect()  # engines are cycles; what is left of them holds the group, whose threads end with it
     _started_here = False
@@ -219,13 +220,19 @@ def _start(backend: str, init_method: str, rank: int, world_size: int, timeout: 
 
 
 def _keep_gloo_here(host: str | None, world_size: int) -> None:
-    """Have gloo listen on the loopback interface alone where all ranks are on one machine, unless the user has chosen
-    an interface. It would listen on the address of the host's name."""
+    """Have gloo listen on the interface that leads to rank 0's host, and on the loopback interface alone where all
+    ranks are on one machine, unless the user has chosen one. It would listen on the address of the host's name, which
+    many machines take for 127.0.1.1, where no other finds them."""
     global _gloo_kept_here
+    if GLOO_VARIABLE in os.environ:
+        return
     one_machine = is_loopback(host or "") or os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    interface = loopback_interface() if one_machine and _GLOO_INTERFACE not in os.environ else None
+    interface = loopback_interface() if one_machine else None
+    if host and not one_machine:
+        with contextlib.suppress(OSError):  # a sandbox that does not tell of its interfaces
+            interface = interface_towards(host)
     if interface is not None:
-        os.environ[_GLOO_INTERFACE] = interface
+        os.environ[GLOO_VARIABLE] = interface
         _gloo_kept_here = True
 
 

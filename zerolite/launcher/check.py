@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from zerolite.launcher import network
+from zerolite import network
 from zerolite.launcher.remote_commands import pack, unpack
 from zerolite.launcher.resources import count_cuda_devices
 from zerolite.version import __version__

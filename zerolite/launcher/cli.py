@@ -153,7 +153,7 @@ def make_local_job(request: LaunchRequest) -> NodeJob:
     job = make_node_job(request, nproc=nproc, min_nodes=fewest, max_nodes=most)
     if most == 1:
         return dataclasses.replace(job, master_port=request.master_port or 0)
-    from zerolite.launcher.network import gloo_variables
+    from zerolite.launcher.job import gloo_variables
 
     job = dataclasses.replace(
         job,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from zerolite.network import GLOO_VARIABLE, interface_towards
 
 JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"
 """In the environment of every process of a job, so that none is overlooked when the job ends."""
@@ -19,6 +22,17 @@ def run_module(module: str) -> list[str]:
         "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
         f"from {module} import main; sys.exit(main(sys.argv[1:]))",
     ]
+
+
+def gloo_variables(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return gloo's interface for a node that finds it for itself, as a variable of the environment.
+
+    Empty where it is set already, where there is one node, and where no interface leads to the first node.
+    """
+    if job.max_nodes == 1 or GLOO_VARIABLE in environ or GLOO_VARIABLE in job.env:
+        return {}
+    interface = interface_towards(job.master_addr)
+    return {} if interface is None else {GLOO_VARIABLE: interface}
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerolite.launcher import network
+from zerolite import network
 from zerolite.launcher.check import Reach
 from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
-from zerolite.launcher.job import NodeJob
+from zerolite.launcher.job import NodeJob, gloo_variables
 from zerolite.launcher.options import LaunchRequest, make_node_job
 from zerolite.launcher.remote_commands import Route, exported_variables
 from zerolite.launcher.resources import default_nproc
@@ -188,4 +188,4 @@ def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
         master_port=request.master_port or default_port,
         devices=None if host.devices is None else list(host.devices),
     )
-    return dataclasses.replace(job, env={**network.gloo_variables(job, os.environ), **job.env})
+    return dataclasses.replace(job, env={**gloo_variables(job, os.environ), **job.env})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from zerolite.launcher import network, supervisor
+from zerolite import network
+from zerolite.launcher import supervisor
 from zerolite.launcher.check import CheckSpec, Reach
 from zerolite.launcher.follow import Signals, follow_parts
 from zerolite.launcher.hosts import Host, HostsError

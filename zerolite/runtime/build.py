@@ -370,7 +370,7 @@ class _Assembly:
         self.sharded.connect(
             step=pipeline.step if self.staged is None else functools.partial(_refuse_step, known),
             zero_grad=pipeline.zero_grad,
-            settle=pipeline.settle,
+            settle=functools.partial(_settle_schedule, known),
             save=pipeline.follow_writes,
             load=pipeline.on_masters_loaded,
             add=growth.add_group,
@@ -530,6 +530,12 @@ def _refuse_step(known: weakref.ref[Engine]) -> None:
     engine = known()
     if engine is not None:
         engine.refuse_pipeline("engine.optimizer.step")
+
+
+def _settle_schedule(known: weakref.ref[Engine]) -> None:
+    engine = known()
+    if engine is not None:
+        engine.settle_schedule()
 
 
 def _step_scheduler(engine: Engine | None) -> None:

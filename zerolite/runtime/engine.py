@@ -469,6 +469,12 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def lr_scheduler(self, scheduler: Any) -> None:
         self._lr_scheduler = scheduler
 
+    def settle_schedule(self) -> None:
+        """Bring the param groups up to date, which the engine's schedule changes when the outcome of a step is read.
+        Nothing without one: a loop that steps a schedule of its own need not wait for the device."""
+        if self._lr_scheduler is not None:
+            self._pipeline.settle()
+
     def step_scheduler(self) -> None:
         """After an update that was not skipped. Called by the pipeline."""
         if self._lr_scheduler is not None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
-from zerolite.accelerator import HostRead, is_fake
+from zerolite.accelerator import HostRead, is_fake, to_device
 from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import content_hash
 from zerolite.runtime.zero.layout import Fragment, PartitionLayout
@@ -124,6 +124,10 @@ class StatsVector:
         """Whether some ranks have weights and others have not, 0-dim bool on the device."""
         return self._values[-6] * self._values[-5] > 0
 
+    def unused(self, index: int) -> torch.Tensor:
+        """Whether a parameter got no gradient on any rank, 0-dim bool on the device."""
+        return self._values[self._count + index] == 0
+
     def start_read(self) -> None:
         """Begin the copy to the host, behind the work queued so far."""
         if self._read is None:
@@ -205,7 +209,8 @@ class StatsCollector:
         self._noted: set[int] = set()  # buckets whose gradients have left the device, with their squares here:
         self._squares: torch.Tensor | None = None  # by parameter; each is in one bucket
         self._slots: dict[int, torch.Tensor] = {}
-        self._all_used = torch.ones(self._count, dtype=torch.float64, device=device)
+        ones = torch.ones(self._count, dtype=torch.float64, device=device)
+        self._flagged = set(range(self._count)), ones  # parameters that got a gradient here in the last step
 
     @torch.no_grad()
     def note(self, bucket: int, gradient: torch.Tensor) -> None:
@@ -264,15 +269,14 @@ class StatsCollector:
         size = 2 * count + comm.world_size + numbers_of_inputs + more + 6
         values = torch.zeros(size, dtype=torch.float64, device=self._device)
         numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
-        if numbers == [0, 0, 1, 1, 0, 0]:  # nearly always
-            values[-4:-2] = 1.0
-        else:
-            values[-6:] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        for place, number in zip(range(size - 6, size), numbers, strict=True):
+            if number:  # as an argument of a kernel: copies from the host may wait for the device
+                values[place].fill_(number)
         for launch in self._plan(tuple(None if part is None else part.dtype for part in parts)):
             torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
         if self._squares is not None:
             values[:count] += self._squares
-        values[count : 2 * count] = self._all_used if len(used) == count else self._flags(used)
+        values[count : 2 * count] = self._flags(used)
         for kind, found in ((_BAD_GRADIENT, probes), (_BAD_LOSS, losses)):
             if found:
                 values[2 * count + comm.rank] += (~torch.isfinite(torch.stack(list(found)))).any().double() * kind
@@ -336,9 +340,12 @@ class StatsCollector:
         return plan
 
     def _flags(self, used: set[int]) -> torch.Tensor:
-        flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")
-        flags[sorted(used)] = 1.0
-        return flags.to(self._device)
+        """1 for the parameters in ``used``, [n] on the device; those of the step before are taken again."""
+        if used != self._flagged[0]:
+            flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")
+            flags[sorted(used)] = 1.0
+            self._flagged = set(used), to_device(flags, self._device)
+        return self._flagged[1]
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -37,6 +37,9 @@ from zerolite.runtime.zero.update_sweep import UpdateLook, UpdateSweep
 
 logger = logging.getLogger("zerolite")
 
+_MOST_DOUBTFUL = 32  # parameters that are updated one by one, so that the host need not wait
+_NONE: Mapping[int, torch.Tensor] = {}
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -69,10 +72,12 @@ class TraceCheck(Protocol):
 
 @dataclass(frozen=True)
 class _Unsettled:
-    """A step whose outcome the host has not read yet."""
+    """A step whose outcome the host has not read yet. doubtful: parameters that this rank has not used, which the
+    device has left out of the update if no other rank has."""
 
     stats: StatsVector
     divisor: float
+    doubtful: frozenset[int]
 
 
 class StepPipeline:
@@ -475,6 +480,8 @@ class StepPipeline:
         outcome = unsettled.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self._applies(outcome):
             self._optimizer.method.forget_last()
+        elif unsettled.doubtful:
+            self._optimizer.method.leave_out(unsettled.doubtful - outcome.used)
         if self._checks is not None:
             self._checks.note(outcome.extra)
         try:
@@ -587,12 +594,17 @@ class StepPipeline:
         return options.skip_on_device and method.can_skip_on_device and self._sweep.all_on_device
 
     def _update_unread(self, stats: StatsVector, publish: bool) -> None:
-        """Update, or skip on the device, without reading the statistics: the same launches on every rank, whatever the
-        outcome. A rank that lacks gradients waits for the statistics to learn which parameters no rank has used, and
-        does nothing else with them."""
+        """Update, or skip on the device, without reading the statistics: the same gathers on every rank, whatever the
+        outcome. Of parameters that this rank has not used the device leaves out those that no rank has. Where they are
+        many the host waits for the statistics to learn which, and does nothing else with them."""
         divisor = self._own_divisor()
-        lacks_some = len(self._reducer.used) < len(self._buffer.layout.slots)
-        used = stats.get().used if lacks_some else None
+        used: frozenset[int] | None = None
+        doubtful: frozenset[int] = frozenset()
+        if len(self._reducer.used) < len(self._buffer.layout.slots):
+            used = frozenset(self._reducer.used)
+            doubtful = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
+            if len(doubtful) > _MOST_DOUBTFUL:
+                used, doubtful = stats.get().used, frozenset()
         total = stats.total_square()
         found_inf = ~torch.isfinite(total) | stats.mixed() if self._options.check_finite else None
         scale: float | torch.Tensor = divisor
@@ -603,9 +615,14 @@ class StepPipeline:
         factor: float | torch.Tensor = 1.0 / divisor if isinstance(scale, float) else (1.0 / scale).float()
         if self._max_norm:
             factor = (clip_coefficient_on_device(total.sqrt() / scale, self._max_norm) / scale).float()
-        self._update_buckets(factor, used, None if found_inf is None else found_inf.float(), publish)
+        left_out = {index: stats.unused(index) for index in sorted(doubtful)}
+        if found_inf is not None:
+            left_out = {index: unused | found_inf for index, unused in left_out.items()}
+            found_inf = found_inf.float()
+        left_out = {index: flag.float() for index, flag in left_out.items()}
+        self._update_buckets(factor, used, found_inf, publish, left_out)
         stats.start_read()
-        self._unsettled = _Unsettled(stats, divisor)
+        self._unsettled = _Unsettled(stats, divisor, doubtful)
 
     def _update_buckets(
         self,
@@ -613,11 +630,13 @@ class StepPipeline:
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
         publish: bool,
+        doubtful: Mapping[int, torch.Tensor] = _NONE,
     ) -> None:
-        self._optimizer.method.begin(used)
+        taking_part = used if used is None else used | doubtful.keys()
+        self._optimizer.method.begin(taking_part, frozenset(doubtful))
         self._unpublished = not publish
         try:
-            self._sweep.run(factor, used, found_inf, publish)
+            self._sweep.run(factor, used, found_inf, publish, doubtful)
         except BaseException as error:
             self._torn, self._unpublished = f"{type(error).__name__}: {error}", False
             raise

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zerolite
 from tests import models
 from tests.distributed.cases.training import engine_window, make_engine, snapshot
-from zerolite.comm import NullCommunicator, use_communicator
+from zerolite.comm import NullCommunicator, host_group, use_communicator
 from zerolite.zero import ZeroParamStatus
 
 
@@ -59,8 +59,31 @@ def buffers_after_training(config: dict[str, Any], broadcast: bool) -> dict[str,
         "offset": engine.module.offset.clone(),
         "calls": engine.module.calls.clone(),
         "broadcasts": recorder.count(tag="buffers"),
+        "dtypes": len({buffer.dtype for buffer in engine.module.buffers()}),
         "in evaluation": len(evaluation.calls),
     }
+
+
+def host_groups(config: dict[str, Any], directory: str) -> dict[str, list[str]]:
+    """The purposes of the gloo groups that have been asked for after each of these."""
+    asked: list[str] = []
+    found, make = {}, host_group.second_group
+
+    def note(parent: Any, backend: str, purpose: str) -> Any:
+        asked.append(purpose)
+        return make(parent, backend, purpose)
+
+    host_group.second_group = note  # type: ignore[assignment]
+    try:
+        engine = make_engine(config)
+        engine_window(engine, "OddModel", 0, 1)
+        found["a step"] = list(asked)
+        engine.save_checkpoint(directory)
+        engine.save_checkpoint(directory)
+        found["two checkpoints"] = list(asked)
+    finally:
+        host_group.second_group = make
+    return found
 
 
 def different_models(config: dict[str, Any]) -> str:

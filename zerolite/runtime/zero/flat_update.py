@@ -82,14 +82,16 @@ class FlatUpdate:
         self._groups = groups
         self._buffer = buffer
         self._pieces: list[list[Piece]] = []
+        self._piece_of: dict[int, Piece] = {}  # by index of the parameter
         self._state_dtypes: list[torch.dtype] = []
         self._states: list[Flat] | None = None  # by name, then by bucket
         self._steps = 0
         self._missed: dict[int, int] = {}  # by index of the parameter
-        self._used: frozenset[int] | None = None  # in the last update; None for all
         self._fresh = False  # whether the plan is that of these parameters
         self._counted = False  # whether the last update counted for any
-        self._without: tuple[int, ...] = ()  # groups that have no states
+        # Of the last update: the parameters that took part, None for all; those that the device may have left out; the
+        # groups that have no states.
+        self._known: tuple[Any, ...] = ()
         self._idle: list[int] = []  # parameters for which the last update does not count
         self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
         self.extend(pieces, update_dtypes)
@@ -101,6 +103,7 @@ class FlatUpdate:
         self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
         for members in pieces:
             self._pieces.append([piece for piece in members if piece.fragment.numel])
+            self._piece_of.update((piece.fragment.slot.index, piece) for piece in self._pieces[-1])
             for piece in self._pieces[-1]:
                 piece.tensor = self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
                 self._missed[piece.fragment.slot.index] = self._steps
@@ -110,7 +113,7 @@ class FlatUpdate:
             self._allocated(groups)
         self._fresh = False
 
-    def begin(self, used: frozenset[int] | None) -> None:
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
         """See :class:`UpdateMethod`. Raises ValueError for a param group that the kernels cannot follow."""
         groups = self._groups()
         for index, group in enumerate(groups):
@@ -121,7 +124,13 @@ class FlatUpdate:
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
         self._allocated(groups)
-        self._count(used, groups)
+        self._count(used, doubtful, groups)
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """See :class:`UpdateMethod`."""
+        if self._counted:
+            for index in indices:
+                self._missed[index] = self._missed.get(index, 0) + 1
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
@@ -142,7 +151,7 @@ class FlatUpdate:
         buffer, on_host = self._buffer, isinstance(factor, float)
         for span in () if publish or hands is not None else spans:
             buffer.follow(span.bucket)
-        for launch in self._plan(tuple(spans), gradients, publish):
+        for launch in self._plan(tuple(spans), gradients, used, publish):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             if on_host:
@@ -253,16 +262,22 @@ class FlatUpdate:
     def _all(self) -> Iterable[Piece]:
         return (piece for members in self._pieces for piece in members)
 
+    def _found(self, bucket: int, indices: Iterable[int]) -> list[Piece]:
+        """The pieces of these parameters in a bucket."""
+        pieces = [self._piece_of[index] for index in indices if index in self._piece_of]
+        return [piece for piece in pieces if piece.fragment.slot.bucket == bucket]
+
     def _steps_of(self, piece: Piece) -> int:
         return self._steps - self._missed.get(piece.fragment.slot.index, 0)
 
-    def _count(self, used: frozenset[int] | None, groups: Groups) -> None:
+    def _count(self, used: frozenset[int] | None, doubtful: frozenset[int], groups: Groups) -> None:
         """One more step for those that take part in it and have states."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        if not self._fresh or (used, without) != (self._used, self._without):
-            self._used, self._without, self._fresh = used, without, True
+        known = (used, doubtful, without)
+        if not self._fresh or known != self._known:
+            self._known, self._fresh = known, True
             self._idle = [
                 piece.fragment.slot.index
                 for piece in self._all()
@@ -280,10 +295,14 @@ class FlatUpdate:
     def _writes(self, bucket: int, publish: bool) -> bool:
         return publish and self._buffer.separate_master(bucket)
 
-    def _plan(self, spans: tuple[Span, ...], gradients: Sequence[torch.Tensor], publish: bool) -> list[_Launch]:
+    def _plan(
+        self, spans: tuple[Span, ...], gradients: Sequence[torch.Tensor], used: frozenset[int] | None, publish: bool
+    ) -> list[_Launch]:
+        """A parameter that is updated apart may lag behind more in each step, and has no plan that lasts."""
         dtypes = tuple(gradient.dtype for gradient in gradients)
+        apart = used is not None and used <= self._known[1]
         key = (spans, dtypes, publish)
-        plan = self._launches.get(key)
+        plan = None if apart else self._launches.get(key)
         if plan is None:
             kinds: dict[tuple[Any, ...], list[int]] = {}
             for member, (span, dtype) in enumerate(zip(spans, dtypes, strict=True)):
@@ -291,21 +310,23 @@ class FlatUpdate:
                 out = self._buffer.compute[bucket].dtype if self._writes(bucket, publish) else None
                 kind = (self._buffer.master[bucket].dtype, dtype, self._state_dtypes[bucket], out)
                 kinds.setdefault(kind, []).append(member)
-            made = (self._launch(spans, members) for members in kinds.values())
-            plan = self._launches[key] = [launch for launch in made if launch is not None]
+            made = (self._launch(spans, members, used) for members in kinds.values())
+            plan = [launch for launch in made if launch is not None]
+            if not apart:
+                self._launches[key] = plan
         return plan
 
-    def _launch(self, spans: Sequence[Span], members: list[int]) -> _Launch | None:
+    def _launch(self, spans: Sequence[Span], members: list[int], used: frozenset[int] | None) -> _Launch | None:
         """Neighbours of one group and one count of steps are one segment."""
         rows: dict[tuple[int, int], int] = {}
         segments: list[list[int]] = []
         for tensor, member in enumerate(members):
             bucket, low, high, _ = spans[member]
-            for piece in self._pieces[bucket]:
+            for piece in self._pieces[bucket] if used is None or len(used) > 1 else self._found(bucket, used):
                 fragment = piece.fragment
                 start = max(fragment.shard_start, low)
                 numel = min(fragment.shard_start + fragment.numel, high) - start
-                if numel <= 0 or (self._used is not None and fragment.slot.index not in self._used):
+                if numel <= 0 or (used is not None and fragment.slot.index not in used):
                     continue
                 scalars = (piece.group, self._missed.get(fragment.slot.index, 0))
                 row = rows.setdefault(scalars, len(rows))

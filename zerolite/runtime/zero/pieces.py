@@ -48,7 +48,9 @@ class UpdateMethod(Protocol):
 
     one_launch: whether all buckets are best updated in one call. cuts_buckets: whether a span may be a part of a
     bucket. can_skip_on_device: whether ``found_inf`` is taken. begin: before the updates of a step, once, with the
-    parameters that take part. states_of: a bucket's states that are laid out like its master, where they rest; those
+    parameters that take part, and those of them that the device may leave out: they are updated apart, and
+    :meth:`leave_out` tells later which of them took no part. forget_last: the last update was skipped on the device.
+    states_of: a bucket's states that are laid out like its master, where they rest; those
     there are. update: the pieces in ``spans`` from ``factor × gradient``; True if, with ``publish``, the result has
     also been rounded into this rank's range of the compute parameters. Its ``gradients`` are laid out like the masters,
     in any floating dtype, and may be scaled in place; parameters that are not in ``used`` (None: all are) are left
@@ -68,7 +70,9 @@ class UpdateMethod(Protocol):
     @property
     def can_skip_on_device(self) -> bool: ...
 
-    def begin(self, used: frozenset[int] | None) -> None: ...
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None: ...
+
+    def leave_out(self, indices: Iterable[int]) -> None: ...
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]: ...
 

@@ -36,6 +36,8 @@ class PiecewiseUpdate:
         self._pieces: list[list[Piece]] = []
         self._update_dtypes: list[torch.dtype] = []
         self._sizes: list[list[int]] = []
+        self._doubtful: frozenset[int] = frozenset()  # parameters that the device may leave out of the update in hand
+        self._new_states: dict[int, torch.Tensor] = {}  # of those, pieces that had no state before, by index
         # States on disk, by bucket and name, laid out like the masters; those of the pieces are views of them.
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
         step: Any = type(inner).step
@@ -53,8 +55,17 @@ class PiecewiseUpdate:
             self._unbind(bucket)
             self._rest_states(members)
 
-    def begin(self, used: frozenset[int] | None) -> None:
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
         """See :class:`UpdateMethod`."""
+        self._doubtful = doubtful
+        self._new_states.clear()
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """See :class:`UpdateMethod`. Steps are counted on the device."""
+        for index in indices:
+            tensor = self._new_states.pop(index, None)
+            if tensor is not None:  # torch gives a parameter without gradient no state
+                self._inner.state.pop(tensor, None)
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         return self._on_disk.get(bucket, {})
@@ -78,11 +89,19 @@ class PiecewiseUpdate:
             if not here:
                 continue
             self._follow(bucket, held.get(bucket))
+            apart = (
+                used is not None and used <= self._doubtful
+            )  # before the others, whose gradients are scaled in place
             gradient = gradient.to(self._update_dtypes[bucket])
-            if isinstance(factor, torch.Tensor) or factor != 1.0:
+            if not apart and (isinstance(factor, torch.Tensor) or factor != 1.0):
                 gradient.mul_(factor)
             self._bind(bucket, held.get(bucket))
-            if len(here) > 1 and self._buffer.shard:
+            if apart:
+                for piece in here:
+                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient) * factor
+                    if piece.tensor not in self._inner.state:
+                        self._new_states[piece.fragment.slot.index] = piece.tensor
+            elif len(here) > 1 and self._buffer.shard:
                 parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
                 for piece in here:
                     piece.tensor.grad = parts[piece.position]

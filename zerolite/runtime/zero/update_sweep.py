@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, Tier
 from zerolite.runtime.zero.transfers import Transfer, Transfers, whole_blocks
 
 _SEVERAL = 16  # sub-groups at most where the config allows fewer
+_NONE: Mapping[int, torch.Tensor] = {}
 _SMALLEST = 1 << 22  # elements of a sub-group that the config does not ask for
 
 
@@ -213,9 +214,11 @@ class UpdateSweep:
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
         publish: bool,
+        doubtful: Mapping[int, torch.Tensor] = _NONE,
     ) -> None:
         """One update, with :meth:`UpdateMethod.update`'s arguments, after :meth:`UpdateMethod.begin`; consumes the
-        gradients. Raises OSError if the disk failed: then some masters are ahead of others."""
+        gradients. doubtful: further parameters, each with a ``found_inf`` of its own. Raises OSError if the disk
+        failed: then some masters are ahead of others."""
         look = self.look
         if self._order is not self._reducer.order:  # learned in a backward
             self.plan()
@@ -227,6 +230,8 @@ class UpdateSweep:
             masters = [self._buffer.master[span.bucket] for span in chunk] if look is not None else []
             if look is not None:
                 look.found(chunk, masters)
+            for index, left_out in doubtful.items():
+                self._update_one(index, chunk, gradients, factor, left_out, publish)
             rounded = self._method.update(chunk, gradients, factor, used, found_inf, publish)
             if look is not None:
                 look.left(chunk, masters)
@@ -237,6 +242,21 @@ class UpdateSweep:
             look.end()
         if publish:
             self._publisher.end_step()
+
+    def _update_one(
+        self,
+        index: int,
+        chunk: Sequence[Span],
+        gradients: Sequence[torch.Tensor],
+        factor: float | torch.Tensor,
+        found_inf: torch.Tensor,
+        publish: bool,
+    ) -> None:
+        """Update one parameter, if it is in ``chunk``."""
+        bucket = self._buffer.layout.slots[index].bucket
+        for span, gradient in zip(chunk, gradients, strict=True):
+            if span.bucket == bucket:
+                self._method.update([span], [gradient], factor, frozenset([index]), found_inf, publish)
 
     def _run_far(self, factor: float | torch.Tensor, used: frozenset[int] | None, publish: bool) -> None:
         if not publish:

@@ -6,9 +6,7 @@ import contextlib
 import ipaddress
 import random
 import socket
-from collections.abc import Iterator, Mapping
-
-from zerolite.launcher.job import NodeJob
+from collections.abc import Iterator
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Gloo's network interface. Unless it is set, gloo takes the address of the host's own name, which many distributions
@@ -87,19 +85,15 @@ def address_towards(name: str) -> str | None:
     return None
 
 
-def gloo_variables(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the :data:`GLOO_VARIABLE` of a node that finds it for itself.
-
-    Empty where it is set already, where there is one node, and where no interface leads to the first node.
-    """
-    if job.max_nodes == 1 or GLOO_VARIABLE in environ or GLOO_VARIABLE in job.env:
-        return {}
-    address = address_towards(job.master_addr)
+def interface_towards(name: str) -> str | None:
+    """Return this host's interface that leads to another host, or at which others find this one if ``name`` means it.
+    None if there is none."""
+    address = address_towards(name)
     interface = None if address is None else interface_of(address)
-    if interface is None and is_this_host(job.master_addr):
+    if interface is None and is_this_host(name):
         candidates = own_addresses()
         interface = interface_of(candidates[0]) if candidates else None
-    return {} if interface is None else {GLOO_VARIABLE: interface}
+    return interface
 
 
 def free_port() -> int:
