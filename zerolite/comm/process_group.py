@@ -144,6 +144,7 @@ def init_distributed(
     timeout = timeout or DEFAULT_TIMEOUT
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    _let_gloo_wait(backend)
     if init_method is not None and init_method != "env://":
         rank, world_size = _checked_place(init_method, rank, world_size)
         _start(backend, init_method, rank, world_size, timeout)
@@ -234,6 +235,13 @@ def _keep_gloo_here(host: str | None, world_size: int) -> None:
     if interface is not None:
         os.environ[GLOO_VARIABLE] = interface
         _gloo_kept_here = True
+
+
+def _let_gloo_wait(backend: str) -> None:
+    """Have gloo beside NCCL connect two ranks when they first speak to each other: many jobs never use it, and it would
+    connect each rank to all others. Older versions of torch do not know the variable."""
+    if "nccl" in backend:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def _checked_place(init_method: str, rank: int | None, world_size: int | None) -> tuple[int, int]:

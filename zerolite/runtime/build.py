@@ -222,7 +222,8 @@ class _Assembly:
         self.window = AccumulationWindow(accumulation)
         self.by_index = [self.communication(p) for p in trained]
         keep = self.kind == "cpu"
-        reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index, keep)
+        alone = self.topology.world.world_size == 1
+        reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index, keep, alone)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         closes = self.window.next_backward_closes
         resting = RestingGradients(self.tiers, self.transfers)
@@ -370,7 +371,8 @@ class _Assembly:
         self.sharded.connect(
             step=pipeline.step if self.staged is None else functools.partial(_refuse_step, known),
             zero_grad=pipeline.zero_grad,
-            settle=functools.partial(_settle_schedule, known),
+            read=functools.partial(_settle_schedule, known),
+            settle=pipeline.settle,
             save=pipeline.follow_writes,
             load=pipeline.on_masters_loaded,
             add=growth.add_group,

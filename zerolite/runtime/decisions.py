@@ -119,7 +119,9 @@ def reduction_options(
     accumulation: int,
     communication: list[torch.dtype | None],
     keep_buckets: bool,
+    alone: bool,
 ) -> ReductionOptions:
+    """alone: whether there is one process, whose gradients the statistics look at anyway."""
     zero = config.zero_optimization
     asked = config.data_types.grad_accum_dtype
     if asked is not None:
@@ -142,6 +144,7 @@ def reduction_options(
         copy_on_arrival=zero.contiguous_gradients,
         overlap=zero.overlap_comm is not False,
         keep_buckets=keep_buckets,
+        probes=not alone,
     )
 
 

@@ -260,9 +260,10 @@ class StatsCollector:
     ) -> StatsVector:
         """``parts[b]``: this rank's part of bucket ``b``'s mean gradient; None where that was noted. ``used``:
         parameters that got a gradient here. ``probes``: 0-dim tensors that are not finite if something of this rank's
-        gradients was not. ``losses``: the same of its losses. ``vote``: a number from 0 to 2^20, compared with that of
-        the others; None abstains. ``weighted``, ``weight``: whether this rank's backwards have weights (None: it had
-        none), and their sum. ``extra``: see :class:`Extra`. Called once per step, on all ranks."""
+        gradients was not; none from one rank alone, whose squares tell it. ``losses``: the same of its losses.
+        ``vote``: a number from 0 to 2^20, compared with that of the others; None abstains. ``weighted``, ``weight``:
+        whether this rank's backwards have weights (None: it had none), and their sum. ``extra``: see :class:`Extra`.
+        Called once per step, on all ranks."""
         count, comm = self._count, self._comm
         numbers_of_inputs = comm.world_size if self._across is not None else 0
         more = extra.size if extra is not None else 0
@@ -277,6 +278,8 @@ class StatsCollector:
         if self._squares is not None:
             values[:count] += self._squares
         values[count : 2 * count] = self._flags(used)
+        if comm.world_size == 1 and not probes:
+            probes = [values[:count].sum()]  # of squares, which are finite where the gradients are
         for kind, found in ((_BAD_GRADIENT, probes), (_BAD_LOSS, losses)):
             if found:
                 values[2 * count + comm.rank] += (~torch.isfinite(torch.stack(list(found)))).any().double() * kind

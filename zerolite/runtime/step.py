@@ -602,7 +602,8 @@ class StepPipeline:
         doubtful: frozenset[int] = frozenset()
         if len(self._reducer.used) < len(self._buffer.layout.slots):
             used = frozenset(self._reducer.used)
-            doubtful = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
+            if self._comm.world_size > 1:
+                doubtful = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
             if len(doubtful) > _MOST_DOUBTFUL:
                 used, doubtful = stats.get().used, frozenset()
         total = stats.total_square()

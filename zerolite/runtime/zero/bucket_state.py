@@ -38,6 +38,7 @@ class ReductionOptions:
     copy_on_arrival: bool
     overlap: bool  # launch during backward, and let reductions run while the next bucket fills
     keep_buckets: bool  # use full buckets again
+    probes: bool  # look at what each rank sends, so that a gradient which is not finite can be traced to its rank
 
     def sum_dtype(self, own: torch.dtype) -> torch.dtype | None:
         """Of sums over several contributions to a bucket of parameters of dtype ``own``: as asked for, but no narrower

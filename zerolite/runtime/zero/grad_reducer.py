@@ -472,7 +472,8 @@ class GradReducer:
             local = self._complete_local(state)
         finally:
             self._launching = False
-        self.probes.append(local.sum(dtype=torch.float32))
+        if options.probes:
+            self.probes.append(local.sum(dtype=torch.float32))
         self._make_room(state)
         wanted = options.travelling_dtype(state.bucket, state.dtype, self._passes_in_local)
         if local.dtype != wanted:
@@ -506,7 +507,7 @@ class GradReducer:
             self._complete(self._in_flight.pop(0))
 
     def _in_place(self, state: BucketState) -> bool:
-        return self._options.travels_in_place(state.bucket, self._own_dtype(state), self._passes_in_local)
+        return self._options.travels_in_place(state.bucket, state.dtype, self._passes_in_local)
 
     def _complete_local(self, state: BucketState) -> torch.Tensor:
         """``local`` with zeros where no gradient came."""

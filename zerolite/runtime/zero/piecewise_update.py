@@ -89,9 +89,7 @@ class PiecewiseUpdate:
             if not here:
                 continue
             self._follow(bucket, held.get(bucket))
-            apart = (
-                used is not None and used <= self._doubtful
-            )  # before the others, whose gradients are scaled in place
+            apart = used is not None and used <= self._doubtful  # earlier than the others, which scale in place
             gradient = gradient.to(self._update_dtypes[bucket])
             if not apart and (isinstance(factor, torch.Tensor) or factor != 1.0):
                 gradient.mul_(factor)

@@ -49,6 +49,7 @@ class ShardedOptimizer(Optimizer):
         self._on_step: Callable[[], None] = lambda: None
         self._on_zero_grad: Callable[[], None] = lambda: None
         self._on_read: Callable[[], None] = lambda: None
+        self._settle: Callable[[], None] = lambda: None
         self._on_save: Callable[[], None] = lambda: None
         self._on_load: Callable[[], None] = lambda: None
         self._on_add: Callable[[dict[str, Any]], None] = lambda group: None
@@ -89,7 +90,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> Groups:
-        """The param groups, those of the inner optimizer; the outcome of the last step is in them."""
+        """The param groups, those of the inner optimizer; what the engine's schedule has changed is in them."""
         self._on_read()
         return self.inner.param_groups
 
@@ -113,14 +114,16 @@ class ShardedOptimizer(Optimizer):
         self,
         step: Callable[[], None],
         zero_grad: Callable[[], None],
+        read: Callable[[], None],
         settle: Callable[[], None],
         save: Callable[[], None],
         load: Callable[[], None],
         add: Callable[[dict[str, Any]], None],
     ) -> None:
-        """The engine's phases behind the optimizer's methods. The user's own optimizer object is led to them too,
+        """The engine's phases behind the optimizer's methods. read: before param groups are read; settle: before states
+        are. The user's own optimizer object is led to them too,
         so that a loop that goes on calling it trains."""
-        self._on_step, self._on_zero_grad, self._on_read = step, zero_grad, settle
+        self._on_step, self._on_zero_grad, self._on_read, self._settle = step, zero_grad, read, settle
         self._on_save, self._on_load, self._on_add = save, load, add
         self._redirect()
 
@@ -180,6 +183,7 @@ class ShardedOptimizer(Optimizer):
 
         Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
         """
+        self._settle()  # a step that the device has skipped is taken back from the counts of states
         self._on_save()
         position = self._positions()
         states, masters = {}, {}
@@ -204,6 +208,7 @@ class ShardedOptimizer(Optimizer):
         Which implementation updates (``foreach``, ``fused``, …) stays as it is here. Raises ValueError, before anything
         is changed, if the state was saved under another partition or other param groups.
         """
+        self._settle()
         self._check_loadable(state_dict)
         position = self._positions()
         for piece in self.pieces():
