@@ -51,6 +51,25 @@ def test_a_step_that_the_device_skips(pools: Pools, stage: str, precision: str, 
         assert result["counters"] == reference["counters"]
 
 
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared-memory", "messages"])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_gradients_may_come_in_another_order_on_each_rank(
+    pools: Pools, stage: str, accumulation: int, shared_memory: bool
+) -> None:
+    """The order of launches becomes that of rank 0, and the numbers are those of reductions after backward."""
+    kwargs = {"shared_memory": shared_memory}
+    wanted = setting(stage, "bf16", accumulation)
+    ranks = pools(3).run(f"{CASES}:in_any_order", {**kwargs, "config": wanted})
+    assert_in_step(ranks, "any order")
+    keys = [call[3] for call in ranks[0]["launched"] if call[2] == "gradients"]
+    last, window = keys[-6:], keys[:-6]
+    assert sorted(last) != last and set(last) == set(window)
+    wanted["zero_optimization"]["overlap_comm"] = False
+    after = pools(3).run(f"{CASES}:in_any_order", {**kwargs, "config": wanted})
+    assert_same_bits(ranks[0]["parameters"], after[0]["parameters"], "during and after backward")
+
+
 @pytest.mark.parametrize("stage", ["1", "3 defaults"])
 @pytest.mark.parametrize("on_device", [True, False])
 def test_an_error_about_a_step_comes_in_the_same_place(pools: Pools, stage: str, on_device: bool) -> None:

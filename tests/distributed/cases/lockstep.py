@@ -4,6 +4,7 @@ launches."""
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -147,6 +148,37 @@ def rolled_back(config: dict[str, Any], on_device: bool, directory: str, module_
         if step == 2:
             engine.load_checkpoint(directory, load_module_only=module_only)
     return errors
+
+
+class AnyOrder(nn.Module):
+    """Layers that are used in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(6))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def in_any_order(config: dict[str, Any], shared_memory: bool) -> dict[str, Any]:
+    """Three windows in which each rank uses the layers in an order of its own; rank 0 the one of a UNet."""
+    before = os.environ.get("ZEROLITE_SHARED_MEMORY", "1")
+    os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
+    try:
+        engine = zerolite.initialize(models.build(AnyOrder), config)
+    finally:
+        os.environ["ZEROLITE_SHARED_MEMORY"] = before
+    order = [[5, 4, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5], [3, 5, 1, 0, 4, 2]][engine.rank]
+    with record() as recorder:
+        for step in range(3):
+            for micro in range(engine.gradient_accumulation_steps):
+                x, _ = models.float_batch(step, micro, engine.rank)
+                engine.backward(engine(x, order).square().mean())
+                engine.step()
+    return {"launched": launched(recorder), "parameters": snapshot(engine), "counters": counters(engine)}
 
 
 # -------------------------------------------------------------------- random programs
