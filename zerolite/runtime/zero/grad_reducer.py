@@ -442,7 +442,7 @@ class GradReducer:
 
     def _sent_item(self, state: BucketState) -> str:
         """What a full bucket is from when it is sent."""
-        return GRADIENTS if self._in_place(state) else self._pool_item()
+        return GRADIENTS if self._in_place(state) else BUCKETS
 
     def _pool_item(self) -> str:
         """What a full bucket is that waits to be used again."""
@@ -477,7 +477,7 @@ class GradReducer:
         self._make_room(state)
         wanted = options.travelling_dtype(state.bucket, state.dtype, self._passes_in_local)
         if local.dtype != wanted:
-            unconverted, local = local, own(local.to(wanted), self._item())
+            unconverted, local = local, own(local.to(wanted), self._sent_item(state))
             if not state.staged:
                 self._give_back(unconverted)
             state.staged = False
