@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def follow(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """``exact``, fp32, with the values of ``rounded``, of 16 bits, wherever those are not what it rounds to: somebody
-    has written them. The same tensor if there are none, as far as that is known without waiting for a device."""
+def follow_(exact: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Write the values of ``rounded``, of 16 bits, into ``exact``, fp32, wherever those are not what it rounds to: the
+    user has written them. On the CPU nothing is written if there are none; a device is not waited for."""
     same = exact.to(rounded.dtype).view(torch.int16) == rounded.view(torch.int16)
-    return exact if not same.is_cuda and bool(same.all()) else torch.where(same, exact, rounded.float())
+    if same.is_cuda or not bool(same.all()):
+        torch.where(same, exact, rounded.float(), out=exact)

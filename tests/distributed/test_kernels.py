@@ -15,6 +15,7 @@ from tests.distributed.configs import PARTITIONED, Optimizer, config, dynamic_fp
 from tests.distributed.test_parity import EPSILON, assert_same_bits
 from tests.ops.cases import needs_fma
 from tests.pool import Pools
+from zerolite.runtime.zero.spans import sub_groups
 
 CASES = "tests.distributed.cases.kernels"
 CLIP = 0.4  # below the norm of most steps
@@ -588,6 +589,21 @@ def test_a_step_with_two_dtypes_and_with_unused_parameters(pools: Pools) -> None
         for result in pools(2).run(f"{CASES}:step_costs", late):
             assert [len(result["calls"][kind]) for kind in ("update", "squares")] == [1, 2]
             assert result["passes"]["gradients"] == ["zerolite.squares_", "zerolite.adam_"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_optimizer_updates_several_buckets_in_one_call(pools: Pools, stage: int) -> None:
+    """As many as one bucket has elements on all ranks together."""
+    limit = 128 if stage == 3 else 64  # stage 3's buckets are units, and smaller
+    zero = {"reduce_bucket_size": limit, "allgather_bucket_size": limit}
+    for precision in ("fp32", "bf16"):
+        setting = config(stage, precision, 1, 0.01, ("AdamW", {"lr": 1e-3, "fused": True}), zero)
+        for found in pools(2).run(f"{CASES}:torchs_calls", {"config": setting}):
+            assert found["method"] == "PiecewiseUpdate" and len(found["masters"]) > 1
+            groups = sub_groups(list(enumerate(found["masters"])), limit, 0)
+            assert len(groups) < len(found["masters"]) or stage == 0
+            calls = sum(any(found["pieces"][span.bucket] for span in group) for group in groups)
+            assert found["_fused_adamw_"] == found["_foreach_mul_"] == calls and found["mul_"] == 0
 
 
 @pytest.mark.parametrize("stage", STAGES)

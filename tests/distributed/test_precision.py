@@ -167,6 +167,22 @@ def test_outputs_where_an_fp32_module_comes_last(pools: Pools, stage: int, preci
     assert torch.equal(rounded, exact.to(half).float()) and not torch.equal(rounded, exact)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("output_dtype", [None, "fp32", "16 bits"])
+def test_outputs_beside_a_loss_are_not_copied(pools: Pools, precision: str, output_dtype: str | None) -> None:
+    half = reference.DTYPES[precision]
+    logits = torch.float32 if output_dtype == "fp32" else half
+    for stage in (0, 3) if output_dtype is None else (1,):
+        settings = config(stage, precision, 1, 0.0, ADAMW, PARTITIONED["moving"] if stage == 3 else None)
+        settings[precision]["output_dtype"] = precision if output_dtype == "16 bits" else output_dtype
+        for found in pools(2).run(f"{CASES}:beside_a_loss", {"config": settings}):
+            assert all(found["same"].values()), found["same"]
+            copies = 1 if logits is torch.float32 else 0
+            assert found["train"] == found["eval"] == (torch.float32, logits, copies)
+            assert found["no loss"] is (half if output_dtype == "16 bits" else torch.float32)
+            assert found["module"] is half
+
+
 @pytest.mark.parametrize("stage", CORNERS)
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
 def test_an_exception_inside_leaves_nothing_behind(pools: Pools, stage: int, precision: str) -> None:

@@ -33,6 +33,7 @@ FULL: dict[str, Any] = {
         "consecutive_hysteresis": True,
         "min_loss_scale": 2,
         "fp16_master_weights_and_grads": False,
+        "output_dtype": "fp16",
     },
     "bf16": {
         "enabled": False,
@@ -40,8 +41,14 @@ FULL: dict[str, Any] = {
         "check_grad_overflow": False,
         "bf16_master_weights_and_grads": True,
         "bf16_optimizer_states": True,
+        "output_dtype": "bf16",
     },
-    "torch_autocast": {"enabled": False, "dtype": "float16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
+    "torch_autocast": {
+        "enabled": False,
+        "dtype": "float16",
+        "lower_precision_safe_modules": ["torch.nn.Linear"],
+        "output_dtype": "fp32",
+    },
     "fp32_modules": ["*.router", "norm"],
     "gradient_clipping": 1,
     "zero_optimization": {
@@ -255,14 +262,17 @@ def test_defaults() -> None:
         "fp16.consecutive_hysteresis": False,
         "fp16.min_loss_scale": 1,
         "fp16.fp16_master_weights_and_grads": False,
+        "fp16.output_dtype": None,
         "bf16.enabled": False,
         "bf16.immediate_grad_update": True,
         "bf16.check_grad_overflow": True,
         "bf16.bf16_master_weights_and_grads": False,
         "bf16.bf16_optimizer_states": False,
+        "bf16.output_dtype": None,
         "torch_autocast.enabled": False,
         "torch_autocast.dtype": "bf16",
         "torch_autocast.lower_precision_safe_modules": None,
+        "torch_autocast.output_dtype": None,
         "fp32_modules": (),
         "gradient_clipping": 0.0,
         "zero_optimization.stage": 0,
@@ -536,8 +546,9 @@ CHOICES = [
 ]  # fmt: skip
 DTYPES = [
     *("communication_data_type", "data_types.grad_accum_dtype", "data_types.buffer_dtype"),
-    "torch_autocast.dtype",
+    *("torch_autocast.dtype", "bf16.output_dtype", "fp16.output_dtype", "torch_autocast.output_dtype"),
 ]
+WITHOUT_BF16 = {"fp16.output_dtype", "torch_autocast.output_dtype"}
 BOOLEANS = [
     path
     for path in plain_paths()
@@ -676,7 +687,13 @@ def test_torch_dtypes_themselves() -> None:
 def test_wrong_dtypes(path: str, value: Any) -> None:
     errors = errors_of(nested(path, value))
     assert list(errors) == [path]
-    assert '"bf16"' in errors[path]
+    assert 'expected "' in errors[path] and ('"bf16"' in errors[path]) is (path not in WITHOUT_BF16)
+
+
+def test_outputs_stay_in_the_blocks_own_dtype_or_become_fp32() -> None:
+    assert load_config({"bf16": {"output_dtype": "bfloat16"}}).bf16.output_dtype == "bf16"
+    for block, dtype in (("bf16", "fp16"), ("fp16", "bf16"), ("torch_autocast", "bf16")):
+        assert list(errors_of({block: {"output_dtype": dtype}})) == [f"{block}.output_dtype"]
 
 
 def test_autocast_has_no_fp32() -> None:

@@ -10,6 +10,12 @@ from .rules import Boolean, Dtype, Integer, Names, Number
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 
+_LOSS_ONLY = (
+    "Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions), "
+    'only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32.'
+)
+_KEPT = _LOSS_ONLY + ' "{0}": all but a loss stay as they are.{1} (zerolite\'s own key; see [precision](precision.md).)'
+
 
 class _Precision(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,6 +50,9 @@ class Fp16Config(_Precision):
     fp16_master_weights_and_grads: Bool = Field(
         default=False, description="Keep master weights and accumulated gradients in float16 instead of fp32."
     )
+    output_dtype: Annotated[str | None, BeforeValidator(Dtype(("fp32", "fp16")))] = Field(
+        default=None, description=_KEPT.format("fp16", " Only fp32 outputs take gradients from outside of the model.")
+    )
 
 
 class Bf16Config(_Precision):
@@ -63,6 +72,9 @@ class Bf16Config(_Precision):
         default=False,
         description="Keep the optimizer's states in bfloat16 too; needs `bf16_master_weights_and_grads`.",
     )
+    output_dtype: Annotated[str | None, BeforeValidator(Dtype(("fp32", "bf16")))] = Field(
+        default=None, description=_KEPT.format("bf16", "")
+    )
 
 
 class TorchAutocastConfig(_Precision):
@@ -76,4 +88,7 @@ class TorchAutocastConfig(_Precision):
         default=None,
         description="Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all "
         "gradients are reduced in fp32.",
+    )
+    output_dtype: Annotated[str | None, BeforeValidator(Dtype(("fp32",)))] = Field(
+        default=None, description=f"{_LOSS_ONLY} (zerolite's own key.)"
     )

@@ -191,7 +191,8 @@ class _Work:
         return outputs
 
     def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
-        outputs = map_tensors(lambda tensor: tensor.float() if tensor.dtype in HALF else tensor, outputs)
+        widens = self._parts.precision.widens(outputs)
+        outputs = map_tensors(lambda tensor: tensor.float() if widens(tensor) else tensor, outputs)
         if self.keeps_outputs:  # parts of logits too: they are looked at on some ranks only
             self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
         if not self.computes_loss:

@@ -76,7 +76,7 @@ from zerolite.runtime.updated_weights import UpdatedWeights
 from zerolite.runtime.wall_clock import around
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
-from zerolite.runtime.zero.layout import Bucket, ParameterSpec, PartitionLayout
+from zerolite.runtime.zero.layout import MAX_AUTO_BUCKET, Bucket, ParameterSpec, PartitionLayout
 from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.resting_gradients import RestingGradients
@@ -238,7 +238,8 @@ class _Assembly:
             overlap_forward=config.zero_optimization.overlap_comm is True and not policy.shard_parameters,
         )
         self.scaler = loss_scaler(config)
-        numel = bucket_numel(self.specs, config, comm.world_size) // comm.world_size if policy.shard_parameters else 0
+        # Of the shards of many ranks, or of stage 3's small units, one update takes several: few large calls.
+        numel = min(bucket_numel(self.specs, config, comm.world_size), MAX_AUTO_BUCKET)
         self.pipeline = StepPipeline(
             buffer,
             self.reducer,
@@ -276,7 +277,7 @@ class _Assembly:
             self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
 
     def _make_engine(self, broadcast_buffers: bool) -> Engine:
-        boundary = _connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.model)
+        boundary = _connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model)
         engine = Engine(
             module=self.model,
             config=self.config,
@@ -404,6 +405,7 @@ def _connect(
     reducer: GradReducer,
     publisher: Publisher,
     scaler: LossScaler | None,
+    precision: Precision,
     model: torch.nn.Module,
 ) -> GraphBoundary:
     """Install the hooks that lead to the pipeline."""
@@ -417,7 +419,7 @@ def _connect(
         on_backward_begin()
         boundary.check_scaled(reducer.layout.slots[index].name)
 
-    boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None)
+    boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None, precision)
     reducer.attach(on_first_gradient, publisher.on_gradient if publisher.overlaps else None)
     publisher.attach(model)
     return boundary

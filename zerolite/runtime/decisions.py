@@ -21,7 +21,13 @@ SKIPS_ON_DEVICE = {"cuda"}
 
 def precision_of(config: ZeroliteConfig) -> Precision:
     buffers = config.data_types.buffer_dtype
-    return dataclasses.replace(_precision_of(config), buffers=None if buffers is None else DTYPES[buffers])
+    block = next((block for block in (config.fp16, config.bf16, config.torch_autocast) if block.enabled), None)
+    outputs = None if block is None else block.output_dtype
+    return dataclasses.replace(
+        _precision_of(config),
+        buffers=None if buffers is None else DTYPES[buffers],
+        outputs_in_fp32=None if outputs is None else outputs == "fp32",
+    )
 
 
 def _precision_of(config: ZeroliteConfig) -> Precision:

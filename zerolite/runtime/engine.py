@@ -120,8 +120,8 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     # ---------------------------------------------------------------- the loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16), floating outputs come
-        back in fp32."""
+        """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16). A loss comes back in fp32;
+        where the module returns none, all 16-bit outputs do (docs/precision.md)."""
         self.refuse_pipeline("engine(...)")
         if self._reducer.pass_open:  # an exception has cut this rank's backward short: launch what the others have
             self._pipeline.end_backward(complete=False)

@@ -25,6 +25,8 @@ class Precision:
         update_in_fp32: whether the arithmetic and states of the update are fp32 where masters are 16-bit.
         autocast: of torch.autocast around forward, or None.
         buffers: of the model's floating buffers; None: each keeps its own.
+        outputs_in_fp32: whether the model's 16-bit outputs beside a loss become fp32, as a loss does. None: they do
+            where the model returns no loss.
         keeps_fp32: whether a parameter or buffer belongs to a module in fp32, whatever the others are.
     """
 
@@ -33,6 +35,7 @@ class Precision:
     update_in_fp32: bool = True
     autocast: torch.dtype | None = None
     buffers: torch.dtype | None = None
+    outputs_in_fp32: bool | None = None
     keeps_fp32: Callable[[torch.Tensor], bool] = lambda tensor: False
 
     def compute_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -63,6 +66,29 @@ class Precision:
         if self.compute is None:
             return inputs
         return map_tensors(lambda t: t.to(self.compute) if t.is_floating_point() else t, inputs)
+
+    def widens(self, outputs: Any) -> Callable[[torch.Tensor], bool]:
+        """A function that tells of each tensor in ``outputs``, what the model has returned, whether it becomes fp32."""
+        every = self.outputs_in_fp32
+        if every is None:
+            every = not _has_loss(outputs)
+        return lambda tensor: tensor.dtype in HALF and (every or is_loss(tensor))
+
+
+def is_loss(tensor: torch.Tensor) -> bool:
+    """Whether an output of a model is taken for a loss: a floating tensor without dimensions."""
+    return tensor.dim() == 0 and tensor.is_floating_point()
+
+
+def _has_loss(outputs: Any) -> bool:
+    found: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(is_loss(tensor))
+        return tensor
+
+    map_tensors(look, outputs)
+    return any(found)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -141,8 +167,14 @@ class GraphBoundary:
     and behind this one all see what they should.
     """
 
-    def __init__(self, on_backward_begin: Callable[[], None], loss_scale: Callable[[], float] | None) -> None:
+    def __init__(
+        self,
+        on_backward_begin: Callable[[], None],
+        loss_scale: Callable[[], float] | None,
+        precision: Precision,
+    ) -> None:
         self._on_backward_begin = on_backward_begin
+        self._precision = precision
         self._loss_scale = loss_scale
         self.scaled = False  # whether the backward under way has met the loss scale
 
@@ -151,8 +183,9 @@ class GraphBoundary:
         return inputs if self._loss_scale is None else map_tensors(self._unscale_on_the_way_out, inputs)
 
     def leave(self, outputs: Any) -> Any:
-        """``outputs`` with floating tensors in fp32 where they were 16-bit, watched where they need gradients."""
-        return map_tensors(self._watch, outputs)
+        """``outputs`` in the dtypes that the caller sees, watched where they need gradients."""
+        widens = self._precision.widens(outputs)
+        return map_tensors(lambda tensor: self._watch(tensor, widens(tensor)), outputs)
 
     def check_scaled(self, name: str) -> None:
         """A gradient has arrived: raise RuntimeError if nothing has scaled it."""
@@ -163,8 +196,8 @@ class GraphBoundary:
                 "missing from it. Call engine(...) instead of the bare module."
             )
 
-    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype in HALF:
+    def _watch(self, tensor: torch.Tensor, widen: bool) -> torch.Tensor:
+        if widen:
             tensor = tensor.float()
         elif self._loss_scale is not None and tensor.requires_grad:
             tensor = tensor.view_as(tensor)  # the same tensor may be inside the graph of another output
@@ -181,6 +214,13 @@ class GraphBoundary:
                 "fp16: a backward with create_graph=True (a gradient penalty, double backward) went through the "
                 "engine, whose loss scale "
                 "would be in the second derivatives as well. Use bf16 or fp32 for this model."
+            )
+        if gradient.dtype in HALF:  # rounded before the scale could reach it: small values are 0 by now
+            raise RuntimeError(
+                f"fp16: expected gradients to enter the model through fp32 outputs, got one through a {gradient.dtype} "
+                f"output of shape {tuple(gradient.shape)}, which the loss scale reaches too late. Beside a loss, "
+                'outputs stay in 16 bits; to compute a loss from them outside of the model, set "output_dtype": "fp32" '
+                "in the block that enables 16 bits (fp16 or torch_autocast)."
             )
         self.scaled = True
         return gradient * self._loss_scale()

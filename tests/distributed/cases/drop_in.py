@@ -178,7 +178,10 @@ class Run:
             return self.engine(*inputs)
         if not self._masters:
             return self._called(*inputs)
-        return self._called(*(i.to(torch.bfloat16) if torch.is_floating_point(i) else i for i in inputs)).float()
+        outputs = self._called(*(i.to(torch.bfloat16) if torch.is_floating_point(i) else i for i in inputs))
+        if isinstance(outputs, tuple):  # with a loss in it
+            return tuple(output if output.dim() else output.float() for output in outputs)
+        return outputs.float()
 
     def batch(self, step: int, micro: int = 0) -> Any:
         """This rank's."""

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
-from tests.distributed.cases.drop_in import ROUNDING, STEPS, Run, case
+from tests import models
+from tests.distributed.cases.drop_in import ROUNDED, ROUNDING, STEPS, Run, case
 
 
 @case("`engine.backward(loss)`, `engine.step()`")
@@ -147,6 +149,37 @@ def loss_of_another_dtype(run: Run, dtype: torch.dtype) -> None:
         run.step()
         run.loss(step, 1).to(dtype).backward()
         run.step()
+
+
+class Judge(models.Mlp):
+    """Returns a loss and what it is computed from."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        outputs = super().forward(x)
+        return F.mse_loss(outputs, y), outputs
+
+
+OUTSIDE = "a further loss, computed from the other outputs of a model that returns one"
+
+
+def further_loss(run: Run, step: int) -> None:
+    loss, outputs = run(*run.batch(step))
+    run.see(outputs.dtype is (torch.bfloat16 if run.precision == "bf16" else torch.float32))
+    run.backward(loss + 0.25 * outputs.square().mean())
+    run.step()
+
+
+@case(f"{OUTSIDE}, in fp32 or bf16", ["fp32", "bf16"], bf16=ROUNDED)
+def further_loss_in_bf16(run: Run, precision: str) -> None:
+    run.start(Judge, precision=precision)
+    for step in range(STEPS):
+        further_loss(run, step)
+
+
+@case(f"{OUTSIDE}, in fp16", words=["fp16", "loss scale", '"output_dtype": "fp32"'])
+def further_loss_in_fp16(run: Run) -> None:
+    run.start(Judge, precision="fp16")
+    further_loss(run, 0)
 
 
 @case("`output.backward(gradient)` of a tensor that is no scalar")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import os
@@ -362,6 +363,32 @@ def step_costs(config: dict[str, Any], model: str = "Mlp", ways: Ways | None = N
     with counted() as calls, Passes(memory) as passes:
         engine.step()
     return {"calls": calls, "passes": passes.seen, "buckets": len(buckets)}
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def torchs_calls(config: dict[str, Any]) -> dict[str, Any]:
+    """Calls of torch's fused optimizer, and multiplications of gradients by the step's factor, in the third step."""
+    engine = make_engine(config, "Mlp")
+    engine_steps(engine, "Mlp", range(2))
+    engine.backward(loss_of(engine, "Mlp", 2, 0, dist.get_rank(), None))
+    engine.clip_gradients(0.01)
+    with Calls() as calls:
+        engine.update()
+    counts = {name: calls.counts[name] for name in ("_fused_adamw_", "_foreach_mul_", "mul_")}
+    masters = [master.numel() for master in engine._pipeline._buffer.master]
+    pieces = [len(pieces) for pieces in engine.optimizer.pieces_by_bucket]
+    return {"method": type(engine.optimizer.method).__name__, "masters": masters, "pieces": pieces, **counts}
 
 
 def two_phases(config: dict[str, Any]) -> dict[str, Any]:

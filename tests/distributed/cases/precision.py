@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests import models, reference
+from tests.distributed.cases.drop_in import rank_mean
 from tests.distributed.cases.training import snapshot
 
 PATTERNS = ["*.norm", "gate", "positions", "blocks.?.adapter"]
@@ -388,3 +390,61 @@ def reduced_in(config: dict[str, Any]) -> set[torch.dtype]:
         engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
         engine.step()
     return {call.dtype for call in calls.select(tag="gradients")}
+
+
+class Speaker(nn.Module):
+    """``tokens [B, T]`` -> logits ``[B, T, 97]``, and their loss if there are targets: as Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, WIDTH)
+        self.head = nn.Linear(WIDTH, 97)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(tokens)))
+        if targets is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
+class Fp32Copies(TorchDispatchMode):
+    """How many fp32 tensors of at least ``numel`` elements operations have made."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.made = numel, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += isinstance(out, Tensor) and out.dtype is torch.float32 and out.numel() >= self.numel
+        return out
+
+
+def beside_a_loss(config: dict[str, Any]) -> dict[str, Any]:
+    """Outputs and gradients of an engine whose model computes its loss, and of the bare model in the same dtype."""
+    dtype = torch.float16 if config.get("fp16", {}).get("enabled") else torch.bfloat16
+    engine, plain = zerolite.initialize(models.build(Speaker), config), models.build(Speaker).to(dtype)
+    torch.manual_seed(5 + engine.rank)
+    tokens, targets = torch.randint(97, (2, 3, 13))
+    numel = tokens.numel() * 97
+    with Fp32Copies(numel) as training:
+        out = engine(tokens, targets)
+    wanted = plain(tokens, targets)
+    same = {name: torch.equal(out[name], wanted[name].to(out[name].dtype)) for name in wanted}
+    with torch.no_grad():
+        with Fp32Copies(numel) as evaluation:
+            graded = engine.eval()(tokens, targets)
+        asked = engine(tokens)["logits"]
+        bare = engine.module(tokens)["logits"].dtype
+    engine.train().backward(out["loss"])
+    (wanted["loss"].float() * 4.0).backward()
+    for (name, p), p_plain in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
+        mean = rank_mean(p_plain.grad.float()) / 4.0
+        same[name] = torch.allclose(zerolite.get_full_grad(p), mean, rtol=2**-7, atol=1e-6)
+    return {
+        "same": same,
+        "train": (out["loss"].dtype, out["logits"].dtype, training.made),
+        "eval": (graded["loss"].dtype, graded["logits"].dtype, evaluation.made),
+        "no loss": asked.dtype,
+        "module": bare,
+    }

@@ -57,6 +57,7 @@ class Probe(nn.Module):
         self.body = Part(WIDTHS["body"])
         self.exact = Part(WIDTHS["exact"])
         self.last = last
+        self.returns_loss = True
         self.from_exact: dict[str, Any] = {}
 
     def forward(self, batch: dict[str, Any], *, more: tuple[dict[str, Any], ...]) -> dict[str, Any]:
@@ -64,7 +65,8 @@ class Probe(nn.Module):
         others = {name: batch[name] for name in OTHERS}
         self.from_exact = self.exact({"x": out["y"][0][:, : WIDTHS["exact"]], **others})
         loss = out["y"][1][0] + self.from_exact["y"][1][0]
-        return {**(out if self.last == "body" else self.from_exact), "loss": loss}
+        returned = out if self.last == "body" else self.from_exact
+        return {**returned, "loss": loss} if self.returns_loss else {**returned, "y": returned["y"][:1]}
 
 
 def measure(config: dict[str, Any], part: str) -> Rows:
@@ -154,7 +156,9 @@ def _body(engine: Any, own: Part, outputs: Any) -> Rows:
         "floating tensors given to `engine(...)`, as the model sees them": said(floating, FLOATING.values()),
         "other tensors given to `engine(...)`": said(others, OTHERS.values()),
         "what a layer computes in the model": said([computed]),
-        "outputs of `engine(...)` in 16 bits or fp32, a loss among them": said(_floats(outputs)),
+        "outputs of `engine(...)` in 16 bits or fp32, where the model returns no loss": _without_loss(engine),
+        "the loss that `engine(...)` returns": said([outputs["loss"].dtype, outputs["y"][1][0].dtype]),
+        "outputs of `engine(...)` beside a loss": said([outputs["y"][0].dtype]),
         "outputs of `engine(...)` in fp64 or not floating": said(rest, (torch.float64, torch.int64)),
         "outputs of `engine.module(...)` on inputs in the parameters' dtype": said([direct.dtype]),
     }
@@ -178,12 +182,20 @@ def _exact(engine: Any, own: Part, outputs: Any) -> Rows:
         "its fp32 results, given no floating tensor": said([given_none.dtype]),
         "its fp32 results, given fp32 tensors only": said([given_fp32.dtype]),
         "its other results": said(rest, (torch.float64, torch.int64)),
-        "outputs of `engine(...)` where it comes last": said(_floats(outputs)),
+        "outputs of `engine(...)` where it comes last, if the model returns no loss": _without_loss(engine),
+        "outputs of `engine(...)` where it comes last, beside a loss": said([outputs["y"][0].dtype]),
     }
 
 
-def _floats(outputs: Any) -> set[torch.dtype]:
-    return {outputs["y"][0].dtype, outputs["y"][1][0].dtype, outputs["loss"].dtype}
+def _without_loss(engine: Any) -> str:
+    """The dtype of outputs of a model that returns no loss: in training, and in evaluation."""
+    engine.module.returns_loss = False
+    found = [call(engine)["y"][0].dtype]
+    with torch.no_grad():
+        found.append(call(engine.eval())["y"][0].dtype)
+    engine.train()
+    engine.module.returns_loss = True
+    return said(found)
 
 
 # -------------------------------------------------------------------- BatchNorm

@@ -8,7 +8,7 @@ import torch
 
 from zerolite.accelerator import address
 from zerolite.memory_items import COMPUTE, MASTERS, own
-from zerolite.rounding import follow
+from zerolite.rounding import follow_
 from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 from zerolite.runtime.zero.tiers import Tier, Tiers
 
@@ -211,9 +211,7 @@ class ParameterBuffer:
         masters round to. The kernels do it while they update."""
         if self.separate_master(bucket):
             master = self.master[bucket]
-            followed = follow(master, self.owned_compute(bucket).to(master.device))
-            if followed is not master:
-                master.copy_(followed)
+            follow_(master, self.owned_compute(bucket).to(master.device))
 
     @torch.no_grad()
     def refresh_masters(self, indices: Collection[int]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zerolite.accelerator import address
 from zerolite.memory_items import DEVICE, DISK, HOST, STATES, listeners, own
-from zerolite.rounding import follow
+from zerolite.rounding import follow_
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.layout import Fragment
 from zerolite.runtime.zero.pieces import Hand, Piece, State
@@ -84,6 +84,7 @@ class PiecewiseUpdate:
         """See :class:`UpdateMethod`. False without ``hands``: only masters have been written."""
         pieces: list[Piece] = []
         held = dict(zip((span.bucket for span in spans), hands, strict=True)) if hands is not None else {}
+        exact: list[torch.Tensor] = []
         for (bucket, *_), gradient in zip(spans, gradients, strict=True):
             here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
             if not here:
@@ -91,8 +92,8 @@ class PiecewiseUpdate:
             self._follow(bucket, held.get(bucket))
             apart = used is not None and used <= self._doubtful  # earlier than the others, which scale in place
             gradient = gradient.to(self._update_dtypes[bucket])
-            if not apart and (isinstance(factor, torch.Tensor) or factor != 1.0):
-                gradient.mul_(factor)
+            if not apart:
+                exact.append(gradient)
             self._bind(bucket, held.get(bucket))
             if apart:
                 for piece in here:
@@ -107,6 +108,8 @@ class PiecewiseUpdate:
                 for piece in here:
                     piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
             pieces += here
+        if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
+            torch._foreach_mul_(exact, factor)
         try:
             with self._only(pieces), self._skipping(found_inf):
                 if pieces:
@@ -127,9 +130,7 @@ class PiecewiseUpdate:
         if hand is None:
             self._buffer.follow(bucket)
         elif hand.out is not None:
-            followed = follow(hand.master, hand.out)
-            if followed is not hand.master:
-                hand.master.copy_(followed)
+            follow_(hand.master, hand.out)
 
     def _name_states(self, pieces: Iterable[Piece]) -> None:
         """Say whose memory the states are, and where."""
