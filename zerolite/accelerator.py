@@ -56,6 +56,13 @@ def default_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def make_current(device: torch.device) -> None:
+    """Let CUDA calls that name no device use ``device``: those of NCCL, of kernels and of the user. The CPU needs no
+    such call."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has no memory: that of a dry run."""
     return type(tensor) is FakeTensor

@@ -1,11 +1,15 @@
 """What torchrun, srun and the mpiruns leave in the environment, and what follows from it."""
 
+import datetime
 import os
 import sys
 import types
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
+import zerolite
 from zerolite.comm import process_group, rendezvous
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, first_host, read_environment
 
@@ -29,6 +33,57 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "1683750913",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_FD": "8"}
+
+
+@pytest.mark.parametrize(("version", "wanted"), [("2.6.0", "1"), ("2.7.1+cu126", "1"), ("2.8.0+cu128", None)])
+def test_old_torch_is_told_to_keep_tensors_and_not_to_record_streams(version, wanted):
+    name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+    assert process_group.nccl_environment(TorchVersion(version), {}).get(name) == wanted
+    assert process_group.nccl_environment(TorchVersion(version), {name: "0"}) == {}
+
+
+def test_nccl_is_told_before_there_is_a_group(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1"))
+    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: False)
+    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS", raising=False)
+    start = lambda *args: seen.append(process_group.os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS"))  # noqa: E731
+    monkeypatch.setattr(process_group, "_start_from_environment", start)
+    monkeypatch.setattr(process_group, "_started_here", False)
+    zerolite.init_distributed()
+    assert seen == ["1"]
+    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS")
+
+
+def test_gathers_over_nccl_have_high_priority(monkeypatch):
+    made = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream=False):
+            self.priority, self._timeout = is_high_priority_stream, None
+            made.append(self)
+
+    monkeypatch.setattr(process_group.dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=Options), raising=False)
+    timeout = datetime.timedelta(seconds=7)
+    options = process_group.group_options("nccl", process_group.GATHERS, timeout)
+    assert made == [options] and options.priority is True and options._timeout == timeout
+    assert process_group.group_options("gloo", process_group.GATHERS, timeout) is None
+    assert process_group.group_options("nccl", "checkpoint", timeout) is None
+
+
+def test_initialize_makes_its_device_current_whoever_has_started_the_group(monkeypatch):
+    current = []
+    monkeypatch.setattr("zerolite.runtime.initialize.init_distributed", lambda: None)
+    monkeypatch.setattr("zerolite.runtime.initialize.default_device", lambda rank: torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+
+    def stop(timeout):
+        raise InterruptedError
+
+    monkeypatch.setattr("zerolite.runtime.initialize.start_watchdog", stop)
+    with pytest.raises(InterruptedError):
+        zerolite.initialize(torch.nn.Linear(1, 1), {})
+    assert current == [torch.device("cuda", 3)]
 
 
 def test_no_environment_is_a_single_process():

@@ -15,8 +15,9 @@ from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
-from zerolite.accelerator import is_dry_run
+from zerolite.accelerator import default_device, is_dry_run, make_current
 from zerolite.comm.arrival import meet, open_store
 from zerolite.comm.flight import blocked
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
@@ -28,6 +29,7 @@ logger = logging.getLogger("zerolite")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _started_here = False
+_AVOID_RECORD_STREAMS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
 _gloo_kept_here = False  # whether this module has chosen gloo's interface, not the user
 
 
@@ -44,12 +46,13 @@ def keep_track(user: _Closable) -> None:
 
 
 SECOND_GROUP = "zerolite second group"  # the description of the groups that second_group makes
+GATHERS = "gathers"  # what a second group is for, unless it says otherwise
 _second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = "gathers") -> dist.ProcessGroup:
+def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = GATHERS) -> dist.ProcessGroup:
     """A process group of ``parent``'s ranks, with its timeout, of one ``backend`` (a name such as "gloo").
 
     The same one at every call with the same ``purpose``: it is kept as long as ``parent``, since ending a group may
@@ -61,8 +64,22 @@ def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = "gather
     if key not in known:
         ranks = dist.get_process_group_ranks(parent)
         with blocked(("new_group", purpose, len(ranks), None, 0)):
-            known[key] = _new_group_within(parent, ranks, backend)
+            options = group_options(backend, purpose, timeout_of(parent))
+            known[key] = _new_group_within(parent, ranks, backend, options)
     return known[key]
+
+
+def group_options(backend: str, purpose: str, timeout: timedelta) -> Any:
+    """Options of the process group that :func:`second_group` makes, or None for torch's own.
+
+    The gathers of NCCL run on a stream of high priority. The next layer waits for them, while their blocks compete with
+    those of the layer under way, which fill the device. Nothing waits for reductions that soon.
+    """
+    if backend != "nccl" or purpose != GATHERS:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group compares it with its own and warns
+    return options
 
 
 def new_group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -70,15 +87,15 @@ def new_group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Pr
     on
     the others. Called on all ranks of ``parent``, in the order of their collectives."""
     with blocked(("new_group", "stages", len(ranks), None, 0)):
-        return _new_group_within(parent, list(ranks), None)
+        return _new_group_within(parent, list(ranks), None, None)
 
 
-def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str | None) -> Any:
+def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str | None, options: Any) -> Any:
     """torch calls a group that its members alone make by a hash of their ranks and of how many groups a rank has, and
     waits for ever where they have different numbers: so the largest one is agreed on, and the rest is made up."""
     everywhere = len(dist.get_process_group_ranks(parent)) == dist.get_world_size()
     if everywhere and len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout=timeout_of(parent), backend=backend, group_desc=SECOND_GROUP)
+        return dist.new_group(ranks, timeout_of(parent), backend, options, group_desc=SECOND_GROUP)
     names: Any = dist.distributed_c10d._world.pg_names
     on_host = any(device.type == "cpu" for device in parent._device_types)
     most = torch.tensor([len(names)], device="cpu" if on_host else "cuda")
@@ -92,6 +109,7 @@ def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str 
             ranks,
             timeout=timeout_of(parent),
             backend=backend,
+            pg_options=options,
             use_local_synchronization=True,  # only these ranks are here
             group_desc=SECOND_GROUP,
         )
@@ -107,6 +125,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if timeout is not None:
             return timeout
     return DEFAULT_TIMEOUT
+
+
+def nccl_environment(torch_version: TorchVersion, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that NCCL's process groups of this torch need and ``env`` does not set.
+
+    Before 2.8, torch lets the caching allocator hold memory that a collective has used until the communication stream
+    has passed an event, which makes the peak depend on timing. With the variable, as in later versions by default, the
+    tensors are kept until the collective has been waited for; zerolite keeps them that long itself.
+    """
+    old = torch_version < "2.8" and _AVOID_RECORD_STREAMS not in env
+    return {_AVOID_RECORD_STREAMS: "1"} if old else {}
 
 
 def init_distributed(
@@ -145,14 +174,14 @@ def init_distributed(
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     _let_gloo_wait(backend)
+    os.environ.update(nccl_environment(torch.__version__, os.environ))
     if init_method is not None and init_method != "env://":
         rank, world_size = _checked_place(init_method, rank, world_size)
         _start(backend, init_method, rank, world_size, timeout)
     else:
         _start_from_environment(backend, rank, world_size, timeout)
     _started_here = True
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+    make_current(default_device(local_rank()))
 
 
 def destroy() -> None:

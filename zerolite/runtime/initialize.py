@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerolite.accelerator import default_device, keep_freed_memory
+from zerolite.accelerator import default_device, keep_freed_memory, make_current
 from zerolite.comm import (
     Communicator,
     Topology,
@@ -68,6 +68,7 @@ def initialize(
     given = load_config(config)
     init_distributed()
     device = default_device(local_rank())
+    make_current(device)  # also where the user has started torch.distributed
     if device.type == "cpu":
         keep_freed_memory()
     watchdog = start_watchdog(given.desync_timeout_s)

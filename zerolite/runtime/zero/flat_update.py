@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerolite.memory_items import DEVICE, STATES
+from zerolite.memory_items import STATES
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.pieces import Groups, Hand, Piece, State
 from zerolite.runtime.zero.spans import Span
@@ -59,8 +59,8 @@ class _Launch:
 
 
 class FlatUpdate:
-    """States of the pieces in flat tensors laid out like the master buckets, at the optimizer's tier: allocated by the
-    first update on the device, at once elsewhere.
+    """States of the pieces in flat tensors laid out like the master buckets, at the optimizer's tier. They are
+    allocated at once, so that a job that does not fit fails before it trains.
 
     Steps are counted on the host, for all pieces together: ``_missed`` has the pieces that were left out of some of
     them because their parameters got no gradient. Counting does not stop at 2^24, as it does in torch's fp32 tensors.
@@ -109,8 +109,7 @@ class FlatUpdate:
                 self._missed[piece.fragment.slot.index] = self._steps
         for flats in self._states or []:
             flats += self._new_states(groups, first)
-        if self._buffer.tiers.optimizer.place != DEVICE:  # what has no room there says so at once
-            self._allocated(groups)
+        self._allocated(groups)
         self._fresh = False
 
     def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
