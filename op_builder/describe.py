@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import CannotStore, OpUnavailable
 from .store import cache_root, open_store
-from .tools import Program, cuda_version, find_cxx, find_ninja, find_nvcc
+from .tools import Program, cuda_version, find_cxx, find_ninja, find_nvcc, find_nvrtc
 
 
 def describe_tools() -> dict[str, str]:
@@ -18,6 +18,7 @@ def describe_tools() -> dict[str, str]:
     finders: dict[str, Callable[[], str]] = {
         "C++ compiler": lambda: _describe(find_cxx(store)),
         "nvcc": lambda: _describe_nvcc(find_nvcc(store)),
+        "NVRTC": lambda: _describe(find_nvrtc(store, None)),
         "ninja": _describe_ninja,
     }
     found = {}

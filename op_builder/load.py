@@ -14,7 +14,7 @@ from .errors import CannotStore, OpUnavailable
 from .ops import OPS, Op
 from .plan import INCOMPLETE, Plan, make_plan
 from .store import identity, is_whole, open_store
-from .tools import Program, check_cuda_version, find_cxx, find_ninja, find_nvcc
+from .tools import Program, check_cuda_version, find_cxx, find_ninja, find_nvcc, find_nvrtc
 
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
 
@@ -85,7 +85,7 @@ def load(
     processes may call it at once; one of them compiles.
 
     Args:
-        name: "async_io", "cpu_kernels" or "cuda_kernels".
+        name: "async_io", "cpu_kernels", "cuda_kernels" or "cuda_kernels_nvrtc".
         capability: compute capability of the GPU as (major, minor); a CUDA op needs it.
         torch_cuda: `torch.version.cuda`, whose major version nvcc must share; None does not compare.
         csrc: the directory of the sources, by default `csrc_path()`.
@@ -185,9 +185,11 @@ def _find_csrc(csrc: Path | None) -> Path:
 
 
 def _find_compilers(op: Op, store: Path | None, torch_cuda: str | None) -> tuple[Program, ...]:
-    """The program that compiles, and for a CUDA op the C++ compiler behind it."""
+    """The program that compiles, and for a CUDA op the C++ compiler behind it, or beside it."""
     if op.kind == "cpp":
         return (find_cxx(store),)
+    if op.kind == "nvrtc":
+        return (find_nvrtc(store, torch_cuda), find_cxx(store))
     nvcc = find_nvcc(store)
     if torch_cuda is not None:
         check_cuda_version(nvcc, torch_cuda)

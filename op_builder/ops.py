@@ -55,4 +55,21 @@ def cuda_kernels() -> Op:
     )
 
 
-OPS = {op.name: op for op in (cpu_kernels(os.uname().machine), cuda_kernels(), async_io())}
+def cuda_kernels_nvrtc() -> Op:
+    """The same without nvcc. The library calls the driver of the machine it runs on."""
+    source = "cuda/kernels.cu"
+    host = ("-x", "c++", "-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-DZL_HOST_ONLY")
+    return Op(
+        name="cuda_kernels_nvrtc",
+        kind="nvrtc",
+        sources=(
+            Source(source, "device.s", ("--std=c++17", "--fmad=false")),
+            Source(source, "host.o", host, host=True),
+        ),
+        headers=("*.h", "cuda/*.h", "cuda/*.cuh"),
+        flags=(),
+        link_flags=("-shared", "-pthread", "-ldl", "-Wl,-z,defs"),
+    )
+
+
+OPS = {op.name: op for op in (cpu_kernels(os.uname().machine), cuda_kernels(), cuda_kernels_nvrtc(), async_io())}

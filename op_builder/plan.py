@@ -81,22 +81,28 @@ def make_plan(op: Op, csrc: Path, capability: tuple[int, int] | None, torch_cuda
 
 def compile_command(plan: Plan, source: Source, compilers: tuple[Program, ...]) -> list[str]:
     """The command that makes an object in the current directory."""
-    include = ["-I", str(plan.csrc)]
-    flags = [*plan.op.flags, *arch_flags(plan.capability), *source.flags]
-    return [*_driver(compilers), *flags, *include, "-c", str(plan.csrc / source.path), "-o", source.object]
+    arch, driver = arch_flags(plan.capability, plan.op.kind), _driver(compilers)
+    if source.host:
+        arch, driver = [], _driver(compilers[1:])
+    flags = [*plan.op.flags, *arch, *source.flags, f"-I{plan.csrc}"]
+    return [*driver, *flags, "-c", str(plan.csrc / source.path), "-o", source.object]
 
 
 def link_command(plan: Plan, output: str, compilers: tuple[Program, ...]) -> list[str]:
     """The command that makes the library of the objects in the current directory."""
     objects = [source.object for source in plan.op.sources]
+    if plan.op.kind == "nvrtc":
+        return [*_driver(compilers[1:]), *objects, *plan.op.link_flags, "-o", output]
     return [*_driver(compilers), *objects, *arch_flags(plan.capability), *plan.op.link_flags, "-o", output]
 
 
-def arch_flags(capability: tuple[int, int] | None) -> list[str]:
-    """nvcc's flags for one compute capability; none for None."""
+def arch_flags(capability: tuple[int, int] | None, kind: str = "cuda") -> list[str]:
+    """The flags of nvcc, or of NVRTC, for one compute capability; none for None."""
     if capability is None:
         return []
     number = f"{capability[0]}{capability[1]}"
+    if kind == "nvrtc":
+        return [f"--gpu-architecture=sm_{number}"]
     return ["-gencode", f"arch=compute_{number},code=sm_{number}"]
 
 

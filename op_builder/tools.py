@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,47 @@ def find_nvcc(store: Path | None) -> Program:
     return _identified((path,), "CUDA compiler", store)
 
 
+def find_nvrtc(store: Path | None, torch_cuda: str | None) -> Program:
+    """Return NVRTC, CUDA's compiler as a library, of torch's major version of CUDA: that of the packages which torch's
+    wheels depend on. The program is nvrtc.py, and the headers of CUDA are among its words.
+
+    Raises:
+        OpUnavailable: it is not installed, or does not work.
+    """
+    major = (torch_cuda or "").partition(".")[0]
+    found = [entry for entry in _nvrtc_packages() if not major or entry[0] == major]
+    if not found:
+        version = f" of CUDA {major}" if major else ""
+        raise OpUnavailable(
+            f"There is no NVRTC{version} with its headers in this Python environment (nvidia/cuda_nvrtc and "
+            "nvidia/cuda_runtime, or nvidia/cu13).",
+            f"Install the packages that torch's wheels for CUDA depend on (nvidia-cuda-nvrtc and nvidia-cuda-runtime), "
+            f"{WITHOUT_KERNELS}",
+        )
+    _, library, include = found[-1]
+    script = Path(__file__).resolve().with_name("nvrtc.py")
+    command = (sys.executable, str(script), str(library))
+    program = _identified(command, "CUDA compiler", store, (str(script), str(library)))
+    return Program((*command, f"-I{include}"), program.identity, program.version)
+
+
+def _nvrtc_packages() -> list[tuple[str, Path, Path]]:
+    """Major version of CUDA, library and directory of headers, the lowest version first: cuda_nvrtc/lib beside
+    cuda_runtime/include up to CUDA 12, and one directory, cu13, from then on."""
+    from importlib.util import find_spec  # slow, and needed only where something is compiled
+
+    spec = find_spec("nvidia")
+    found = []
+    for root in spec.submodule_search_locations or () if spec is not None else ():
+        for library in Path(root).glob("*/lib/libnvrtc.so.*"):
+            major, home = library.name.removeprefix("libnvrtc.so."), library.parents[1]
+            for include in (home / "include", Path(root) / "cuda_runtime" / "include"):
+                if major.isdigit() and (include / "cuda_fp16.h").is_file():
+                    found.append((major, library, include))
+                    break
+    return sorted(found, key=lambda entry: int(entry[0]))
+
+
 def check_cuda_version(nvcc: Program, torch_cuda: str) -> None:
     """Compare major versions: a driver that serves torch need not serve a newer toolkit's runtime.
 
@@ -134,11 +176,11 @@ def _packaged_ninja() -> str | None:
     return None
 
 
-def _identified(command: tuple[str, ...], what: str, store: Path | None) -> Program:
-    """Describe a program by its file, and by its version, which is remembered in `store` for this very file."""
+def _identified(command: tuple[str, ...], what: str, store: Path | None, files: tuple[str, ...] = ()) -> Program:
+    """Describe a program by its file, and by its version, which is remembered in `store` for this very file. files:
+    further ones that belong to it."""
     parts = [*command]
-    for word in command:  # `CXX="ccache g++"`: both files matter
-        path = shutil.which(word)
+    for path in (*map(shutil.which, command), *files):  # `CXX="ccache g++"`: both files matter
         if path is not None:
             resolved = os.path.realpath(path)
             about = os.stat(resolved)

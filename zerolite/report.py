@@ -53,7 +53,7 @@ def collect(build: bool) -> dict[str, Any]:
             "CUDA of torch": str(torch.version.cuda or "none") if torch else "unknown",
             **op_builder.describe_tools(),
         },
-        "devices": devices(torch),
+        "devices": {**devices(torch), "kernels on CUDA": cuda_kernels(ops)},
         "processor": {**features, "instruction set of the kernels": instruction_set(features["features"].split(), ops)},
         "process groups": {"backends": backends(torch)},
         "cache": {"directory": cache, "usable": "yes" if not cache_problem else f"no: {cache_problem}"},
@@ -71,6 +71,16 @@ def devices(torch: Any) -> Section:
         gib = about.total_memory / 2**30
         found[f"cuda:{index}"] = f"{about.name}, {gib:.1f} GiB, compute capability {about.major}.{about.minor}"
     return found
+
+
+def cuda_kernels(ops: list[dict[str, Any]]) -> str:
+    """Which compiler's kernels update on CUDA."""
+    usable = {op["name"] for op in ops if op["compatible"]}
+    if "cuda_kernels" in usable:
+        return "compiled by nvcc"
+    if "cuda_kernels_nvrtc" in usable:
+        return "compiled by NVRTC, and compared with PyTorch's operations before they are used"
+    return "none; torch's optimizers update"
 
 
 def processor() -> Section:
@@ -115,7 +125,7 @@ def backends(torch: Any) -> str:
 
 def op_report(name: str, torch: Any, build: bool) -> dict[str, Any]:
     """Whether an op can be used, why not, whether it is built and where."""
-    has_device = op_builder.OPS[name].kind == "cuda" and torch and torch.cuda.is_available()
+    has_device = op_builder.OPS[name].kind != "cpp" and torch and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_device else None
     torch_cuda = torch.version.cuda if has_device else None
     status = op_builder.status(name, capability=capability, torch_cuda=torch_cuda)

@@ -5,8 +5,17 @@
 // A table too large for a launch's arguments (zl_cuda_*_bytes is not 0) is given in two copies: `filled`, on the host,
 // by zl_cuda_*_fill, and `copied`, its copy on the device. With `filled` null a call needs no memory but the tensors:
 // it becomes as many launches as its table has portions, whose arguments a captured graph keeps.
+//
+// Three compilers read it: nvcc, all of it; or NVRTC what is for the device, and with ZL_HOST_ONLY a C++ compiler the rest,
+// see driver.h.
+#ifdef ZL_HOST_ONLY
+#include "driver.h"
+#endif
+
 #include "norm.cuh"
 #include "update.cuh"
+
+#ifndef __CUDACC_RTC__
 
 #define ZL_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -111,3 +120,5 @@ ZL_EXPORT int32_t zl_cuda_norm(const zl_norm* call, const void* filled, const vo
   if (filled) return zl::launch_far(filled, copied, a.table, launch_one);
   return zl::launch_here(zl::NormMaker(*call), call->segments, a.table, launch_one);
 }
+
+#endif

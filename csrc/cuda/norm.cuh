@@ -4,9 +4,11 @@
 // from an address, and no order of additions from the grid or from which block is the first to finish.
 #pragma once
 
+#ifndef __CUDACC_RTC__
 #include <algorithm>
 #include <numeric>
 #include <vector>
+#endif
 
 #include "table.cuh"
 #include "values.cuh"
@@ -28,6 +30,14 @@ struct NormArguments {
   Table<NormPiece> table;
 };
 static_assert(sizeof(NormArguments) <= 4096, "the arguments of a launch have 4 KB");
+static_assert(sizeof(NormPiece) == 24 && sizeof(NormArguments) == 56 + 126 * 32, "as both compilers see it");
+
+#ifdef ZL_HOST_ONLY
+
+template <int D>
+void norm_kernel(NormArguments a);  // see driver.h
+
+#else
 
 // Of the values of all threads, in the first one. To be followed by __syncthreads() before the next.
 __device__ __forceinline__ double sum_of_block(double x) {
@@ -132,6 +142,10 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(const __grid_constant__ N
   if (last_to_arrive(a.arrived + a.table.count, (unsigned)a.table.count)) add_to_owners(a);
 }
 
+#endif
+
+#ifndef __CUDACC_RTC__  // from here on code of the host, which NVRTC does not compile
+
 typedef void (*NormKernel)(NormArguments);
 
 inline NormKernel norm_kernel_for(int32_t dtype) {
@@ -161,5 +175,7 @@ class NormMaker {
   const zl_norm& call_;
   std::vector<int64_t> order_;
 };
+
+#endif
 
 }  // namespace zl

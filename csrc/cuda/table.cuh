@@ -29,22 +29,7 @@ struct Table {
   __device__ __forceinline__ const Piece& piece(int i) const { return far_ends ? far_pieces[i] : pieces[i]; }
 };
 
-// A table in memory: the header, `capacity` ends, `capacity` pieces.
-struct Header {
-  int64_t count, capacity;
-};
-
-template <class Piece>
-int64_t table_bytes(int64_t segments) {
-  return (int64_t)sizeof(Header) + segments * (int64_t)(sizeof(int64_t) + sizeof(Piece));
-}
-
-inline const int64_t* ends_in(const void* table) { return (const int64_t*)((const Header*)table + 1); }
-
-template <class Piece>
-const Piece* pieces_in(const void* table, int64_t capacity) {
-  return (const Piece*)(ends_in(table) + capacity);
-}
+#ifndef ZL_HOST_ONLY
 
 // The piece that a chunk belongs to, the first with ends[i] > chunk. All lanes of a warp look at once, so that a
 // thousand pieces take two rounds. 0 <= chunk < ends[count - 1].
@@ -60,6 +45,27 @@ __device__ __forceinline__ int find_piece(const int64_t* ends, int count, int64_
     span = step < span - skipped ? step : span - skipped;
   }
   return low;
+}
+
+#endif
+
+#ifndef __CUDACC_RTC__  // from here on code of the host, which NVRTC does not compile
+
+// A table in memory: the header, `capacity` ends, `capacity` pieces.
+struct Header {
+  int64_t count, capacity;
+};
+
+template <class Piece>
+int64_t table_bytes(int64_t segments) {
+  return (int64_t)sizeof(Header) + segments * (int64_t)(sizeof(int64_t) + sizeof(Piece));
+}
+
+inline const int64_t* ends_in(const void* table) { return (const int64_t*)((const Header*)table + 1); }
+
+template <class Piece>
+const Piece* pieces_in(const void* table, int64_t capacity) {
+  return (const Piece*)(ends_in(table) + capacity);
 }
 
 // Whether every segment lies in a tensor of the call, and no launch could need more blocks than there are.
@@ -120,5 +126,7 @@ int32_t launch_here(const Maker& maker, int64_t segments, Table<Piece>& table, c
   }
   return ZL_OK;
 }
+
+#endif
 
 }  // namespace zl

@@ -28,6 +28,15 @@ struct UpdateArguments {
   Table<UpdatePiece> table;
 };
 static_assert(sizeof(UpdateArguments) <= 4096, "the arguments of a launch have 4 KB");
+// The compilers of host and device lay it out alike.
+static_assert(sizeof(UpdatePiece) == 88 && sizeof(UpdateArguments) == 56 + 42 * 96, "as both compilers see it");
+
+#ifdef ZL_HOST_ONLY
+
+template <class Rule, int P, int G, int S>
+void update_kernel(UpdateArguments a);  // see driver.h
+
+#else
 
 // One block's elements, [low, high) of the arrays. P, G, S: dtypes of param, grad and states, ZL_NONE for any.
 template <class Rule, int P, int G, int S>
@@ -132,6 +141,10 @@ __global__ void __launch_bounds__(THREADS, UPDATE_BLOCKS) update_kernel(const __
   elements.update(Rule(piece.row, a.factor ? *a.factor : 1.0f));
 }
 
+#endif
+
+#ifndef __CUDACC_RTC__  // from here on code of the host, which NVRTC does not compile
+
 typedef void (*UpdateKernel)(UpdateArguments);
 
 // fp32 parameters and states have kernels of their own; the others share one that looks at the dtypes as it runs.
@@ -189,5 +202,7 @@ struct UpdateMaker {
   static char* start_of(const void* array, int dtype, int64_t start) { return (char*)array + start * size_of(dtype); }
   static int past_quad(const char* at, int size) { return (int)((uintptr_t)at / (uintptr_t)size % QUAD); }
 };
+
+#endif
 
 }  // namespace zl

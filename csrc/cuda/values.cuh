@@ -1,12 +1,22 @@
 // One float as the rules want it, and four neighbouring elements of an array as they lie in memory.
 #pragma once
 
+#ifndef ZL_HOST_ONLY
 #include <cuda_fp16.h>
+#endif
 #include <stdint.h>
 
 #include "../rules.h"
 
 namespace zl {
+
+constexpr __host__ __device__ int size_of(int dtype) { return dtype == ZL_F32 ? 4 : 2; }
+
+// Elements that a thread takes at once: 16 bytes of fp32, 8 of a 16-bit dtype. Neighbouring threads take neighbouring
+// ones, so that a warp reads and writes whole lines of every array, whatever its dtype.
+constexpr int QUAD = 4;
+
+#ifndef ZL_HOST_ONLY  // from here on code of the device
 
 // Every operation is rounded to the nearest and none is contracted with another, whatever the compiler's flags.
 struct One {
@@ -29,8 +39,6 @@ __device__ __forceinline__ T* global(T* pointer) {
   return pointer;
 }
 
-constexpr __host__ __device__ int size_of(int dtype) { return dtype == ZL_F32 ? 4 : 2; }
-
 // From and to the low 16 bits of a word. To the nearest, ties to even; a NaN stays a NaN.
 __device__ __forceinline__ float widen(uint32_t half, int dtype) {
   if (dtype == ZL_BF16) return __uint_as_float(half << 16);
@@ -43,10 +51,6 @@ __device__ __forceinline__ uint32_t narrow(float x, int dtype) {
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return x == x ? rounded : 0x7fc0u;
 }
-
-// Elements that a thread takes at once: 16 bytes of fp32, 8 of a 16-bit dtype. Neighbouring threads take neighbouring
-// ones, so that a warp reads and writes whole lines of every array, whatever its dtype.
-constexpr int QUAD = 4;
 
 struct Quad {
   uint4 word;  // of a 16-bit dtype, two elements in each of the first two
@@ -108,5 +112,7 @@ __device__ __forceinline__ void store_one(char* at, int dtype, float x) {
   else
     *global((uint16_t*)at) = (uint16_t)narrow(x, dtype);
 }
+
+#endif
 
 }  // namespace zl

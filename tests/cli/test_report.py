@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command
-from zerolite import report
+from zerolite import op_builder, report
 from zerolite.version import __version__
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
@@ -53,8 +53,10 @@ def test_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> None:
     assert values["CUDA of torch"] == str(torch.version.cuda or "none")
     assert "gloo" in values["backends"].split() and "fake" not in values["backends"]
     assert values["directory"] == str(tmp_path / "cache") and values["usable"] == "yes"
-    assert {"python", "C++ compiler", "nvcc", "ninja", "name", "features"} <= set(values)
-    assert {"op async_io", "op cpu_kernels", "op cuda_kernels"} <= set(lines)
+    assert {"python", "C++ compiler", "nvcc", "NVRTC", "ninja", "name", "features"} <= set(values)
+    assert {"op async_io", "op cpu_kernels", "op cuda_kernels", "op cuda_kernels_nvrtc"} <= set(lines)
+    if not torch.cuda.is_available():
+        assert values["kernels on CUDA"] == "none; torch's optimizers update"
     assert len({len(match[1]) for match in pairs if match}) == 1, "the values are not aligned"
 
 
@@ -87,6 +89,14 @@ def test_build(tmp_path: Path, ask: Callable[..., str]) -> None:
     assert after["processor"][name] == before["processor"][name]
     assert op(after, "cuda_kernels")["built"] == op(after, "cuda_kernels")["compatible"]
     assert str(path) in ask()
+
+
+def test_the_compiler_of_the_cuda_kernels() -> None:
+    def used(*compatible: str) -> str:
+        return report.cuda_kernels([{"name": name, "compatible": name in compatible} for name in op_builder.OPS])
+
+    assert used("cuda_kernels", "cuda_kernels_nvrtc") == used("cuda_kernels") == "compiled by nvcc"
+    assert used("cuda_kernels_nvrtc").startswith("compiled by NVRTC") and used("cpu_kernels").startswith("none")
 
 
 def test_why_not(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from zerolite import op_builder
 from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels
+from zerolite.ops.self_check import check_updates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,11 +40,13 @@ LONG = 1_000_003
 BUSY = 1_000_000_000  # cycles: half a second, in which the host gets far ahead of the device
 
 
-@pytest.fixture(scope="module")
-def kernels() -> CudaKernels:
+@pytest.fixture(scope="module", params=["cuda_kernels", "cuda_kernels_nvrtc"])
+def kernels(request: pytest.FixtureRequest) -> CudaKernels:
     capability = torch.cuda.get_device_capability()
     try:
-        return CudaKernels(op_builder.load("cuda_kernels", capability=capability, torch_cuda=torch.version.cuda))
+        made = CudaKernels(op_builder.load(request.param, capability=capability, torch_cuda=torch.version.cuda))
+        check_updates(made, torch.device(DEVICE, torch.cuda.current_device()))
+        return made
     except op_builder.OpUnavailable as error:
         pytest.skip(f"the CUDA kernels cannot be built here: {error}")
 

@@ -35,6 +35,25 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def _load_cuda(capability: tuple[int, int] | None) -> Kernels:
+    """The kernels as nvcc compiles them, or without nvcc as NVRTC does. Raises OpUnavailable, OSError or RuntimeError
+    with what is missing for either."""
+    from zerolite.ops.cuda_kernels import CudaKernels
+    from zerolite.ops.self_check import check_updates
+
+    try:
+        return CudaKernels(op_builder.load("cuda_kernels", capability=capability, torch_cuda=torch.version.cuda))
+    except op_builder.OpUnavailable as error:
+        without_nvcc = error
+    try:
+        library = op_builder.load("cuda_kernels_nvrtc", capability=capability, torch_cuda=torch.version.cuda)
+    except op_builder.OpUnavailable as error:
+        raise RuntimeError(f"{without_nvcc} Nor can NVRTC compile them: {error}") from error
+    kernels = CudaKernels(library)
+    check_updates(kernels, torch.device("cuda", torch.cuda.current_device()))
+    return kernels
+
+
 @functools.cache
 def _load(device_type: str, capability: tuple[int, int] | None) -> Kernels | str:
     if device_type not in ("cpu", "cuda"):
@@ -42,8 +61,6 @@ def _load(device_type: str, capability: tuple[int, int] | None) -> Kernels | str
     try:
         if device_type == "cpu":
             return CpuKernels(op_builder.load("cpu_kernels"))
-        from zerolite.ops.cuda_kernels import CudaKernels
-
-        return CudaKernels(op_builder.load("cuda_kernels", capability=capability, torch_cuda=torch.version.cuda))
+        return _load_cuda(capability)
     except (op_builder.OpUnavailable, OSError, RuntimeError) as error:
         return str(error)

@@ -1,0 +1,103 @@
+"""A comparison of kernels with their reference in PyTorch, before they are trusted with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from zerolite.ops import reference
+from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+
+# Scalars of csrc/rules.h with all their terms.
+_ROWS = {
+    ADAM: (1.0, -1e-5, 0.01, 0.1, 0.05, 0.3, 1e-8, -1e-2),
+    LION: (1.0, -1e-4, 0.1, 0.01, -1e-3, 0.0, 0.0, 0.0),
+    ADAGRAD: (1.0, 0.01, 1e-10, -1e-2, 0.0, 0.0, 0.0, 0.0),
+    SGD: (1.0, 0.01, 0.9, 0.5, 0.0, 1.0, -1e-2, 0.0),
+}
+_STATES = {ADAM: 2, LION: 1, ADAGRAD: 1, SGD: 1}
+_NUMELS = (4099, 33)  # several blocks, a tail, and a tensor that begins within a quad of the next
+# Parameters, gradients, states, outs: the kernels of fp32 with each dtype of gradients, and the one for all dtypes.
+_DTYPES: tuple[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None], ...] = (
+    (torch.float32, torch.float32, torch.float32, None),
+    (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16, torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16, None),
+)
+_CLOSE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # a unit of each, rounded otherwise
+
+
+class Checked(Protocol):
+    """The operations of kernels that are compared."""
+
+    def update(self, call: UpdateCall) -> None: ...
+
+    def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None: ...
+
+
+def check_updates(kernels: Checked, device: torch.device) -> None:
+    """Compare an update by each rule, and a sum of squares, with the reference on the host. Raises RuntimeError if they
+    differ by more than rounding, or an update that is to be skipped changes something. Waits for the device."""
+    for rule in _ROWS:
+        for dtypes in _DTYPES:
+            for skip in (0.0, 1.0):
+                wanted = _call(rule, dtypes, skip, torch.device("cpu"))
+                found = _call(rule, dtypes, skip, device)
+                kernels.update(found)
+                if not skip:
+                    reference.update(wanted)
+                _compare(found, wanted, rule)
+    table = torch.tensor([[i, 0, numel, i] for i, numel in enumerate(_NUMELS)], dtype=torch.int64, device="cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = _tensors(dtype, 9, torch.device("cpu"))
+        sums = torch.zeros(len(_NUMELS), dtype=torch.float64, device=device)
+        kernels.squares(sums, [value.to(device) for value in values], table)
+        exact = torch.stack([value.double().square().sum() for value in values])
+        if not torch.allclose(sums.cpu(), exact, rtol=1e-12, atol=0.0):
+            raise RuntimeError(_WRONG.format(f"the sum of squares of {dtype}"))
+
+
+_WRONG = (
+    "the compiled kernels do not compute what their reference does ({0}), so they are not used. Please report this "
+    "with the output of `zerolite report`."
+)
+
+
+def _compare(found: UpdateCall, wanted: UpdateCall, rule: int) -> None:
+    pairs = [(found.params, wanted.params), (found.outs, wanted.outs), *zip(found.states, wanted.states, strict=True)]
+    for here, there in pairs:
+        for one, other in zip(here, there, strict=True):
+            close = _CLOSE[one.dtype]
+            if not torch.allclose(one.cpu().float(), other.float(), rtol=close, atol=close * 1e-2):
+                raise RuntimeError(
+                    _WRONG.format(f"an update by rule {rule} of {one.dtype} with {found.grads[0].dtype}")
+                )
+
+
+def _call(rule: int, dtypes: Sequence[torch.dtype | None], skip: float, device: torch.device) -> UpdateCall:
+    param, grad, state, out = dtypes
+    assert param is not None and grad is not None and state is not None
+    params = _tensors(param, 0, device)
+    return UpdateCall(
+        rule,
+        params,
+        _tensors(grad, 1, device),
+        [[tensor.abs_() for tensor in _tensors(state, 2 + i, device)] for i in range(_STATES[rule])],
+        [] if out is None else [tensor.to(out) for tensor in params],
+        torch.tensor([[0, 0, _NUMELS[0], 0], [1, 1, _NUMELS[1] - 1, 0]], dtype=torch.int64, device="cpu"),
+        torch.tensor([_ROWS[rule]], dtype=torch.float32, device="cpu"),
+        torch.tensor([0.5], device=device),
+        torch.tensor([skip], device=device),
+    )
+
+
+def _tensors(dtype: torch.dtype, seed: int, device: torch.device) -> list[torch.Tensor]:
+    """The same values on every device, of another order of magnitude in each tensor."""
+    made = []
+    for scale, numel in enumerate(_NUMELS):
+        generator = torch.Generator("cpu").manual_seed(10 * seed + scale)
+        values = torch.randn(numel, generator=generator, device="cpu") * 10.0**-scale
+        made.append(values.to(dtype).to(device))
+    return made
