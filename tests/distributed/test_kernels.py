@@ -600,7 +600,7 @@ def test_torchs_optimizer_updates_several_buckets_in_one_call(pools: Pools, stag
         setting = config(stage, precision, 1, 0.01, ("AdamW", {"lr": 1e-3, "fused": True}), zero)
         for found in pools(2).run(f"{CASES}:torchs_calls", {"config": setting}):
             assert found["method"] == "PiecewiseUpdate" and len(found["masters"]) > 1
-            groups = sub_groups(list(enumerate(found["masters"])), limit, 0)
+            groups = sub_groups(found["masters"], limit, 0)
             assert len(groups) < len(found["masters"]) or stage == 0
             calls = sum(any(found["pieces"][span.bucket] for span in group) for group in groups)
             assert found["_fused_adamw_"] == found["_foreach_mul_"] == calls and found["mul_"] == 0

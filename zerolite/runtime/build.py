@@ -76,7 +76,7 @@ from zerolite.runtime.updated_weights import UpdatedWeights
 from zerolite.runtime.wall_clock import around
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
-from zerolite.runtime.zero.layout import MAX_AUTO_BUCKET, Bucket, ParameterSpec, PartitionLayout
+from zerolite.runtime.zero.layout import AUTO_BUCKET, Bucket, ParameterSpec, PartitionLayout
 from zerolite.runtime.zero.partitioned_parameter import handle_of, whole_numel
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.resting_gradients import RestingGradients
@@ -239,7 +239,7 @@ class _Assembly:
         )
         self.scaler = loss_scaler(config)
         # Of the shards of many ranks, or of stage 3's small units, one update takes several: few large calls.
-        numel = min(bucket_numel(self.specs, config, comm.world_size), MAX_AUTO_BUCKET)
+        numel = min(bucket_numel(self.specs, config, comm.world_size), AUTO_BUCKET)
         self.pipeline = StepPipeline(
             buffer,
             self.reducer,
