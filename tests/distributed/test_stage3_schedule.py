@@ -194,7 +194,7 @@ def test_ranks_that_differ_are_told_where_they_stand(pools: Pools, after: int) -
 def test_unused_parameters_hold_back_no_reduction(pools: Pools) -> None:
     for result in pools(2).run(f"{CASES}:launch_order", {"config": config(3, zero=SHORT)}):
         assert len(result["orders"][0]) == 6
-        unused = next(numel for numel, name in result["buckets"].items() if name.startswith("spare"))
+        unused = next(bucket for bucket, name in result["buckets"].items() if name.startswith("spare"))
         for order, early in zip(result["orders"], result["early"], strict=True):
             assert order[-1] == unused
             assert sorted(order) == sorted(result["buckets"])

@@ -260,6 +260,7 @@ def test_the_comparison_marks_the_cheapest_that_fits() -> None:
 class Call:
     def __init__(self, op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> None:
         self.op, self.tag, self.nbytes, self.dimension, self.ranks = op, tag, nbytes, dimension, ranks
+        self.unaligned = 0
 
 
 def test_traffic_of_rings() -> None:

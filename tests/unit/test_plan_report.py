@@ -136,6 +136,11 @@ def test_traffic_with_and_without_nodes() -> None:
     rows = rows_of(render_plan(plan, WIDE), "traffic of a step")
     assert rows["all_gather"] == ["parameters", "15", "15.00 GB", "14.77 GB", "13.00 GB"]
     assert rows["all"] == ["46", "30.00 GB", format_size(plan.sent), "26.00 GB"]
+    text = " ".join(render_plan(plan, WIDE).split())
+    assert "A step launches 46 collectives: 30 reduce_scatter, 15 all_gather, 1 all_reduce." in text
+    assert "Every buffer begins on 16 bytes" in text
+    off = [entry.model_copy(update={"unaligned": 2}) for entry in plan.traffic]
+    assert "All but 6 buffers begin on 16 bytes" in " ".join(render_plan(make_plan(traffic=off), WIDE).split())
     alone = [entry.model_copy(update={"inter_node": None}) for entry in plan.traffic]
     rows = rows_of(render_plan(make_plan(nodes=None, traffic=alone), WIDE), "traffic of a step")
     assert rows["all_gather"] == ["parameters", "15", "15.00 GB", "14.77 GB"] and "between nodes" not in str(rows)

@@ -256,8 +256,21 @@ def _traffic(plan: Plan, screen: Screen) -> list[str]:
         rows = [row[:-1] for row in rows]
     if plan.pipeline_stages * plan.tensor_parallel == 1:
         rows = [[*row[:2], *row[3:]] for row in rows]
-        return table(rows, screen.width, left=(0, 1), optional=(3, 1, 2))
-    return table(rows, screen.width, left=(0, 1, 2), optional=(4, 3, 2))
+        lines = table(rows, screen.width, left=(0, 1), optional=(3, 1, 2))
+    else:
+        lines = table(rows, screen.width, left=(0, 1, 2), optional=(4, 3, 2))
+    return [*lines, *screen.paragraph(_launches(plan))]
+
+
+def _launches(plan: Plan) -> str:
+    """What is counted, and whether NCCL's fast path is open to all of it."""
+    kinds = ", ".join(f"{count:,} {op}" for op, count in plan.collectives.items())
+    unaligned = sum(entry.unaligned for entry in plan.traffic)
+    buffers = "Every buffer begins" if not unaligned else f"All but {unaligned:,} buffers begin"
+    return (
+        f"A step launches {counted(sum(plan.collectives.values()), 'collective')}: {kinds or 'none'}. Tensors that "
+        f"travel in one group are one launch. {buffers} on 16 bytes, as NCCL's fast path asks."
+    )
 
 
 def _sums(rows: list[Traffic]) -> list[str]:

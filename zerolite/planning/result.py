@@ -42,8 +42,10 @@ class Moment(_Frozen):
 class Traffic(_Frozen):
     """All collectives of one kind in one step of one rank.
 
-    nbytes: the full tensors that they concern (a gather of P parameters on N ranks counts P, not P / N). sent: what
-    this rank sends if they run as rings, the bandwidth-optimal algorithm: (N - 1) / N of it for a gather or a
+    count: launches. Several tensors that travel in one group (NCCL's ncclGroup) are one. unaligned: buffers of them
+    (whole tensors, ranks' parts, shards) that do not begin on 16 bytes, from where NCCL takes a slow path. nbytes: the
+    full tensors that they concern (a gather of P parameters on N ranks counts P, not P / N). sent: what this rank
+    sends if they run as rings, the bandwidth-optimal algorithm: (N - 1) / N of it for a gather or a
     reduce-scatter, twice that for an all-reduce, all of it for a broadcast and for what one stage of a pipeline sends
     to another. inter_node: the part of ``sent``, on average over the ranks of a node (of a stage, if it goes to another
     one), that leaves the node.
@@ -57,6 +59,7 @@ class Traffic(_Frozen):
     nbytes: int
     sent: int
     inter_node: int | None = Field(description="None where the number of nodes was not given")
+    unaligned: int = 0
 
 
 class Stage(_Frozen):
@@ -177,6 +180,16 @@ class Plan(_Frozen):
     def sent(self) -> int:
         """Bytes that this rank sends in one step."""
         return sum(entry.sent for entry in self.traffic)
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """Launches of one step by kind, such as ``{"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}``.
+        Messages between stages of a pipeline are none."""
+        counts: dict[str, int] = {}
+        for entry in self.traffic:
+            if entry.op not in ("send", "receive"):
+                counts[entry.op] = counts.get(entry.op, 0) + entry.count
+        return counts
 
     @property
     def inter_node(self) -> int | None:

@@ -30,6 +30,9 @@ class Call(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    @property
+    def unaligned(self) -> int: ...
+
 
 def summarize(
     calls: Iterable[Call], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
@@ -42,15 +45,16 @@ def summarize(
     """
     counts: dict[tuple[str, str, str, int], list[int]] = {}
     for call in calls:
-        entry = counts.setdefault((call.op, call.tag, call.dimension, call.ranks), [0, 0])
+        entry = counts.setdefault((call.op, call.tag, call.dimension, call.ranks), [0, 0, 0])
         entry[0] += 1
         entry[1] += call.nbytes
+        entry[2] += call.unaligned
     rows = []
-    for (op, tag, dimension, ranks), (count, nbytes) in counts.items():
+    for (op, tag, dimension, ranks), (count, nbytes, unaligned) in counts.items():
         sent, across = _sent(op, nbytes, ranks), None
         if nodes is not None:
             across = int(sent * _part_between(op, dimension, grid, nodes, stage, looped))
-        amounts = {"count": count, "nbytes": nbytes, "sent": sent}
+        amounts = {"count": count, "nbytes": nbytes, "sent": sent, "unaligned": unaligned}
         rows.append(Traffic(op=op, tag=tag, dimension=dimension, ranks=ranks, inter_node=across, **amounts))
     return sorted(rows, key=lambda row: (-row.sent, row.dimension, row.op, row.tag))
 

@@ -231,7 +231,7 @@ class Towering(nn.Module):
 
 def launch_order(config: dict[str, Any], spare_on: Sequence[int] = ()) -> dict[str, Any]:
     """Train a model with an unused layer; ``spare_on``: the ranks that use it from step 2 on. Of every step: the
-    reductions in order, and how many of them were launched before the last gradient came."""
+    buckets in the order of their reductions, and how many of them were launched before the last gradient came."""
     engine = zerolite.initialize(models.build(Towering), config)
     orders, early = [], []
     for step in range(5):
@@ -247,11 +247,11 @@ def launch_order(config: dict[str, Any], spare_on: Sequence[int] = ()) -> dict[s
             engine.backward(engine(x, use).square().mean())
             handle.remove()
             engine.step()
-        orders.append([call.numel for call in recorder.select(tag="gradients")])
+        orders.append([call.key - 1 for call in recorder.select(tag="gradients")])
         early.append(max(seen))
     result = {"orders": orders, "early": early, "buckets": {}}
     for bucket in engine._reducer.layout.buckets:
-        result["buckets"][bucket.numel] = bucket.slots[0].name
+        result["buckets"][bucket.index] = bucket.slots[0].name
     values = whole_values(engine)
     everywhere_equal_values(values)
     return result | {"parameters": values}
