@@ -38,6 +38,9 @@ class Nvrtc:
     """The functions of libnvrtc that compiling needs."""
 
     def __init__(self, library: str) -> None:
+        # NVRTC opens this one by its bare name, which the loader finds in a directory of a wheel only if it is there
+        # already.
+        self._builtins = [ctypes.CDLL(str(path)) for path in Path(library).parent.glob("libnvrtc-builtins.so*")]
         self._library = ctypes.CDLL(library)
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 

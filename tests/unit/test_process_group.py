@@ -46,13 +46,13 @@ def test_nccl_is_told_before_there_is_a_group(monkeypatch):
     seen = []
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1"))
     monkeypatch.setattr(process_group.dist, "is_initialized", lambda: False)
-    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_AVOID_RECORD_STREAMS", "")  # so that what is set below is taken back
+    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS")
     start = lambda *args: seen.append(process_group.os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS"))  # noqa: E731
     monkeypatch.setattr(process_group, "_start_from_environment", start)
     monkeypatch.setattr(process_group, "_started_here", False)
     zerolite.init_distributed()
     assert seen == ["1"]
-    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS")
 
 
 def test_gathers_over_nccl_have_high_priority(monkeypatch):

@@ -39,6 +39,8 @@ class GlooCommunicator(Communicator):
     def _next_tag(self, op: str, tag: str, nbytes: int, key: int = 0) -> int:
         """What the messages of one collective are told apart by: its number, and what it is. Messages of different
         collectives never meet, so that ranks that part wait for each other instead of taking one for the other."""
+        if self._half is not None:
+            self._half.gather()  # its number is the same on all ranks, whether or not a rank has waited for it by now
         self._number = (self._number + 1) % (1 << _NUMBER_BITS)
         kind = zlib.crc32(f"{op} {tag} {nbytes} {key}".encode()) >> (32 - _KIND_BITS)
         return kind << _NUMBER_BITS | self._number
@@ -50,10 +52,6 @@ class GlooCommunicator(Communicator):
         cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
         if not cut or (self.world_size == 2 and tensor.dtype not in HALF):
             return Pending((self.wire.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
-        # The second half of the one before travels beside the first half of this one. Its place among the collectives
-        # is the same on all ranks, whether or not a rank has waited for it by now.
-        if self._half is not None:
-            self._half.gather()
         scattered = self._reduce_scatter(tensor, tag, divisor, tensor.dtype)
 
         def second_half() -> Pending:

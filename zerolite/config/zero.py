@@ -64,8 +64,9 @@ class ZeroConfig(_Block):
         default=None,
         description="true: buckets are reduced while backward still runs, and (stages 1 and 2) the next forward waits "
         "for updated parameters only where a module needs them. PyTorch's functions that read a parameter before wait "
-        "for it; C++ extensions, CUDA graphs and views taken before the step do not: access `engine.module` first, "
-        "which waits for all. null: the first of the two. false: neither. The numbers do not depend on it.",
+        "for it; C++ extensions, constructors (`torch.tensor(p)`, `nn.Parameter(p)`), scripted functions, CUDA graphs "
+        "and views taken before the step do not: access `engine.module` first, which waits for all. null: the first of "
+        "the two. false: neither. The numbers do not depend on it.",
     )
     contiguous_gradients: Bool = Field(
         default=True, description="Move each gradient into its bucket as soon as it is ready."

@@ -60,8 +60,12 @@ class Publisher:
         """After the last bucket: without ``overlap_forward`` the parameters are whole when this returns."""
         if self.overlaps:
             self.wait(sorted(self._at_once))
-            for bucket in self._pending:
-                for parameter in self._members(bucket):
+            for bucket in list(self._pending):
+                members = self._members(bucket)
+                if any(type(member) is not nn.Parameter for member in members):
+                    self.wait([bucket])  # somebody has given them a class of his own
+                    continue
+                for parameter in members:
                     parameter.__class__ = self._arriving
             if self._buffer.compute[0].device.type == "cuda":
                 self._stream = torch.cuda.current_stream(self._buffer.compute[0].device)
@@ -99,6 +103,7 @@ class Publisher:
     def _members(self, bucket: int) -> list[nn.Parameter]:
         return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
 
+    @torch.compiler.disable
     def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
         """Wait for the gathers of these parameters; for all if it is not known which are read."""
         wanted = {id(parameter) for parameter in parameters}
@@ -130,6 +135,7 @@ class Publisher:
             if waited:
                 self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
 
+    @torch.compiler.disable
     def before_forward(self, buckets: Sequence[int]) -> None:
         if self._pending:
             self.wait(buckets)
@@ -142,8 +148,8 @@ class Publisher:
             raise RuntimeError(
                 f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still on their "
                 "way, so its old values may have been used. Code that is no PyTorch function (a C++ extension) was "
-                "given it outside the forward of the module that owns it. Set zero_optimization.overlap_comm to false "
-                "(or leave it out) for models that do this."
+                "given it outside the forward of the module that owns it, or this is the backward of a forward before "
+                "the step. Set zero_optimization.overlap_comm to false (or leave it out) for loops that do this."
             )
 
 

@@ -24,6 +24,11 @@ class ReleasedParameter(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return vars(self)["_zero_handle"].__reduce__()  # says what to do instead
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the values in another class, once they are there: torch's method asks no ``__torch_function__``."""
+        self.wait_for([self])
+        return self.as_subclass(cls)
+
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the memory, as torch's method does, which asks no ``__torch_function__`` by itself."""
         return handle_torch_function(Tensor.set_, (self,), self, *args, **kwargs)
@@ -79,6 +84,10 @@ class ArrivingParameter(torch.nn.Parameter):
 
     wait_for: Callable[[Sequence[torch.Tensor]], None]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an ordinary parameter: ``type(p)(values)`` makes one that nobody gathers."""
+        return torch.nn.Parameter(*args, **kwargs)
+
     def __deepcopy__(self, memo: Any) -> Any:
         self.wait_for([self])
         return copy.deepcopy(self, memo)
@@ -86,6 +95,11 @@ class ArrivingParameter(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.wait_for([self])
         return self.__reduce_ex__(protocol)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return the values in another class, once they are there: torch's method asks no ``__torch_function__``."""
+        self.wait_for([self])
+        return self.as_subclass(cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the memory, as torch's method does, which asks no ``__torch_function__`` by itself."""
@@ -98,6 +112,12 @@ class ArrivingParameter(torch.nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         cls.wait_for(list(find_arguments((args, kwargs), cls)))
+        late = next(find_arguments((args, kwargs), cls), None)
+        if late is not None:
+            raise RuntimeError(
+                f"the updated values of a parameter of shape {tuple(late.shape)} never came: the engine that gathers "
+                "them has ended in the middle of a step. Call zerolite.destroy() before the engine goes out of use"
+            )
         return function(*args, **kwargs)
 
 
@@ -132,7 +152,7 @@ _HARMLESS = frozenset(
     [
         *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
         *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "ndim", "_version", "is_mkldnn"),
-        *_getters("output_nr", "is_xpu", "is_mps", "_base", "itemsize", *_HOOKS),
+        *_getters("output_nr", "is_xpu", "is_mps", "is_nested", "_base", "itemsize", *_HOOKS),
         *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", *_HOOKS)),
         getattr(Tensor, "grad").__delete__,  # noqa: B009
         *(getattr(Tensor, f"new_{name}") for name in "empty empty_strided full ones tensor zeros".split()),
