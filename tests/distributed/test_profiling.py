@@ -131,7 +131,7 @@ def test_flops_of_a_known_model(pools: Pools, tmp_path: Path, loop: str) -> None
         assert re.search(r"^step 4: .*FLOP/s on rank 0 .* model FLOPs utilization", printed, re.MULTILINE)
         assert other["written"] == result["written"] and "FLOP" not in other["printed"]
         assert result["plain"] and other["plain"] and result["gone"] and other["gone"]
-        assert result["wrapped"] == ["update"] and other["wrapped"] == []
+        assert result["wrapped"] == ["apply"] and other["wrapped"] == []
 
 
 def test_an_exception_in_the_counted_step(pools: Pools) -> None:

@@ -353,7 +353,7 @@ class _Assembly:
         engine.activation_checkpointing = attached
         engine.memory_parts = dataclasses.replace(engine.memory_parts, activations=attached.memory)
         if settings.profile:
-            around(pipeline, "update", lambda: None, lambda: attached.end_step(pipeline.global_steps))
+            around(pipeline, "apply", lambda: None, lambda: attached.end_step(pipeline.global_steps))
         return list(attached.handles)
 
     def _let_grow(self, engine: Engine, adopts: bool) -> None:

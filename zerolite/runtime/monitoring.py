@@ -162,7 +162,7 @@ def _profile_flops(engine: Engine, module: Any, pipeline: StepPipeline, log: Ste
         assert caller is not None
         profiler.end_step(caller.global_steps)
 
-    around(pipeline, "update", lambda: None, end_step)
+    around(pipeline, "apply", lambda: None, end_step)
     weakref.finalize(engine, profiler.close)
 
 

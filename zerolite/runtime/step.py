@@ -249,9 +249,10 @@ class StepPipeline:
         """Afterwards the mean gradient over ranks is where its owner needs it."""
         self.check_here()
         self._look_at_grads()
-        self._reduce()
+        self.finish_reductions()
 
-    def _reduce(self) -> None:
+    def finish_reductions(self) -> None:
+        """:meth:`reduce` where it is known that the user has not dropped the gradients. Observers stand around it."""
         with self.commands(Command.REDUCE):
             self._reducer.finish()
             if self._sums is not None:
@@ -288,7 +289,7 @@ class StepPipeline:
 
     def _collect(self) -> None:
         if self._stats is None:
-            self._reduce()
+            self.finish_reductions()
             noted, part = self._collector.noted, self._reducer.owned_part
             parts = [None if noted(b.index) else part(b.index) for b in self._buffer.layout.buckets]
             self._last_vote = _vote(self.trace)
@@ -325,9 +326,10 @@ class StepPipeline:
         """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
         loss scale."""
         self._look_at_grads()
-        self._update_all(publish)
+        self.apply(publish)
 
-    def _update_all(self, publish: bool) -> None:
+    def apply(self, publish: bool) -> None:
+        """:meth:`update` where it is known that the user has not dropped the gradients. Observers stand around it."""
         self.check_whole()
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
@@ -457,7 +459,7 @@ class StepPipeline:
         """All phases. Gradients are consumed."""
         self._look_at_grads()
         with self.commands(Command.STEP):
-            self._update_all(publish=True)
+            self.apply(publish=True)
             self.zero_grad()
 
     @property

@@ -154,8 +154,8 @@ def watch_phases(clock: PhaseClock, module: torch.nn.Module, pipeline: _Pipeline
 
     around(pipeline, "begin_backward", lambda: None, after_begin)
     around(reducer, "end_pass", lambda: None, lambda: clock.leave(BACKWARD))
-    around(pipeline, "reduce", lambda: clock.enter(REDUCE_WAIT), lambda: clock.leave(REDUCE_WAIT))
-    around(pipeline, "update", lambda: clock.enter(STEP), end_step)
+    around(pipeline, "finish_reductions", lambda: clock.enter(REDUCE_WAIT), lambda: clock.leave(REDUCE_WAIT))
+    around(pipeline, "apply", lambda: clock.enter(STEP), end_step)
     around(pipeline, "publish", lambda: clock.enter(STEP), lambda: clock.leave(STEP))
 
     return [
