@@ -23,19 +23,23 @@ def test_a_steady_step_waits_for_nothing(pools: Pools, stage: int, loop: str) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "optimizer", "precision"),
+    ("stage", "optimizer", "precision", "phases"),
     [
-        (0, ADAMW, "fp32"),
-        (2, ADAMW, "bf16"),
-        pytest.param(1, ADAMW, "fp32", marks=SLOW),
-        pytest.param(3, ADAMW, "bf16", marks=SLOW),
-        (1, FUSED, "fp32"),
-        pytest.param(0, FUSED, "bf16", marks=SLOW),
+        (0, ADAMW, "fp32", False),
+        (2, ADAMW, "bf16", True),
+        (3, FUSED, "bf16", False),
+        pytest.param(1, ADAMW, "fp32", True, marks=SLOW),
+        pytest.param(3, ADAMW, "bf16", False, marks=SLOW),
+        pytest.param(1, FUSED, "fp32", False, marks=SLOW),
+        pytest.param(0, FUSED, "bf16", False, marks=SLOW),
+        pytest.param(1, FUSED, "bf16", True, marks=SLOW),
     ],
 )
-def test_parameters_that_no_rank_uses_stay(pools: Pools, stage: int, optimizer: tuple, precision: str) -> None:
+def test_parameters_that_no_rank_uses_stay(
+    pools: Pools, stage: int, optimizer: tuple, precision: str, phases: bool
+) -> None:
     made = config(stage, precision, optimizer=optimizer)
-    arguments = {"config": made, "loop": "unused"}
+    arguments = {"config": made, "loop": "unused", "phases": phases}
     ranks = pools(2).run(f"{CASES}:run", arguments)
     by_host = pools(2).run(f"{CASES}:run", {**arguments, "on_device": False})
     wanted = pools(1).run(f"{CASES}:plain", {"config": made, "world": 2})[0]

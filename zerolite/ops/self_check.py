@@ -88,8 +88,8 @@ def _call(rule: int, dtypes: Sequence[torch.dtype | None], skip: float, device: 
         [] if out is None else [tensor.to(out) for tensor in params],
         torch.tensor([[0, 0, _NUMELS[0], 0], [1, 1, _NUMELS[1] - 1, 0]], dtype=torch.int64, device="cpu"),
         torch.tensor([_ROWS[rule]], dtype=torch.float32, device="cpu"),
-        torch.tensor([0.5], device=device),
-        torch.tensor([skip], device=device),
+        torch.tensor([0.5], dtype=torch.float32, device=device),
+        torch.tensor([skip], dtype=torch.float32, device=device),
     )
 
 
@@ -98,6 +98,6 @@ def _tensors(dtype: torch.dtype, seed: int, device: torch.device) -> list[torch.
     made = []
     for scale, numel in enumerate(_NUMELS):
         generator = torch.Generator("cpu").manual_seed(10 * seed + scale)
-        values = torch.randn(numel, generator=generator, device="cpu") * 10.0**-scale
+        values = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu") * 10.0**-scale
         made.append(values.to(dtype).to(device))
     return made

@@ -43,9 +43,9 @@ class Waits:
             HostRead.__init__, HostRead.get = make, get  # type: ignore[method-assign]
 
 
-def run(config: dict[str, Any], loop: str, on_device: bool = True) -> dict[str, Any]:
+def run(config: dict[str, Any], loop: str, on_device: bool = True, phases: bool = False) -> dict[str, Any]:
     """In the loop "unused" no rank uses the second weight of layer 0 before the last steps, and rank 1 alone that of
-    layer 1 in every second step."""
+    layer 1 in every second step. phases: those of a step are called one by one."""
     engine = make_engine(config, on_device)
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5) if loop == "schedule" else None
     waits = Waits()
@@ -58,7 +58,12 @@ def run(config: dict[str, Any], loop: str, on_device: bool = True) -> dict[str, 
             loss = loss_of(engine, step, 0, extras)
             if schedule is None:
                 engine.backward(loss, weight=3 + engine.rank if loop == "weight" else None)
-                engine.step()
+                if phases:
+                    engine.update()
+                    engine.publish()
+                    engine.zero_grad()
+                else:
+                    engine.step()
             else:
                 loss.backward()
                 engine.optimizer.step()

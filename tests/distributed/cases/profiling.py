@@ -35,7 +35,9 @@ def _trained(config: dict[str, Any], loop: str, folder: str, model: str) -> dict
         logged = engine.comms_summary() if engine.comms_logger is not None else None
         parameters = snapshot(engine)
         watchers = [len(comm._watchers) for comm in _communicators(engine)]
-    wrapped = sorted(vars(engine._pipeline).keys() & {"update", "reduce", "begin_backward", "publish"})
+    wrapped = sorted(
+        vars(engine._pipeline).keys() & {"update", "apply", "reduce", "finish_reductions", "begin_backward", "publish"}
+    )
     plain = engine.call_module is engine._module
     gone = weakref.ref(engine)
     del engine

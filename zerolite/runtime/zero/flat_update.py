@@ -67,6 +67,7 @@ class FlatUpdate:
     """
 
     one_launch = True
+    follows = True
     cuts_buckets = True
     can_skip_on_device = True
 
@@ -128,7 +129,7 @@ class FlatUpdate:
     def leave_out(self, indices: Iterable[int]) -> None:
         """See :class:`UpdateMethod`."""
         if self._counted:
-            for index in indices:
+            for index in set(indices).difference(self._idle):
                 self._missed[index] = self._missed.get(index, 0) + 1
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
@@ -148,8 +149,6 @@ class FlatUpdate:
         """See :class:`UpdateMethod`. True: with ``publish`` the compute parameters have been written."""
         groups = self._groups()
         buffer, on_host = self._buffer, isinstance(factor, float)
-        for span in () if publish or hands is not None else spans:
-            buffer.follow(span.bucket)
         for launch in self._plan(tuple(spans), gradients, used, publish):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")

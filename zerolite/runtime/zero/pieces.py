@@ -46,8 +46,11 @@ class Hand(NamedTuple):
 class UpdateMethod(Protocol):
     """How the pieces are updated; states are kept here.
 
-    one_launch: whether all buckets are best updated in one call. cuts_buckets: whether a span may be a part of a
-    bucket. can_skip_on_device: whether ``found_inf`` is taken. begin: before the updates of a step, once, with the
+    one_launch: whether all buckets are best updated in one call. follows: whether ``update`` lets masters follow what
+    has been written into compute parameters where it publishes; otherwise the caller does, once before all updates of a
+    bucket, because an update leaves masters that the compute parameters do not round to yet. cuts_buckets: whether a
+    span may be a part of a bucket. can_skip_on_device: whether ``found_inf`` is taken. begin: before the updates of a
+    step, once, with the
     parameters that take part, and those of them that the device may leave out: they are updated apart, and
     :meth:`leave_out` tells later which of them took no part. forget_last: the last update was skipped on the device.
     states_of: a bucket's states that are laid out like its master, where they rest; those
@@ -63,6 +66,9 @@ class UpdateMethod(Protocol):
 
     @property
     def one_launch(self) -> bool: ...
+
+    @property
+    def follows(self) -> bool: ...
 
     @property
     def cuts_buckets(self) -> bool: ...

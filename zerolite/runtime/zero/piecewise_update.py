@@ -22,6 +22,7 @@ class PiecewiseUpdate:
     """The inner optimizer steps over the pieces of some buckets at a time and keeps their states."""
 
     one_launch = False
+    follows = False
     cuts_buckets = False
 
     def __init__(
@@ -89,15 +90,17 @@ class PiecewiseUpdate:
             here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
             if not here:
                 continue
-            self._follow(bucket, held.get(bucket))
+            hand, dtype = held.get(bucket), self._update_dtypes[bucket]
+            if hand is not None and hand.out is not None:
+                follow_(hand.master, hand.out)
             apart = used is not None and used <= self._doubtful  # earlier than the others, which scale in place
-            gradient = gradient.to(self._update_dtypes[bucket])
             if not apart:
+                gradient = gradient.to(dtype)
                 exact.append(gradient)
-            self._bind(bucket, held.get(bucket))
+            self._bind(bucket, hand)
             if apart:
                 for piece in here:
-                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient) * factor
+                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient).to(dtype) * factor
                     if piece.tensor not in self._inner.state:
                         self._new_states[piece.fragment.slot.index] = piece.tensor
             elif len(here) > 1 and self._buffer.shard:
@@ -125,13 +128,6 @@ class PiecewiseUpdate:
                 hand.out.copy_(hand.master)
         return hands is not None
 
-    def _follow(self, bucket: int, hand: Hand | None) -> None:
-        """Masters take what somebody has written into the parameters; where they are in hand, from what is in hand."""
-        if hand is None:
-            self._buffer.follow(bucket)
-        elif hand.out is not None:
-            follow_(hand.master, hand.out)
-
     def _name_states(self, pieces: Iterable[Piece]) -> None:
         """Say whose memory the states are, and where."""
         for piece in pieces:
@@ -142,7 +138,9 @@ class PiecewiseUpdate:
                         own(value, STATES, HOST if place == DISK and not value.dim() else place)
 
     def forget_last(self) -> None:
-        """Torch's fused kernels count steps on the device, where they see the skip."""
+        """Torch's fused kernels count steps on the device, where they see the skip; a parameter that no rank has used
+        keeps no state of it."""
+        self.leave_out(list(self._new_states))
 
     @property
     def can_skip_on_device(self) -> bool:

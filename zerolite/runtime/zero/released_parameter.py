@@ -25,9 +25,8 @@ class ReleasedParameter(torch.nn.Parameter):
         return vars(self)["_zero_handle"].__reduce__()  # says what to do instead
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return the values in another class, once they are there: torch's method asks no ``__torch_function__``."""
-        self.wait_for([self])
-        return self.as_subclass(cls)
+        """Refuse, as reading does: torch's method asks no ``__torch_function__``."""
+        return handle_torch_function(Tensor.as_subclass, (self,), self, cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the memory, as torch's method does, which asks no ``__torch_function__`` by itself."""

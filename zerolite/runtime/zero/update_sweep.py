@@ -230,6 +230,9 @@ class UpdateSweep:
             masters = [self._buffer.master[span.bucket] for span in chunk] if look is not None else []
             if look is not None:
                 look.found(chunk, masters)
+            if not (publish and self._method.follows):
+                for span in chunk:
+                    self._buffer.follow(span.bucket)
             for index, left_out in doubtful.items():
                 self._update_one(index, chunk, gradients, factor, left_out, publish)
             rounded = self._method.update(chunk, gradients, factor, used, found_inf, publish)
