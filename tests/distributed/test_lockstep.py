@@ -82,6 +82,15 @@ def test_an_error_about_a_step_comes_in_the_same_place(pools: Pools, stage: str,
         assert "max_consecutive_skipped_steps is 3" in result["error"]
 
 
+@pytest.mark.parametrize("stage", ["0", "2", "3 defaults"])
+def test_a_window_is_dropped_by_ranks_that_have_no_gradient(pools: Pools, stage: str) -> None:
+    scenarios = ["weight"] if stage.startswith("3") else ["weight", "nothing", "failure"]
+    arguments = {"config": setting(stage, "fp32", 2), "scenarios": scenarios}
+    ranks = pools(2).run(f"{CASES}:dropped_windows", arguments)
+    assert_in_step(ranks, stage)
+    assert_same_bits(ranks[0]["parameters"], ranks[0]["wanted"], "windows that were dropped")
+
+
 @pytest.mark.parametrize("module_only", [False, True])
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_rollback_ends_the_errors_of_the_steps_before(

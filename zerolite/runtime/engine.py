@@ -193,6 +193,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
+            self._reducer.show_held()  # for the user to drop
             if self.coordinator is not None:
                 with contextlib.suppress(RuntimeError):  # of a gather in flight: the first error is the one to see
                     self.coordinator.sweep()

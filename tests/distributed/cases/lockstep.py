@@ -150,6 +150,43 @@ def rolled_back(config: dict[str, Any], on_device: bool, directory: str, module_
     return errors
 
 
+def dropped_windows(config: dict[str, Any], scenarios: list[str]) -> dict[str, Any]:
+    """``module.zero_grad()`` on all ranks, where the last one has no gradient: its batch has weight 0, its loss reaches
+    no parameter, or its backward fails before any has come. ``wanted``: without the windows that are dropped."""
+    engine, other = make_engine(config, False), make_engine(config, False)
+    last = engine.rank == engine.world_size - 1
+
+    def window(engine: Any, step: int) -> None:
+        for micro in range(engine.gradient_accumulation_steps):
+            engine.backward(loss_of(engine, step, micro), weight=1 + engine.rank)
+            engine.step()
+
+    with record() as recorder:
+        for step, scenario in enumerate(scenarios):
+            loss = loss_of(engine, step, 7)
+            if last and scenario == "nothing":
+                loss = torch.ones(3, requires_grad=True).sum()
+            if last and scenario == "failure":
+                loss.register_hook(_fail)
+            with contextlib.suppress(ArithmeticError):
+                engine.backward(loss, weight=0 if last and scenario == "weight" else 2)
+            engine.step()
+            engine.module.zero_grad()
+            window(engine, step)
+    for step in range(len(scenarios)):
+        window(other, step)
+    return {
+        "launched": launched(recorder),
+        "parameters": snapshot(engine),
+        "counters": counters(engine),
+        "wanted": snapshot(other),
+    }
+
+
+def _fail(gradient: Tensor) -> Tensor:
+    raise ArithmeticError("planned failure in backward")
+
+
 class AnyOrder(nn.Module):
     """Layers that are used in any order."""
 

@@ -75,6 +75,7 @@ class GradReducer:
         self._pass_open = False
         self._seen_gradient = False  # in this pass
         self._void = False  # what comes in this pass counts as nothing
+        self._announced = False  # a pass of this window, by a call of the engine that all ranks make
         self.commands: Commands = unannounced
         self.share = 1.0  # what the gradients of the next pass are multiplied by
         self._factor = options.arrival_factor  # in this pass, with the share
@@ -223,6 +224,7 @@ class GradReducer:
         if self._pass_open:
             return
         self._pass_open, self._void = True, void
+        self._announced |= not end_with_backward
         self.shown.hide(self.parameters)
         self._seen_gradient = False
         self._reducing = reducing
@@ -269,12 +271,24 @@ class GradReducer:
             if max(self._fires, default=0) > 1:
                 self._expected = list(map(max, self._expected, self._fires))
                 self._count_expected()
-        if self._passes_in_window > 1:  # the gradients of earlier ones, which this one has hidden
-            self.shown.show(self.layout, self.parameters, self.used)
+        if complete or not self.shown.all_none(self.parameters):  # or the user has dropped what it has shown
+            self.show_held()
         if self._reducing:  # decided before the pass began, from counters that all ranks have counted alike
             self._launch_until(len(self._states))
             self._agree()
             self._passes_in_local = 0
+
+    def show_held(self) -> None:
+        """After a backward: show the gradients of the window, also those of earlier passes, which this one has hidden.
+
+        Where none has come to this rank, every parameter shows one: when the user drops the gradients on all ranks,
+        this one must see it too. Not after ``torch.autograd.grad`` alone, a pass that gives no rank any.
+        """
+        if self._announced and not self.used:
+            trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+            self.shown.show(self.layout, self.parameters, trained)
+        elif self._passes_in_window > 1:
+            self.shown.show(self.layout, self.parameters, self.used)
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Move a gradient into its bucket, or hold it until it is moved with others."""
@@ -759,6 +773,7 @@ class GradReducer:
         if self._options.shard:
             self._pool.clear()  # between steps no rank holds more than its part
         self._passes_in_local = self._passes_in_window = 0
+        self._announced = False
         self.shown.hide(self.parameters)
         self.used.clear()
         self.probes.clear()

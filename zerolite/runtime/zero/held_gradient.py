@@ -132,6 +132,12 @@ class ShownGradients:
                     parameter.grad = None
         self._shown = [None] * len(parameters)
 
+    def all_none(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether some are shown, and ``p.grad`` of each of them is None."""
+        with opened():
+            gradients = [p.grad for p, held in zip(parameters, self._shown, strict=True) if held is not None]
+        return bool(gradients) and all(gradient is None for gradient in gradients)
+
     def all_dropped(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the user has set ``p.grad`` of all of them to None, as ``module.zero_grad()`` does. Raises
         RuntimeError if it is some of them, or if there is a gradient that the engine has not seen."""
