@@ -103,7 +103,6 @@ class Publisher:
     def _members(self, bucket: int) -> list[nn.Parameter]:
         return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
 
-    @torch.compiler.disable
     def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
         """Wait for the gathers of these parameters; for all if it is not known which are read."""
         wanted = {id(parameter) for parameter in parameters}
@@ -135,7 +134,6 @@ class Publisher:
             if waited:
                 self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
 
-    @torch.compiler.disable
     def before_forward(self, buckets: Sequence[int]) -> None:
         if self._pending:
             self.wait(buckets)
