@@ -1,4 +1,4 @@
-"""What a step launches at sizes that nobody has on a desk: collectives, bytes, messages, and the host's time.
+"""A count of what a step launches at up to thousands of ranks: collectives, bytes, messages, and the host's time.
 
     python benchmarks/scale.py                                    # Llama-2-7B, Qwen3-30B-A3B; 8 to 4096 ranks
     python benchmarks/scale.py --models llama-2-7b --ranks 8,64 --peers fsdp2
@@ -7,8 +7,8 @@
 Nothing is sent. zerolite: the planner's dry run on tensors without memory, as rank 0 of a job on CUDA; every collective
 that the engine asks for is noted. Peers: FSDP2 on fake tensors and torch's fake process group, each block and the
 model wrapped; DeepSpeed on the same group and real tensors, of a model `THINNER` times narrower with its sizes in
-elements (buckets, prefetch, thresholds) smaller by as much as its parameters, and its buckets then have the numbers of
-the real one's. All have bf16 weights or mixed precision, and clip the norm.
+elements (buckets, prefetch, thresholds) smaller by as much as its parameters, so that it cuts as many buckets as of the
+real one. All have bf16 weights or mixed precision, and clip the norm.
 
 "launches" are calls of a communicator, several tensors in one group being one; "gathers" and "reductions" are those
 for parameters and gradients, the rest are of the step itself (norms, flags). "sent": bytes of a rank as rings.
@@ -150,25 +150,19 @@ def run_zerolite(shape: Shape, ranks: int, stage: int) -> tuple[list[Message], i
 def host_ms(shape: Shape, ranks: int, stage: int) -> float:
     """See the module."""
     import zerolite
-    from benchmarks.tiny_layers import CollectiveClock
-    from zerolite.comm import NullCommunicator, use_communicator
+    from benchmarks.tiny_layers import CollectiveClock, null_communicator
+    from zerolite.comm import use_communicator
 
     thin = shape.thinner(THINNEST)
     scale = parameters_of(thin) / parameters_of(shape)
     clock = CollectiveClock()
-
-    def communicator(rank: int, world: int) -> Any:
-        made = NullCommunicator(0, ranks)
-        for method in ("_gather_shards", "_reduce_scatter", "_all_reduce", "_all_gather"):
-            clock.wrap(made, method)
-        return made
 
     config = zerolite_config(stage, reduce_bucket_size=int(automatic_bucket(shape, ranks) * scale))
     config["consistency_check_interval"] = 0  # ranks that send nothing do not agree
     torch.set_num_threads(1)
     tokens = torch.zeros((1, 16), dtype=torch.long)
     plain = Decoder(thin).to(torch.bfloat16)
-    with use_communicator(communicator):
+    with use_communicator(lambda rank, world: null_communicator(clock, ranks)):
         engine = zerolite.initialize(Decoder(thin), config)
 
     def plain_step() -> None:

@@ -70,11 +70,11 @@ class CollectiveClock:
         setattr(owner, method, timed)
 
 
-def null_communicator(clock: CollectiveClock) -> Any:
-    """One rank of `FAKE_WORLD`, alone; `clock` takes the time of what it does instead of collectives."""
+def null_communicator(clock: CollectiveClock, ranks: int = FAKE_WORLD) -> Any:
+    """One rank of so many, alone; `clock` takes the time of what it does instead of collectives."""
     from zerolite.comm import NullCommunicator
 
-    communicator = NullCommunicator(0, FAKE_WORLD)
+    communicator = NullCommunicator(0, ranks)
     for method in ("_gather_shards", "_reduce_scatter", "_all_reduce", "_all_gather"):
         clock.wrap(communicator, method)
     return communicator
