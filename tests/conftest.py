@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.pool import Pools
 
@@ -23,3 +24,12 @@ def pools() -> Iterator[Pools]:
         yield pools
     finally:
         pools.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread of torch: on tensors of a few hundred elements more would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
