@@ -133,7 +133,7 @@ def zerolite_config(stage: int, **zero: Any) -> dict[str, Any]:
 
 
 def run_zerolite(shape: Shape, ranks: int, stage: int) -> tuple[list[Message], int]:
-    """And the number of unaligned tensors."""
+    """Return the launches, and the number of unaligned tensors."""
     from zerolite.config import load_config
     from zerolite.planning.dry_run import Job, run
     from zerolite.planning.places import Grid

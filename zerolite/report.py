@@ -74,7 +74,7 @@ def devices(torch: Any) -> Section:
 
 
 def cuda_kernels(ops: list[dict[str, Any]]) -> str:
-    """Which compiler's kernels update on CUDA."""
+    """Name the compiler whose kernels update on CUDA."""
     usable = {op["name"] for op in ops if op["compatible"]}
     if "cuda_kernels" in usable:
         return "compiled by nvcc"

@@ -46,7 +46,7 @@ class CountingStore(dist.Store):
 
 
 def come(arrivals: dict[int, float], timeout_s: float) -> tuple[dict[int, str], dict[int, int]]:
-    """What each rank is told, and its requests. arrivals: seconds after which a rank comes."""
+    """Return what each rank is told, and its requests. arrivals: seconds after which a rank comes."""
     inner, errors, requests = dist.HashStore(), {}, {}
 
     def run(rank: int, after_s: float) -> None:

@@ -22,7 +22,7 @@ from zerolite.runtime.zero.released_parameter import ArrivingParameter
 
 
 class Late(Simulated):
-    """What it gathers is not a number until it is waited for. ``events``: launches of gathers, and waits."""
+    """A communicator whose gathers give NaN until they are waited for. ``events``: launches of gathers, and waits."""
 
     def __init__(self) -> None:
         super().__init__(0, 4)

@@ -133,7 +133,7 @@ def plain_bf16(architecture: Architecture, dtypes: dict[str, torch.dtype], check
 def engine_run(
     architecture: Architecture, settings: dict[str, Any], checkpointing: str, init: bool
 ) -> tuple[Result, dict[str, torch.dtype]]:
-    """And the dtypes of the parameters."""
+    """Return what the engine gives, and the dtypes of the parameters."""
     if init:
         with zero.Init():
             model = build(architecture)
@@ -191,7 +191,7 @@ def _values_differ(model: Any, wanted: Any) -> Iterator[str]:
 
 
 def compare(architecture: Architecture) -> list[str]:
-    """Where a run of the engine differs from plain PyTorch: in fp32 by more than sums are rounded, in bf16 at all."""
+    """List where the engine differs from plain PyTorch: in fp32 by more than sums are rounded, in bf16 at all."""
     if architecture.make is None:
         import transformers
 

@@ -285,7 +285,7 @@ class _Meeting:
             self._store.wait(["outcome"], timedelta(seconds=longest_s))
 
     def _is_lowest(self) -> bool:
-        """Whether no lower rank is here."""
+        """Return True if no lower rank is here."""
         return not any(self._store.check([f"{rank}/times"]) for rank in range(self._rank))
 
     def _complaint(self) -> str | None:

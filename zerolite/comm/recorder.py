@@ -113,7 +113,7 @@ _DIVIDED = ("all_gather", "reduce_scatter")
 
 
 def _unaligned(tensor: torch.Tensor, parts: int) -> int:
-    """How many of ``parts`` equal parts of a tensor do not begin on 16 bytes."""
+    """Count those of ``parts`` equal parts of a tensor that do not begin on 16 bytes."""
     if not tensor.numel():
         return 0
     start, length = address(tensor), tensor.numel() // parts * tensor.element_size()

@@ -263,7 +263,7 @@ def _traffic(plan: Plan, screen: Screen) -> list[str]:
 
 
 def _launches(plan: Plan) -> str:
-    """What is counted, and whether NCCL's fast path is open to all of it."""
+    """Say what is counted, and whether NCCL's fast path is open to all of it."""
     kinds = ", ".join(f"{count:,} {op}" for op, count in plan.collectives.items())
     unaligned = sum(entry.unaligned for entry in plan.traffic)
     buffers = "Every buffer begins" if not unaligned else f"All but {unaligned:,} buffers begin"

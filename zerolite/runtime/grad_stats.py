@@ -125,7 +125,7 @@ class StatsVector:
         return self._values[-6] * self._values[-5] > 0
 
     def unused(self, index: int) -> torch.Tensor:
-        """Whether a parameter got no gradient on any rank, 0-dim bool on the device."""
+        """Return, as a 0-dim bool on the device, whether a parameter got no gradient on any rank."""
         return self._values[self._count + index] == 0
 
     def start_read(self) -> None:

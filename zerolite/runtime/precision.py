@@ -76,8 +76,8 @@ class Precision:
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
-    """Whether an output of a model is taken for a loss: a floating tensor without dimensions, through which a backward
-    can go where gradients are recorded."""
+    """Return whether an output of a model is taken for a loss: a floating tensor without dimensions, through which a
+    backward can go where gradients are recorded."""
     return tensor.dim() == 0 and tensor.is_floating_point() and (tensor.requires_grad or not torch.is_grad_enabled())
 
 

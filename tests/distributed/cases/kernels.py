@@ -366,7 +366,7 @@ def step_costs(config: dict[str, Any], model: str = "Mlp", ways: Ways | None = N
 
 
 class Calls(TorchDispatchMode):
-    """How often each operator is called."""
+    """Count the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -408,7 +408,7 @@ class Speaker(nn.Module):
 
 
 class Fp32Copies(TorchDispatchMode):
-    """How many fp32 tensors of at least ``numel`` elements operations have made."""
+    """Count the fp32 tensors of at least ``numel`` elements that operations make."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()

@@ -459,7 +459,7 @@ class GradReducer:
         return GRADIENTS if self._in_place(state) else BUCKETS
 
     def _pool_item(self) -> str:
-        """What a full bucket is that waits to be used again."""
+        """The item of memory of a full bucket that waits to be used again."""
         return BUCKETS if self._options.shard else GRADIENTS
 
     # ---------------------------------------------------------------- reduction

@@ -133,7 +133,7 @@ class ShownGradients:
         self._shown = [None] * len(parameters)
 
     def all_none(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether some are shown, and ``p.grad`` of each of them is None."""
+        """Return True if some are shown and ``p.grad`` of each of them is None."""
         with opened():
             gradients = [p.grad for p, held in zip(parameters, self._shown, strict=True) if held is not None]
         return bool(gradients) and all(gradient is None for gradient in gradients)

@@ -152,8 +152,8 @@ class Publisher:
 
 
 def _compiled(module: nn.Module) -> bool:
-    """Whether the guards of compiled code look at the parameters of ``module``: they would find another class of
-    parameter than the one that was compiled."""
+    """Return whether the guards of compiled code look at the parameters of ``module``: they would find another class
+    of parameter than the one that was compiled."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
