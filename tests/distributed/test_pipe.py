@@ -65,11 +65,18 @@ def test_a_tied_model_on_two_stages(pools: Pools) -> None:
         assert sent(result) == {
             ("send", "pipe"): 4,
             ("receive", "pipe"): 4,
-            ("all_gather", "control"): 2,
+            ("all_reduce", "control"): 2,
             ("all_reduce", "loss"): 1,
             ("all_reduce", "stats"): 1,
             ("all_reduce", "shared_gradients"): 1,
         }
+
+
+def test_two_pipelines_meet_along_each_dimension(pools: Pools) -> None:
+    results = run(pools, 4, "train", kind="blocks", steps=1)
+    assert_matches(results)
+    for result in results:
+        assert result["met"] == [("pipe", 2), ("data", 2)] * 2
 
 
 def test_a_model_divided_by_names(pools: Pools) -> None:
@@ -216,22 +223,28 @@ def test_failures(pools: Pools, world: int, settings: dict[str, Any], rank: int,
 
 
 @pytest.mark.slow
-def test_iterators_that_end(pools: Pools) -> None:
-    for said in run(pools, 2, "starve", rank=0, have=2):
+@pytest.mark.parametrize("world", [2, 4])
+def test_iterators_that_end(pools: Pools, world: int) -> None:
+    for said in run(pools, world, "starve", rank=0, have=2):
         assert said.startswith("RuntimeError") and "none any more on rank 0" in said
-    for said in run(pools, 2, "starve", rank=-1, have=2):
+    for said in run(pools, world, "starve", rank=-1, have=2):
         assert said.startswith("StopIteration")
-    first, second = run(pools, 2, "starve", rank=1, have=1, raises=True)
-    assert second == "FileNotFoundError: no more shards" and second in first and "rank 1" in first
+    *others, last = run(pools, world, "starve", rank=world - 1, have=1, raises=True)
+    assert last == "FileNotFoundError: no more shards"
+    for said in others:
+        assert last in said and f"rank {world - 1}" in said
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("what", "said"), [("values", "other values"), ("shapes", "other shapes"), ("length", "(5, 6)")]
 )
-def test_stages_read_the_same_data(pools: Pools, what: str, said: str) -> None:
-    for sentence in run(pools, 2, "differ", what=what):
+def test_stages_read_the_same_data(pools: Pools, what: str, said: str, world: int) -> None:
+    """The last rank reads other data; in two pipelines those of the other one are told, too."""
+    for sentence in run(pools, world, "differ", what=what):
         assert said in sentence and sentence.startswith(("RuntimeError", "ValueError"))
+        assert what == "length" or f"on rank {world - 1} than on rank {world // 2 - 1}" in sentence
 
 
 @pytest.mark.slow

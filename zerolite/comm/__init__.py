@@ -2,7 +2,7 @@
 
 from zerolite.comm.collective_check import CollectiveCheck, check_is_wanted
 from zerolite.comm.communicator import Communicator, Pending, Watcher
-from zerolite.comm.control import ControlChannel
+from zerolite.comm.control import ControlChannel, HostMaximum
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.host_group import HostGroup
 from zerolite.comm.job import ranks_of_job
@@ -29,6 +29,7 @@ __all__ = [
     "DeviceMesh",
     "HostGroup",
     "HostLinks",
+    "HostMaximum",
     "NullCommunicator",
     "Pending",
     "Recorder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,3 +51,35 @@ class ControlChannel:
     def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         own = torch.tensor(row + [0] * (self._width - len(row)), dtype=torch.int64, device="cpu")
         return own, torch.empty(self._world_size, self._width, dtype=torch.int64, device="cpu")
+
+
+class HostMaximum:
+    """The largest of all ranks' numbers, on the host, in few messages: in round k a rank tells rank + 2^k what it has
+    learned and hears from rank - 2^k. So 1,000 ranks take ten rounds of one message each.
+
+    Made on all ranks of ``comm``, in the same order. Nothing is sent in a dry run.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._group = None if comm.group is None else second_group(comm.group, "gloo", "control")
+        ranks = range(comm.world_size) if comm.group is None else dist.get_process_group_ranks(comm.group)
+        self._rounds = [(ranks[to], ranks[source]) for to, source in rounds(comm.rank, comm.world_size)]
+
+    def of(self, numbers: Sequence[int]) -> list[int]:
+        """For each of ``numbers``, integers of 64 bits, the largest that any rank gives in its place. Called on all
+        ranks, with equally many."""
+        known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        recorder.note("all_reduce", known, TAG, self._comm.dimension, self._comm.world_size)
+        for to, source in self._rounds if self._group is not None else ():
+            heard = torch.empty_like(known)
+            works = dist.irecv(heard, source, self._group), dist.isend(known, to, self._group)
+            wait_for(works, ("all_reduce", TAG, known.numel(), known.dtype, 0))
+            known = torch.maximum(known, heard)
+        return known.tolist()
+
+
+def rounds(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """For each round, the ranks to which ``rank`` sends and from which it receives."""
+    steps = [1 << k for k in range((world_size - 1).bit_length())]
+    return [((rank + step) % world_size, (rank - step) % world_size) for step in steps]

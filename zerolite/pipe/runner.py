@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from zerolite.accelerator import is_dry_run, is_fake
-from zerolite.comm import ControlChannel, HostGroup, HostLinks, Topology
+from zerolite.comm import HostGroup, HostLinks, HostMaximum, Topology
 from zerolite.comm.ranks import name_ranks
 from zerolite.pipe.boundary import leaves_of, number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
@@ -66,7 +66,7 @@ class PipelineRunner:
         for chunk in self._chunks:
             chunk.connect(given.precision, given.device, given.loss_fn)
         self._run = make_schedule(schedule, self._stages, given.micro_batches)
-        self._meeting = _Meeting(topology)
+        self._meeting = Meeting(topology)
         self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
 
     def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
@@ -219,34 +219,51 @@ class _Work:
         self._parts.window.on_engine_step()
 
 
-class _Meeting:
-    """Where all ranks tell each other on the host how they fare, twice a step, so that a failure of one is known to
-    all, and nobody waits for what does not come."""
+class Meeting:
+    """The exchange in which all ranks learn how they fare, on the host, twice a step: a failure of one is known to all,
+    and no rank waits for what does not come.
+
+    Along the pipeline, then along the other dimensions, ranks pass on the largest numbers that they know. What each
+    rank has to say is gathered only if something is wrong.
+    """
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self._channel = None if topology.world.group is None else ControlChannel(topology.world, width=3)
+        self._pipe = topology.pipe.world_size
+        self._alone = topology.world.world_size == 1
+        comms = (topology.pipe, topology.tensor, topology.data)
+        self._maxima = [HostMaximum(comm) for comm in comms if comm.world_size > 1]
         self._host = HostGroup(topology.world, "pipeline")
 
     def content(self, batches: Sequence[Any]) -> int:
         """A hash of what the iterator has given: of some values of each tensor on the host. Loaders whose ranks draw
         random numbers apart from each other give others."""
-        if self._channel is None:
+        if self._alone:
             return 0
         return number_of(repr([sampled_hash(tensor) for tensor in leaves_of(batches)]))
 
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
         """Raises on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""
-        if self._channel is None:
+        if self._alone:
             if error is not None:
                 raise error
             return
-        rows = self._channel.exchange([status, shapes, content])
-        ended = [rank for rank, row in enumerate(rows) if row[0] == ENDED]
-        if len(ended) == len(rows):
+        pipe, *others = self._maxima
+        worst, best, *extremes = pipe.of([status, -status, shapes, -shapes, content, -content])
+        found = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
+        for maximum in others:
+            found = maximum.of(found)
+        worst, best, differs = found[0], -found[1], found[2]
+        if best == ENDED == worst:
             raise StopIteration(f"engine.{call}: the iterator of micro-batches has ended")
-        if any(row[0] == FAILED for row in rows):
-            self._raise(call, error if status == FAILED else None, "could not read its micro-batches")
+        if worst != FINE or differs:
+            self._raise_different(call, worst, error, (status, shapes, content))
+
+    def _raise_different(self, call: str, worst: int, error: BaseException | None, row: tuple[int, int, int]) -> None:
+        """Say on all ranks which of them differ, also on those whose own pipeline is fine. row: this rank's."""
+        if worst == FAILED:
+            self._raise(call, error if row[0] == FAILED else None, "could not read its micro-batches")
+        rows = self._host.gather(row)
+        ended = [rank for rank, row in enumerate(rows) if row[0] == ENDED]
         if ended:
             raise RuntimeError(
                 f"engine.{call}: expected every rank to have a whole step's micro-batches, got none any more on "
@@ -256,8 +273,7 @@ class _Meeting:
             self._check_equal(call, what, [row[place] for row in rows])
 
     def _check_equal(self, call: str, what: str, values: list[int]) -> None:
-        """On all ranks, also those whose own pipeline is fine."""
-        step = len(values) // self._topology.pipe.world_size
+        step = len(values) // self._pipe
         different = [rank for rank, value in enumerate(values) if value != values[rank % step]]
         if different:
             first = different[0] % step
@@ -269,15 +285,13 @@ class _Meeting:
 
     def end(self, call: str, failure: Exception | None) -> None:
         """Raises on all ranks if the computations of one have failed."""
-        if self._channel is None:
-            if failure is not None:
-                raise failure
-            return
-        rows = self._channel.exchange([FINE if failure is None else FAILED])
-        if any(row[0] for row in rows):
+        found = [int(failure is not None)]
+        for maximum in self._maxima:
+            found = maximum.of(found)
+        if found[0]:
             self._raise(call, failure, "failed")
 
-    def _raise(self, call: str, error: BaseException | None, what: str) -> None:
+    def _raise(self, call: str, error: BaseException | None, what: str) -> NoReturn:
         said = self._host.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 from zerolite.accelerator import collector_off, default_device, is_fake
 from zerolite.comm import Recorder, local_rank, record
-from zerolite.comm.control import TAG as CONTROL
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.memory_items import (
@@ -124,9 +123,8 @@ def _of_other_communicators(engine: Engine) -> int:
 
 
 def _traffic(engine: Engine, recorder: Recorder) -> list[Traffic]:
-    """Without the few numbers that hosts tell each other beside it."""
     sizes = {name: getattr(engine.topology, name).world_size for name in DIMENSIONS}
-    return summarize([call for call in recorder.calls if call.tag != CONTROL], Grid(**sizes))
+    return summarize(recorder.calls, Grid(**sizes))
 
 
 def _warm_up(engine: Engine, batch: Batch, loss: Callable[..., torch.Tensor] | None) -> None:

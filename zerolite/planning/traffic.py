@@ -10,6 +10,7 @@ from zerolite.planning.places import Grid, messages_between_nodes, ring_between_
 from zerolite.planning.result import Traffic
 
 MESSAGES = ("send", "receive")
+ON_HOST = "control"  # the tag of the few numbers that hosts tell each other beside all collectives
 
 
 class Call(Protocol):
@@ -41,10 +42,12 @@ def summarize(
 
     stage: of the pipeline, whose calls they are. looped: whether its last stage sends to the first one, too.
     Rings in the order of ranks, which fill one node after the other: the part of them that leaves a node is that of
-    their links. NCCL may choose trees for small tensors, which send as much.
+    their links. What hosts tell each other is left out. NCCL may choose trees for small tensors, which send as much.
     """
     counts: dict[tuple[str, str, str, int], list[int]] = {}
     for call in calls:
+        if call.tag == ON_HOST:
+            continue
         entry = counts.setdefault((call.op, call.tag, call.dimension, call.ranks), [0, 0, 0])
         entry[0] += 1
         entry[1] += call.nbytes

@@ -178,6 +178,7 @@ def train(
         "buffers": {name: b.clone() for name, b in engine.module.named_buffers()},
         "wanted_buffers": {name.removeprefix("layers." * sequential): b for name, b in whole.named_buffers()},
         "calls": [(call.op, call.tag, call.numel) for call in recorder.calls],
+        "met": [(call.dimension, call.ranks) for call in recorder.calls if call.tag == "control"],
         "micro_steps": engine.micro_steps,
     }
 
@@ -504,14 +505,14 @@ def starve(rank: int, have: int, raises: bool = False) -> str:
 
 
 def differ(what: str) -> str:
-    """What each rank is told when the second stage reads other data, or one micro-batch is longer."""
+    """What each rank is told when the last one reads other data, or one micro-batch is longer."""
     settings = config(0, "fp32", 4)
     settings["pipeline"] = {"stages": 2}
     engine = zerolite.initialize(module_of("blocks"), settings)
     batches = batches_of(float_batch, 0, 4, engine.data_parallel_world_size, (3,))[engine.data_parallel_rank]
     if what == "length":
         batches[2] = batches_of(float_batch, 0, 1, 1, (5,))[0][0]
-    elif dist.get_rank():
+    elif dist.get_rank() == dist.get_world_size() - 1:
         batches = batches_of(float_batch, 1, 4, 1, (3 if what == "values" else 5,))[0]
     try:
         engine.train_batch(iter(batches))
