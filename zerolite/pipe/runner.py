@@ -229,7 +229,6 @@ class Meeting:
 
     def __init__(self, topology: Topology) -> None:
         self._pipe = topology.pipe.world_size
-        self._alone = topology.world.world_size == 1
         comms = (topology.pipe, topology.tensor, topology.data)
         self._maxima = [HostMaximum(comm) for comm in comms if comm.world_size > 1]
         self._host = HostGroup(topology.world, "pipeline")
@@ -237,16 +236,10 @@ class Meeting:
     def content(self, batches: Sequence[Any]) -> int:
         """A hash of what the iterator has given: of some values of each tensor on the host. Loaders whose ranks draw
         random numbers apart from each other give others."""
-        if self._alone:
-            return 0
         return number_of(repr([sampled_hash(tensor) for tensor in leaves_of(batches)]))
 
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
         """Raises on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""
-        if self._alone:
-            if error is not None:
-                raise error
-            return
         pipe, *others = self._maxima
         worst, best, *extremes = pipe.of([status, -status, shapes, -shapes, content, -content])
         found = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
@@ -263,14 +256,14 @@ class Meeting:
         if worst == FAILED:
             self._raise(call, error if row[0] == FAILED else None, "could not read its micro-batches")
         rows = self._host.gather(row)
-        ended = [rank for rank, row in enumerate(rows) if row[0] == ENDED]
+        ended = [rank for rank, (state, *_) in enumerate(rows) if state == ENDED]
         if ended:
             raise RuntimeError(
                 f"engine.{call}: expected every rank to have a whole step's micro-batches, got none any more on "
                 f"{name_ranks(ended)}; give all ranks as many, and the stages of one pipeline the same ones"
             ) from error
         for place, what in ((1, "shapes"), (2, "values")):
-            self._check_equal(call, what, [row[place] for row in rows])
+            self._check_equal(call, what, [other[place] for other in rows])
 
     def _check_equal(self, call: str, what: str, values: list[int]) -> None:
         step = len(values) // self._pipe
