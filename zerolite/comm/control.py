@@ -71,7 +71,9 @@ class HostMaximum:
         ranks, with equally many."""
         known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         recorder.note("all_reduce", known, TAG, self._comm.dimension, self._comm.world_size)
-        for to, source in self._rounds if self._group is not None else ():
+        if self._group is None:
+            return list(numbers)
+        for to, source in self._rounds:
             heard = torch.empty_like(known)
             works = dist.irecv(heard, source, self._group), dist.isend(known, to, self._group)
             wait_for(works, ("all_reduce", TAG, known.numel(), known.dtype, 0))
