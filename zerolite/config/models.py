@@ -139,7 +139,10 @@ class ZeroliteConfig(_Block):
         description="Leave out the samples of `training_data` at the end of a pass that do not fill a batch on every "
         "rank. false: every sample comes; some are repeated to make ranks even, and the last batch may be smaller.",
     )
-    optimizer: OptimizerConfig | None = Field(default=None, description="The optimizer. null: given to `initialize`.")
+    optimizer: OptimizerConfig | None = Field(
+        default=None,
+        description="The optimizer. null: given to `initialize`, or none, for a model that is only evaluated.",
+    )
     scheduler: SchedulerConfig | None = Field(
         default=None, description="The learning rate schedule. null: none, or given to `initialize`."
     )

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.evaluation_engine import EvaluationEngine
 from zerolite.runtime.micro_batch import LossFunction, MicroBatch
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -59,8 +60,11 @@ def _is_of_targets(loss: Callable[..., Any]) -> bool:
 
 
 def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase: Phase = _unseen) -> None:
-    """A whole window of micro-batches, each made anew, and its update. With a pipeline ``phase`` is told of the
-    beginning and the update alone. Called on all ranks."""
+    """A whole window of micro-batches, each made anew, and its update; forwards alone of an engine without an
+    optimizer. With a pipeline ``phase`` is told of the beginning and the update alone. Called on all ranks."""
+    if isinstance(engine, EvaluationEngine):
+        _evaluate(engine, batch, phase)
+        return
     if engine.runner is not None:
         _train_pipeline(engine, batch, phase)
         return
@@ -72,6 +76,15 @@ def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase
         del value
         with phase(STEP):
             engine.step()
+
+
+@torch.no_grad()
+def _evaluate(engine: Engine, batch: Batch, phase: Phase) -> None:
+    with phase(FORWARD):
+        if engine.runner is not None:
+            engine.eval_batch(micro_batches(engine, batch), compute_loss=engine.loss_fn is not None)
+        else:
+            _forward(engine, batch())
 
 
 def _train_pipeline(engine: Engine, batch: Batch, phase: Phase) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,29 @@ def param_groups_of(
     return groups
 
 
+def freeze(model: torch.nn.Module, config: ZeroliteConfig, model_parameters: Any, lr_scheduler: Any) -> Groups:
+    """Let no parameter require a gradient, and return the param groups of an engine without an optimizer: an empty one.
+    Raises ConfigError where something else asks for training."""
+    for name, given in (
+        ("model_parameters", model_parameters),
+        ("lr_scheduler", lr_scheduler),
+        ('the config\'s block "scheduler"', config.scheduler),
+    ):
+        if given is not None:
+            raise ConfigError(
+                [
+                    (
+                        "optimizer",
+                        'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or '
+                        f"zerolite.initialize(optimizer=…), beside {name}, got neither; without an optimizer an engine "
+                        "only evaluates its model, and takes neither parameters to train nor a schedule",
+                    )
+                ]
+            )
+    model.requires_grad_(False)
+    return [{"params": []}]
+
+
 def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
     if isinstance(params, torch.Tensor):
         return [params]  # type: ignore[list-item]
@@ -84,10 +108,9 @@ def check_not_wrapped(model: torch.nn.Module) -> None:
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
-def check_trained(trained: list[torch.nn.Parameter], names: dict[int, str], meta_allowed: bool) -> None:
-    if not trained:
-        raise ValueError("zerolite.initialize: no parameter to train: none of the given parameters requires a gradient")
-    for parameter in trained:
+def check_parameters(parameters: list[torch.nn.Parameter], names: dict[int, str], meta_allowed: bool) -> None:
+    """Raise ValueError for parameters that an engine cannot take. names: by id."""
+    for parameter in parameters:
         name = names[id(parameter)]
         if parameter.is_meta and not meta_allowed:
             raise ValueError(
@@ -131,15 +154,7 @@ def optimizer_maker(
             ]
         )
     if optimizer is None and config.optimizer is None:
-        raise ConfigError(
-            [
-                (
-                    "optimizer",
-                    'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or '
-                    "zerolite.initialize(optimizer=…), got neither",
-                )
-            ]
-        )
+        return functools.partial(torch.optim.SGD, lr=0.0)  # an engine without an optimizer updates nothing
     if optimizer is None:
         assert config.optimizer is not None
         spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)

@@ -33,7 +33,8 @@ from zerolite.runtime.arguments import (
     OWNERS,
     OptimizerLike,
     check_not_wrapped,
-    check_trained,
+    check_parameters,
+    freeze,
     optimizer_maker,
     param_groups_of,
     scheduler_of,
@@ -56,6 +57,7 @@ from zerolite.runtime.decisions import (
     step_options,
 )
 from zerolite.runtime.engine import Engine
+from zerolite.runtime.evaluation_engine import EvaluationEngine, EvaluationPipeline, check_frozen
 from zerolite.runtime.fp32_modules import Fp32Modules
 from zerolite.runtime.growth import Growth, Parameters, Ways
 from zerolite.runtime.initial_sync import broadcast_into, differing, synchronize_tensors
@@ -125,7 +127,11 @@ def build_engine(
     precision = precision_of(resolved)
     fp32 = Fp32Modules(model, resolved.fp32_modules, precision.compute, precision.autocast, device.type)
     precision = dataclasses.replace(precision, keeps_fp32=fp32.holds)
-    groups = param_groups_of(model, optimizer, model_parameters, staged is not None)
+    trains = optimizer is not None or resolved.optimizer is not None
+    if trains:
+        groups = param_groups_of(model, optimizer, model_parameters, staged is not None)
+    else:
+        groups = freeze(model, resolved, model_parameters, arguments.lr_scheduler)
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
     check_initialize(resolved, model, optimizer, groups, comm, device, **others)
     if not policy.shard_parameters:
@@ -134,7 +140,8 @@ def build_engine(
     if isinstance(make_inner, torch.optim.Optimizer) and make_inner is not optimizer:  # a function has made it just now
         check_made_optimizer(make_inner, model, comm, device)
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
-    assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind or device.type, staged)
+    kind = kind or device.type
+    assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains)
     engine = assembly.build(make_inner, groups, arguments.broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(arguments.lr_scheduler, resolved, engine.optimizer)
     return engine
@@ -158,7 +165,9 @@ class _Assembly:
         device: torch.device,
         kind: str,
         staged: Staged | None,
+        trains: bool,
     ) -> None:
+        self.trains = trains
         self.model, self.config, self.policy, self.kind = model, config, policy, kind
         self.precision, self.fp32 = precision, fp32
         self.topology, self.staged = topology, staged
@@ -180,7 +189,7 @@ class _Assembly:
         self._spread()
         self._check_steps()
         engine = self._make_engine(broadcast_buffers)
-        self._install(engine, trained)
+        self._install(engine)
         self._let_grow(engine, adopts)
         if check_is_wanted(self.config.check_collectives):
             _check_collectives(engine, self.topology)
@@ -191,7 +200,12 @@ class _Assembly:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         trained = [p for p in self.model.parameters() if id(p) in chosen]
-        check_trained(trained, names, meta_allowed=self.policy.shard_parameters)
+        if self.trains and not trained:
+            raise ValueError(
+                "zerolite.initialize: no parameter to train: none of the given parameters requires a gradient"
+            )
+        self.owned = trained if self.trains else list(self.model.parameters())
+        check_parameters(self.owned, names, meta_allowed=self.policy.shard_parameters)
         self.specs = self._specs_of(trained, names)
         return trained
 
@@ -237,10 +251,11 @@ class _Assembly:
             gather=policy.shard_optimizer and not policy.shard_parameters,
             overlap_forward=config.zero_optimization.overlap_comm is True and not policy.shard_parameters,
         )
-        self.scaler = loss_scaler(config)
+        self.scaler = loss_scaler(config) if self.trains else None
         # Of the shards of many ranks, or of stage 3's small units, one update takes several: few large calls.
         numel = min(bucket_numel(self.specs, config, comm.world_size), AUTO_BUCKET)
-        self.pipeline = StepPipeline(
+        make = StepPipeline if self.trains else EvaluationPipeline
+        self.pipeline = make(
             buffer,
             self.reducer,
             self.sharded,
@@ -255,7 +270,7 @@ class _Assembly:
 
     def _spread(self) -> None:
         """Tell the step what ranks beside the data ranks have."""
-        if not self.topology.trivial:
+        if self.trains and not self.topology.trivial:
             self.pipeline.spread(*spread_over(self.topology, self.buffer, self.ties, self.reducer, self.device))
 
     def _check_steps(self) -> None:
@@ -278,7 +293,8 @@ class _Assembly:
 
     def _make_engine(self, broadcast_buffers: bool) -> Engine:
         boundary = _connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model)
-        engine = Engine(
+        make = Engine if self.trains else EvaluationEngine
+        engine = make(
             module=self.model,
             config=self.config,
             device=self.device,
@@ -321,7 +337,7 @@ class _Assembly:
         )
         return staged.runner(parts)
 
-    def _install(self, engine: Engine, trained: list[torch.nn.Parameter]) -> None:
+    def _install(self, engine: Engine) -> None:
         """The engine's hooks; it keeps the parts alive, and they know it weakly."""
         model, buffer, pipeline, reducer = self.model, self.buffer, self.pipeline, self.reducer
         known = weakref.ref(engine)
@@ -342,7 +358,7 @@ class _Assembly:
         weakref.finalize(engine, engine.state_offload.restore).atexit = False
         weakref.finalize(engine, self.publisher.wait_all).atexit = False
         weakref.finalize(engine, _remove_hooks, reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
-        for parameter in trained:
+        for parameter in self.owned:
             OWNERS[parameter] = known
 
     def _checkpoint_activations(self, engine: Engine) -> list[Any]:
@@ -364,10 +380,11 @@ class _Assembly:
         ways = Ways(self._layout_of, fill, lambda parameters: self._tell(parameters, known))
         growth = Growth(model, comm, device, buffer, self.reducer, self.sharded, self.publisher, pipeline, ways, adopts)
         begins = pipeline if self.partitioned is None else self.partitioned.coordinator
-        begins.on_begin = growth.wake
+        wake = growth.wake if self.trains else functools.partial(check_frozen, model)
+        begins.on_begin = wake
         tensors = ModelState(model, buffer, self.sharded, comm, self.topology)
         host = HostGroup(self.topology.world, "checkpoint")
-        parts = EngineParts(tensors, pipeline, self.reducer, self.config, device, host, growth.wake)
+        parts = EngineParts(tensors, pipeline, self.reducer, self.config, device, host, wake)
         engine.checkpointer = Checkpointer(parts)
         self.sharded.connect(
             step=pipeline.step if self.staged is None else functools.partial(_refuse_step, known),

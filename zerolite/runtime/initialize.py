@@ -50,7 +50,8 @@ def initialize(
 
     model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and
     a place in flat buffers (same ``Parameter`` objects). config: DeepSpeed's schema as a dict, a path, or JSON or
-    hjson text. optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``.
+    hjson text. optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``;
+    without either the engine only evaluates the model, whose parameters are frozen.
     model_parameters: parameters or param groups to train, by default all that require a gradient. training_data: a
     dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the optimizer; otherwise
     ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers

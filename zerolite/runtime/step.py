@@ -292,7 +292,7 @@ class StepPipeline:
             self.finish_reductions()
             noted, part = self._collector.noted, self._reducer.owned_part
             parts = [None if noted(b.index) else part(b.index) for b in self._buffer.layout.buckets]
-            self._last_vote = _vote(self.trace)
+            self._last_vote = trace_vote(self.trace)
             self._stats = self._collector.collect(
                 parts,
                 self._reducer.used,
@@ -407,7 +407,7 @@ class StepPipeline:
             self.trace.reject()
             if self._comm.main:
                 logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
-        elif _vote(self.trace) == vote:
+        elif trace_vote(self.trace) == vote:
             self.trace.adopt()
 
     def on_values_loaded(self, indices: Iterable[int]) -> None:
@@ -690,7 +690,7 @@ class StepPipeline:
         return self.counters.describe_skip(outcome, self._buffer.layout.slots, blame)
 
 
-def _vote(trace: TraceCheck | None) -> int:
+def trace_vote(trace: TraceCheck | None) -> int:
     """A number from 1 to 2^20 for a trace that waits to be compared; 0 if there is none."""
     waiting = trace.candidate_hash if trace is not None else 0
     return waiting % 1_048_573 + 1 if waiting else 0

@@ -175,6 +175,24 @@ def second_engine(run: Run) -> None:
     run.see(other.parameters())
 
 
+@case("a model without an optimizer in a second engine: a reference, reward or teacher model")
+def teacher(run: Run) -> None:
+    torch.manual_seed(3)
+    frozen: Any = models.Mlp()
+    if not run.plain:
+        settings = config(run.stage or 0, zero=run.zero())
+        del settings["optimizer"]
+        frozen = zerolite.initialize(frozen, settings)
+    run.start()
+    for step in range(STEPS):
+        x, _ = run.batch(step)
+        with torch.no_grad():
+            target = frozen(x)
+        run.see(target)
+        run.backward(nn.functional.mse_loss(run(x), target))
+        run.step()
+
+
 @case("a second engine over the same model", words=["'first.weight'", "another engine", "del engine"], error=ValueError)
 def same_model_twice(run: Run) -> None:
     run.start()

@@ -102,7 +102,7 @@ class GradReducer:
         assert not self._pass_open, "a pass counts the buckets that it began with"
         self.layout = layout
         self.parameters, self.strides = list(parameters), list(strides)
-        device = self.parameters[0].device
+        device = self.parameters[0].device if parameters else torch.device("cpu")  # an engine that trains nothing
         more = len(self.parameters) - len(self._expected)
         self.shown.use(len(self.parameters))
         self._runs += [None] * more
