@@ -306,7 +306,6 @@ _OTHERS: dict[str, Key | Block] = {
     "managed_gradient_accumulation": Key((True,)),
     "gradient_allreduce_op": Key(("mean",)),
     "disable_allgather": Key((False,), ignored="updated parameters are always all-gathered"),
-    "zero_allow_untested_optimizer": Key((True, False)),
     "zero_force_ds_cpu_optimizer": Key((True, False)),
     "disable_python_gc": OFF,
     "vocabulary_size": Key((None,)),

@@ -159,6 +159,11 @@ class ZeroliteConfig(_Block):
         default=0.0, description="Largest global 2-norm of the gradients; larger ones are scaled down to it. 0 = off."
     )
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig, description="What is spread over the ranks.")
+    zero_allow_untested_optimizer: Bool = Field(
+        default=False,
+        description="Stages 1 to 3: let an optimizer class that zerolite does not know update flat parts of "
+        "parameters. Right only if each element is updated by itself (see [optimizers](optimizers.md)).",
+    )
     tensor_parallel: TensorParallelConfig = Field(
         default_factory=TensorParallelConfig, description="Each layer on several ranks."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.runtime.lr_schedules import build_scheduler
-from zerolite.runtime.optimizers import check_elementwise, check_usable, resolve_optimizer
+from zerolite.runtime.optimizers import check_elementwise, check_usable, is_untested, resolve_optimizer
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stages import StagePolicy
 
@@ -138,11 +139,25 @@ def check_parameters(parameters: list[torch.nn.Parameter], names: dict[int, str]
 # -------------------------------------------------------------------- optimizer and scheduler
 
 
-def optimizer_maker(
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """make: the user's instance, or a function from param groups to an optimizer. untested: whether it updates parts of
+    parameters although nothing is known of its class, because the config allows it."""
+
+    make: Callable[[Groups], Optimizer] | Optimizer
+    untested: bool = False
+
+    @property
+    def made(self) -> Optimizer | None:
+        """The optimizer that exists already."""
+        return self.make if isinstance(self.make, Optimizer) else None
+
+
+def choose_optimizer(
     optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups, cut: bool = False
-) -> Callable[[Groups], Optimizer] | Optimizer:
-    """The user's instance, or a function from param groups to an optimizer; refused where it cannot work. cut: ranks
-    have parts of layers."""
+) -> OptimizerChoice:
+    """The optimizer, and what of each parameter a rank updates. cut: ranks have parts of layers. Raises ConfigError or
+    ValueError where it cannot work."""
     if optimizer is not None and config.optimizer is not None:
         raise ConfigError(
             [
@@ -154,36 +169,44 @@ def optimizer_maker(
             ]
         )
     if optimizer is None and config.optimizer is None:
-        return functools.partial(torch.optim.SGD, lr=0.0)  # an engine without an optimizer updates nothing
-    if optimizer is None:
-        assert config.optimizer is not None
-        spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
-        reason = spec.reason
-        made: Callable[[Groups], Optimizer] | Optimizer = spec.make
-    elif isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
-        check_usable(optimizer)
-        reason = check_elementwise(optimizer)
-        made = optimizer
-    else:
-        instance = optimizer(groups)
-        if not isinstance(instance, Optimizer):
-            raise ValueError(
-                "zerolite.initialize: expected optimizer(parameters) to give a torch.optim.Optimizer, got "
-                f"{type(instance).__name__}"
-            )
-        check_usable(instance)
-        reason, made = check_elementwise(instance), instance
-    if policy.shard_optimizer and reason is not None:
+        return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
+    make, kind = _maker(optimizer, config, groups)
+    reason = check_elementwise(kind)
+    untested = reason is not None and config.zero_allow_untested_optimizer and is_untested(kind)
+    if reason is None or untested:
+        return OptimizerChoice(make, untested and (cut or policy.shard_optimizer))
+    if policy.shard_optimizer:
         raise ValueError(
             f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. "
-            f"{reason} Use stage 0 for it."
+            f"{reason} If it needs whole parameters, use stage 0."
         )
-    if cut and reason is not None:
+    if cut:
         raise ValueError(
             f"tensor_parallel gives each rank a part of the parameters of a layer to update. {reason} Use an optimizer "
             "that updates each element by itself, such as AdamW."
         )
-    return made
+    return OptimizerChoice(make)
+
+
+def _maker(
+    optimizer: OptimizerLike | None, config: ZeroliteConfig, groups: Groups
+) -> tuple[Callable[[Groups], Optimizer] | Optimizer, type[Optimizer]]:
+    """The user's instance, or a function from param groups to an optimizer; and its class."""
+    if optimizer is None:
+        assert config.optimizer is not None
+        spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
+        return spec.make, spec.cls
+    if isinstance(optimizer, type):
+        check_usable(optimizer)
+        return optimizer, optimizer
+    instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(groups)
+    if not isinstance(instance, Optimizer):
+        raise ValueError(
+            "zerolite.initialize: expected optimizer(parameters) to give a torch.optim.Optimizer, got "
+            f"{type(instance).__name__}"
+        )
+    check_usable(instance)
+    return instance, type(instance)
 
 
 def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:

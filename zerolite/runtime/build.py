@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -34,8 +35,8 @@ from zerolite.runtime.arguments import (
     OptimizerLike,
     check_not_wrapped,
     check_parameters,
+    choose_optimizer,
     freeze,
-    optimizer_maker,
     param_groups_of,
     scheduler_of,
 )
@@ -90,6 +91,8 @@ from zerolite.runtime.zero.transfers import Transfers
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import Staged
 
+logger = logging.getLogger("zerolite")
+
 
 def check_model(model: Any) -> None:
     """Raises ValueError for what is no model that an engine can be made of."""
@@ -136,13 +139,18 @@ def build_engine(
     check_initialize(resolved, model, optimizer, groups, comm, device, **others)
     if not policy.shard_parameters:
         make_whole(model)
-    make_inner = optimizer_maker(optimizer, resolved, policy, groups, topology.tensor.world_size > 1)
-    if isinstance(make_inner, torch.optim.Optimizer) and make_inner is not optimizer:  # a function has made it just now
-        check_made_optimizer(make_inner, model, comm, device)
+    chosen = choose_optimizer(optimizer, resolved, policy, groups, topology.tensor.world_size > 1)
+    if chosen.made is not None and chosen.made is not optimizer:  # a function has made it just now
+        check_made_optimizer(chosen.made, model, comm, device)
+    if chosen.untested and comm.main and not is_dry_run():
+        logger.warning(
+            "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "
+            "more than the element's own gradient and state (norms, rows and columns), its results are wrong"
+        )
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
     kind = kind or device.type
     assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains)
-    engine = assembly.build(make_inner, groups, arguments.broadcast_buffers, adopts)
+    engine = assembly.build(chosen.make, groups, arguments.broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(arguments.lr_scheduler, resolved, engine.optimizer)
     return engine
 

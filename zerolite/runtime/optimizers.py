@@ -74,16 +74,10 @@ class OptimizerSpec:
     """An optimizer of the configuration, ready to be made.
 
     defaults: arguments of the constructor. options: entries of the param groups that only zerolite's kernels follow.
-    name: the class's name. elementwise: whether each element's update depends only on that element and on scalars, so
-    that ranks may update a part of a parameter each. reason: a sentence part that says why it is not elementwise, or
-    None.
     """
 
     cls: type[Optimizer]
     defaults: dict[str, Any]
-    name: str
-    elementwise: bool
-    reason: str | None
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, groups: Any) -> Optimizer:
@@ -135,8 +129,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -
         raise ConfigError(errors)
     defaults = {**_config_defaults(type_name.lower(), cls), **kwargs}
     _try_to_make(cls, defaults)
-    reason = check_elementwise(cls)
-    return OptimizerSpec(cls, defaults, cls.__name__, reason is None, reason, options)
+    return OptimizerSpec(cls, defaults, options)
 
 
 def _contradictions(options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Errors:
@@ -149,7 +142,7 @@ def _contradictions(options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Er
 
 
 def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
-    """None if a parameter may be updated in pieces (stages 1 and 2 do so), else a sentence that says why not.
+    """Return None if ranks may update a part of a parameter each, otherwise a sentence that says why not.
 
     Known are the classes of torch.optim and `zerolite.ops.Lion`, exactly: a subclass may change anything. Another
     class is taken at its word when it says `zerolite_elementwise = True` in its own body; an inherited one does not
@@ -168,8 +161,15 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
     return (
         f"It is not known whether {cls.__module__}.{cls.__qualname__} can update a part of a parameter by itself. "
         f"If each element's update depends only on that element's gradient and state, and on scalars, set "
-        f"`zerolite_elementwise = True` on the class; if not, use ZeRO stage 0."
+        "`zerolite_elementwise = True` on the class, or zero_allow_untested_optimizer = true in the config."
     )
+
+
+def is_untested(optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Return whether nothing is known of this class: neither zerolite nor the class itself says how it updates."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    known = cls in ELEMENTWISE or "zerolite_elementwise" in vars(cls)
+    return not known and not any(base in NOT_ELEMENTWISE for base in cls.__mro__)
 
 
 def check_usable(optimizer: Optimizer | type[Optimizer]) -> None:

@@ -69,7 +69,7 @@ WHOLE: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.01}, "Muon": {"lr": 0.
 @case(
     "one that is not elementwise (Adafactor, Muon)",
     [(name, form) for name in WHOLE for form in FORMS if hasattr(torch.optim, name)],
-    words=["zero_optimization.stage", "a part of every parameter", "Use stage 0"],
+    words=["zero_optimization.stage", "a part of every parameter", "use stage 0"],
     error=ValueError,
     close=KERNELS,
 )
@@ -87,6 +87,52 @@ def whole_parameters(run: Run, variant: tuple[str, str]) -> None:
     else:
         run.start(build, optimizer=kind if form == "class" else lambda params: kind(params, **arguments))
     run.train()
+
+
+class OwnMomentum(torch.optim.Optimizer):
+    """An optimizer class that zerolite does not know: signs of a momentum, with a count and a weight decay."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    momentum = state.setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.5).add_(p.grad)
+                    p.mul_(1 - group["lr"] * group["decay"]).add_(
+                        torch.sign(momentum), alpha=-group["lr"] / state["count"]
+                    )
+
+
+def train_with_own_class(run: Run, form: str, more: dict[str, Any]) -> None:
+    if form == "instance" or run.plain:
+        run.start(own=lambda model: OwnMomentum(model.parameters()), more=more)
+    else:
+        run.start(optimizer=OwnMomentum if form == "class" else lambda params: OwnMomentum(params), more=more)
+    run.train()
+
+
+@case(
+    "an optimizer class that zerolite does not know",
+    ["instance", "class", "factory"],
+    words=["OwnMomentum", "zerolite_elementwise = True", "zero_allow_untested_optimizer", "stage 0"],
+    error=ValueError,
+)
+def unknown_class(run: Run, form: str) -> None:
+    train_with_own_class(run, form, {})
+
+
+@case(
+    "an optimizer class that zerolite does not know, elementwise, with `zero_allow_untested_optimizer`",
+    ["instance", "class", "factory"],
+)
+def untested_class(run: Run, form: str) -> None:
+    train_with_own_class(run, form, {"zero_allow_untested_optimizer": True})
 
 
 @case("LBFGS", FORMS, words=["LBFGS", "loss", "several times a step"], error=ValueError)
