@@ -19,6 +19,7 @@ class Checkpointer:
     """One engine's checkpoints. All methods are called on all ranks, between the engine's other calls."""
 
     def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
         run = run_of_this_job()
         self._saver = Saver(parts, run)
         self._loader = Loader(parts, run)

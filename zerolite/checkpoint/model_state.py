@@ -181,7 +181,7 @@ class ModelState:
             if piece.fragment.slot.index not in chosen:
                 continue
             for kind, value in state.items():
-                if not self._is_scalar(kind, value, piece):
+                if not self.is_scalar(kind, value, piece):
                     sharded.append(self._state_range(piece, name, kind, value))
                 elif self._writes_scalars(piece):
                     scalars.setdefault(kind, {})[name] = _number(value)
@@ -199,17 +199,17 @@ class ModelState:
         first = piece.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)
         return first and self.topology.tensor.rank == 0
 
-    def _shape_of(self, piece: Piece) -> torch.Size:
+    def shape_of(self, piece: Piece) -> torch.Size:
         """Of the states that have a value for each element."""
         if self.buffer.shard:
             return torch.Size((piece.fragment.numel,))
         return whole_shape(self.buffer.parameters[piece.fragment.slot.index])
 
-    def _is_scalar(self, kind: str, value: Any, piece: Piece) -> bool:
+    def is_scalar(self, kind: str, value: Any, piece: Piece) -> bool:
         """Whether a state is one number for a whole parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
-        return value.dim() == 0 and (bool(self._shape_of(piece)) or kind in _COUNTS)
+        return value.dim() == 0 and (bool(self.shape_of(piece)) or kind in _COUNTS)
 
     def _state_range(self, piece: Piece, name: str, kind: str, value: Any) -> FlatRange:
         key = f"{OPTIMIZER}{kind}/{name}"
@@ -218,7 +218,7 @@ class ModelState:
                 f"optimizer state '{kind}' of parameter '{name}': expected tensors and numbers, got "
                 f"{type(value).__name__}, which cannot be saved"
             )
-        if value.shape == self._shape_of(piece):
+        if value.shape == self.shape_of(piece):
             index = piece.fragment.slot.index
             flat = value if self.buffer.shard else flattened(value, self._strides(self.buffer.parameters[index]))
             return self.range(key, index, piece.fragment.param_start, flat)
@@ -230,7 +230,7 @@ class ModelState:
         if cut_of(self.buffer.parameters[piece.fragment.slot.index]) is not None:
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each element of the part that "
-                f"tensor parallelism has given this rank, {tuple(self._shape_of(piece))}, got shape "
+                f"tensor parallelism has given this rank, {tuple(self.shape_of(piece))}, got shape "
                 f"{tuple(value.shape)}, which means nothing for another part; with tensor_parallel.size = 1 it can be "
                 "saved"
             )
@@ -316,7 +316,7 @@ class ModelState:
                         f"optimizer state '{kind}' of parameter '{names[index]}' has shape {size} and the parameter "
                         f"{shape}: such states can be loaded {where}"
                     )
-                wanted[kind] = (self._shape_of(piece) if size == shape else torch.Size(size), dtype)
+                wanted[kind] = (self.shape_of(piece) if size == shape else torch.Size(size), dtype)
             for kind, place in self.optimizer.method.make_state(piece, numbers, wanted).items():
                 key = f"{OPTIMIZER}{kind}/{stored}"
                 if cut_of(parameter) is not None:

@@ -14,6 +14,7 @@ from zerolite.checkpoint.saving import SaveRequest
 from zerolite.comm import Topology
 from zerolite.runtime.commands import Command
 from zerolite.runtime.dataloader import Loaders
+from zerolite.runtime.full_optimizer_state import full_optimizer_state_dict
 from zerolite.runtime.full_state import full_state_dict, load_full_state_dict, save_16bit_model
 from zerolite.runtime.parameter_access import ParameterAccess
 from zerolite.runtime.precision import HALF, Precision
@@ -148,6 +149,19 @@ class CheckpointMethods:
         loaded = set(load_full_state_dict(self.module, state, self.topology, self.device, strict))
         named = self._module.named_parameters(remove_duplicate=False)
         self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
+
+    def full_optimizer_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+        """The optimizer's states with whole tensors, in the form of ``torch.optim.Optimizer.state_dict``: by position
+        of the parameters in ``engine.optimizer.param_groups``, copies on the CPU. An optimizer of the same class over
+        the whole model in plain PyTorch loads it. ``rank0_only``: other ranks get an empty dict.
+
+        States are gathered one by one, over every stage and over tensor parallelism. Raises RuntimeError with a
+        pipeline. Called on all ranks, between steps.
+        """
+        self._check_readable()
+        self._pipeline.settle()
+        parts = self.checkpointer.parts
+        return full_optimizer_state_dict(parts.model, self.parameter_access, parts.host, rank0_only)
 
     def save_16bit_model(
         self, save_dir: Path, max_shard_size: str | int = "5GB", exclude_frozen_parameters: bool = False

@@ -90,6 +90,7 @@ class EvaluationEngine(Engine):
     clip_gradients = _refuses("clip_gradients")
     update = _refuses("update")
     publish = _refuses("publish")
+    full_optimizer_state_dict = _refuses("full_optimizer_state_dict")
 
     def get_lr(self) -> list[float]:
         """Empty: there is no param group."""

@@ -245,6 +245,11 @@ class ParameterAccess:
             found.update(zip(same, wholes, strict=True))
         return [found.get(index) for index in indices]
 
+    def whole_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """A state with a value for each element of a parameter, from this rank's ``part`` and those of the others.
+        Called on all ranks, with the same index and dtype."""
+        return self._full([index], self._whole([index], {} if part is None else {index: part}, dtype))[0]
+
     def set_state(self, index: int, name: str, value: Any) -> None:
         self._pipeline.check_here()
         self._pipeline.settle()

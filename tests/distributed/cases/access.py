@@ -45,8 +45,21 @@ def read_and_write(config: dict[str, Any], steps: int, micros: int, batched: boo
     read["masters"] = dict(zip(names, get(zerolite.get_full_master), strict=True))
     for name in ("exp_avg", "exp_avg_sq", "step"):
         read[name] = dict(zip(names, get(zerolite.get_full_optimizer_state, name), strict=True))
+    check_whole_states(engine, {name: read[name] for name in ("exp_avg", "exp_avg_sq", "step")}, names)
     read["parameters"] = snapshot(engine)
     return read
+
+
+def check_whole_states(engine: Any, read: dict[str, dict[str, Any]], names: list[str]) -> None:
+    """Compare engine.full_optimizer_state_dict() with what was read of each parameter."""
+    whole = engine.full_optimizer_state_dict()
+    on_rank_0 = engine.full_optimizer_state_dict(rank0_only=True)
+    assert on_rank_0.keys() == (whole.keys() if engine.rank == 0 else set())
+    (group,) = whole["param_groups"]
+    assert len(group["params"]) == len(engine.optimizer.param_groups[0]["params"])
+    for position, name in zip(group["params"], names, strict=True):
+        wanted = {kind: of_names[name] for kind, of_names in read.items() if of_names[name] is not None}
+        torch.testing.assert_close(whole["state"].get(position, {}), wanted, rtol=0, atol=0)
 
 
 def set_everything(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import lr_scheduler as schedulers
 
 import zerolite
@@ -119,30 +120,72 @@ def full_states(run: Run) -> None:
 
 
 @case(
-    "reading or changing `optimizer.state`",
+    "reading `optimizer.state`: above stage 0 this rank's shards, flat (see [optimizers](optimizers.md))",
     ["engine's", "own"],
-    words=["zerolite.get_full_optimizer_state"],
-    error=(RuntimeError, KeyError),
+    close=KERNELS,
 )
 def states_read(run: Run, whose: str) -> None:
+    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
+    optimizer = run.own if whose == "own" else run.optimizer
+    parameters = list(run.module.parameters())
+    assert len(optimizer.state) == 0 and parameters[0] not in optimizer.state
+    for step in range(STEPS):
+        run.train(1, start=step)
+        found = {id(p): state["exp_avg"].flatten() for p, state in optimizer.state.items()}
+        assert all((p in optimizer.state) == (id(p) in found) == bool(optimizer.state.get(p)) for p in parameters)
+        shards = [found.get(id(p), torch.zeros(0)) for p in parameters]
+        if run.stage:
+            assert all(type(shard) is torch.Tensor for shard in shards)
+            rows: list[Any] = [None] * run.world
+            dist.all_gather_object(rows, shards)
+            shards = [torch.cat(of_ranks) for of_ranks in zip(*rows, strict=True)]
+        run.see(shards)
+        counts = {float(copy.deepcopy(state)["step"]) for state in optimizer.state.values()}
+        run.see(sorted(counts) or [step + 1.0])
+
+
+@case(
+    "`engine.full_optimizer_state_dict()`, loaded into an optimizer of plain PyTorch",
+    ["AdamW", "SGD", "Lion"],
+    close=KERNELS,
+)
+def whole_states(run: Run, name: str) -> None:
+    arguments = {"lr": 0.01, "momentum": 0.5} if name == "SGD" else {"lr": 0.01}
+    kind: Any = zerolite.ops.Lion if name == "Lion" else getattr(torch.optim, name)
+    run.start(own=lambda model: kind(model.parameters(), **arguments))
+    run.train()
+    state = run.optimizer.state_dict() if run.plain else run.engine.full_optimizer_state_dict()
+    run.see(state["state"])
+    other = models.build(models.Mlp)
+    other.load_state_dict(run.module.state_dict() if run.plain else run.engine.full_state_dict())
+    optimizer = kind(other.parameters(), **arguments)
+    optimizer.load_state_dict(state)
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    run.see([parameter.detach() for parameter in other.parameters()])
+
+
+@case(
+    "changing `optimizer.state`",
+    ["engine's", "own"],
+    words=["zerolite.set_full_optimizer_state"],
+)
+def states_changed(run: Run, whose: str) -> None:
     run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     run.train()
     optimizer = run.own if whose == "own" else run.optimizer
     parameter = next(run.module.parameters())
 
-    def each() -> None:
-        for state in optimizer.state.values():
-            state["exp_avg"].zero_()
-
-    ways = {
-        "read": lambda: optimizer.state[parameter]["exp_avg"].norm(),
-        "get": lambda: optimizer.state.get(parameter),
-        "in": lambda: parameter in optimizer.state,
-        "len": lambda: len(optimizer.state),
-        "each": each,
-        "clear": lambda: optimizer.state.clear(),
+    ways: dict[str, Any] = {
+        "an entry": lambda: optimizer.state[parameter].update(exp_avg=None),
+        "one by name": lambda: optimizer.state[parameter].__setitem__("exp_avg", None),
+        "of a parameter": lambda: optimizer.state.__setitem__(parameter, {}),
+        "removed": lambda: optimizer.state.pop(parameter),
+        "deleted": lambda: optimizer.state.__delitem__(next(iter(run.module.second.parameters()))),
+        "all": lambda: optimizer.state.clear(),
     }
-    run.refuses(ways, Exception, "zerolite.get_full_optimizer_state")
+    run.refuses(ways, RuntimeError, "zerolite.set_full_optimizer_state")
 
 
 @case(

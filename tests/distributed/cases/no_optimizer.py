@@ -16,7 +16,16 @@ from tests.distributed.configs import PARTITIONED, SGD
 from tests.distributed.configs import config as make_config
 from zerolite.memory_items import GRADIENTS, MASTERS, STATES
 
-TRAINS = ("backward", "step", "update", "publish", "reduce_gradients", "clip_gradients", "train_batch")
+TRAINS = (
+    "backward",
+    "step",
+    "update",
+    "publish",
+    "reduce_gradients",
+    "clip_gradients",
+    "train_batch",
+    "full_optimizer_state_dict",
+)
 
 
 def settings(stage: int, precision: str = "fp32", **zero: Any) -> dict[str, Any]:

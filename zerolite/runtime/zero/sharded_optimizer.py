@@ -15,8 +15,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.flat_update import FlatUpdate, Rule
-from zerolite.runtime.zero.hidden_state import HiddenState
-from zerolite.runtime.zero.pieces import Groups, Piece, UpdateMethod, cut, cut_state
+from zerolite.runtime.zero.optimizer_state import OptimizerState
+from zerolite.runtime.zero.pieces import Groups, Piece, State, UpdateMethod, cut, cut_state
 from zerolite.runtime.zero.piecewise_update import PiecewiseUpdate
 
 ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], "Rule | None"]
@@ -65,7 +65,9 @@ class ShardedOptimizer(Optimizer):
         self.method = self._choose_method(choose_rule)
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
-        self.inner.state = self._hidden = HiddenState(self.inner.state, self._buffer.parameters)
+        known = weakref.ref(self)
+        self.inner.state = self._state = OptimizerState(self.inner.state, lambda index: _read(known, index))
+        self._note_pieces()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
@@ -82,11 +84,11 @@ class ShardedOptimizer(Optimizer):
 
     def extend(self) -> None:
         """The buffer has further buckets; their parameters are in the param groups. Called on all ranks."""
-        self._hidden.hide(self._buffer.parameters)
         first = len(self._pieces)
         pieces = cut(self.inner.param_groups, self._buffer, self._update_dtype, first)
         self._pieces += pieces
         self.method.extend(pieces, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
+        self._note_pieces()
 
     @property
     def param_groups(self) -> Groups:
@@ -102,13 +104,13 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """Refuses whatever is asked of it: states are parts, and the engine's."""
-        return self._hidden
+        """This rank's part of the states, by parameter, for reading."""
+        return self._state
 
     @state.setter
     def state(self, states: Any) -> None:
         if getattr(self, "_constructed", True):
-            self._hidden.clear()
+            self._state.clear()
 
     def connect(
         self,
@@ -178,14 +180,24 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_constructed", False):
             self._on_add(param_group)
 
+    def _note_pieces(self) -> None:
+        self._piece_of = {piece.fragment.slot.index: piece for piece in self.pieces()}
+        self._state.use(self._buffer.parameters)
+
+    def state_of(self, index: int) -> State:
+        """This rank's part of a parameter's states, views where they rest; empty if it has none."""
+        self._settle()  # a step that the device has skipped is taken back from the counts of states
+        piece = self._piece_of.get(index)
+        return {} if piece is None else self.method.state_of(piece)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter position, in torch's form, with the masters where they are separate.
 
         Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
         """
-        self._settle()  # a step that the device has skipped is taken back from the counts of states
+        self._settle()
         self._on_save()
-        position = self._positions()
+        position = self.positions()
         states, masters = {}, {}
         for piece in self.pieces():
             index = position[piece.fragment.slot.index]
@@ -194,12 +206,7 @@ class ShardedOptimizer(Optimizer):
                 states[index] = state
             if self._buffer.separate_master(piece.fragment.slot.bucket):
                 masters[index] = self._master_view(piece)
-        groups, start = [], 0
-        for group in self.param_groups:
-            count = len(group["params"])
-            entry = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**entry, "params": list(range(start, start + count))})
-            start += count
+        groups = self.numbered_groups()
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,7 +217,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._settle()
         self._check_loadable(state_dict)
-        position = self._positions()
+        position = self.positions()
         for piece in self.pieces():
             index = position[piece.fragment.slot.index]
             self.method.load_state(piece, state_dict["state"].get(index, {}))
@@ -253,7 +260,17 @@ class ShardedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- saving
 
-    def _positions(self) -> dict[int, int]:
+    def numbered_groups(self) -> Groups:
+        """The param groups with the positions of their parameters, as in torch's state dicts."""
+        groups, start = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            entry = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**entry, "params": list(range(start, start + count))})
+            start += count
+        return groups
+
+    def positions(self) -> dict[int, int]:
         """Index in the layout -> position among all parameters of the param groups."""
         order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         return {index: order[id(p)] for index, p in enumerate(self._buffer.parameters)}
@@ -301,6 +318,11 @@ def _forward(known: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., A
         return getattr(optimizer, name)(*args, **kwargs)
 
     return method
+
+
+def _read(known: weakref.ref[ShardedOptimizer], index: int) -> State:
+    optimizer = known()
+    return {} if optimizer is None else optimizer.state_of(index)
 
 
 def _set_free(inner: Optimizer) -> None:
