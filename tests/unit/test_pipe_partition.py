@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.pipe.modules import trained_numel
@@ -135,6 +136,11 @@ def test_a_schedule_that_torch_does_not_have(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError) as raised:
         schedule_class("dualpipev")
     assert torch.__version__ in str(raised.value) and "ScheduleDualPipeV" in str(raised.value)
+
+
+def test_torchs_own_pipelines_launch_as_ever() -> None:
+    """Importing zerolite.pipe.stage has replaced nothing in torch."""
+    assert schedules._batch_p2p.__module__ == schedules.__name__
 
 
 class NormFirst(nn.Module):

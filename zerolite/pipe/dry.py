@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from zerolite.comm import Communicator, recorder
-from zerolite.pipe import stage as real
 from zerolite.pipe.boundary import BoundarySpec
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.stage import TAG, ChunkStage, Launched, Step
@@ -34,8 +33,7 @@ class Rehearsal:
         """Inside, a :class:`DryStage` that is made looks here for what it would receive."""
         _rehearsals.append(self)
         try:
-            with _launching():
-                yield
+            yield
         finally:
             _rehearsals.remove(self)
 
@@ -64,29 +62,14 @@ class _Message(NamedTuple):
     """In place of one of torch's point-to-point operations, and of the work that it becomes: held as long as that."""
 
     tensor: torch.Tensor
+    peer: int  # by which torch's schedules sort them
 
     def wait(self) -> None:
         """Nothing is on its way."""
 
 
-@contextlib.contextmanager
-def _launching() -> Iterator[None]:
-    """Inside, torch's schedules launch messages of a :class:`DryStage` by doing nothing; all others as ever."""
-    ours: Any = real
-    torchs = ours.schedules
-    batch, by_peer = torchs._batch_p2p, torchs._sorted_batch_p2p
-
-    def launch(ops: list[Any], desc: str | None = None) -> Any:
-        return Launched(ops) if ops and isinstance(ops[0], _Message) else batch(ops, desc)
-
-    def launch_by_peer(ops: list[Any], desc: str | None = None) -> Any:
-        return {0: Launched(ops)} if ops and isinstance(ops[0], _Message) else by_peer(ops, desc)
-
-    torchs._batch_p2p, torchs._sorted_batch_p2p = launch, launch_by_peer
-    try:
-        yield
-    finally:
-        torchs._batch_p2p, torchs._sorted_batch_p2p = batch, by_peer
+def _launch(ops: list[_Message], desc: str | None = None) -> Launched:
+    return Launched(ops)
 
 
 class _One:
@@ -99,6 +82,8 @@ class _One:
 class DryStage(ChunkStage):
     """Computes, makes room for what it would receive, and notes what it would send, as a
     :class:`~zerolite.pipe.stage.ChunkStage` does. Values mean nothing; tensors may be without memory."""
+
+    launch = _launch
 
     def __init__(self, chunk: Chunk, parts: int, device: torch.device, pipe: Communicator) -> None:
         """pipe: of the stages; needs no process group."""
@@ -132,11 +117,11 @@ class DryStage(ChunkStage):
     def _send(self, tensor: torch.Tensor, stage_index: int) -> Any:
         tensor = tensor.contiguous()
         recorder.note("send", tensor, TAG, "pipe", self.group_size)
-        return _Message(tensor)
+        return _Message(tensor, stage_index)
 
     def _receive(self, tensor: torch.Tensor, stage_index: int) -> Any:
         recorder.note("receive", tensor, TAG, "pipe", self.group_size)
-        return _Message(tensor)
+        return _Message(tensor, stage_index)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         with self._rehearsal.phase(FORWARD):

@@ -35,15 +35,28 @@ class Launched(list[Any]):
             work.wait()
 
 
-def _launch(ops: list[dist.P2POp], desc: str | None = None) -> Launched | None:
-    return Launched(dist.batch_isend_irecv(ops)) if ops else None
+Launch = Callable[..., Launched]  # of the arguments of torch's ``_batch_p2p``
 
 
-_torchs: Any = schedules
-if not hasattr(_torchs, "_wait_batch_p2p"):
-    # These schedules keep the last of the messages and wait for that alone. gloo does not finish them in order, so a
-    # stage that is sent two tensors could compute with what its room for the first one held before.
-    _torchs._batch_p2p = _launch
+def _launch(ops: list[dist.P2POp], desc: str | None = None) -> Launched:
+    return Launched(dist.batch_isend_irecv(ops)) if ops else Launched()
+
+
+# The schedules of torch 2.6 keep the last of the messages and wait for that alone. gloo does not finish them in order,
+# so a stage that is sent two tensors could compute with what its room for the first one held before.
+_keeps_one = not hasattr(schedules, "_wait_batch_p2p")
+
+
+@contextlib.contextmanager
+def _launched_by(launch: Launch | None) -> Iterator[None]:
+    """Inside, torch's schedules launch messages with ``launch``; None: as ever."""
+    torchs: Any = schedules
+    before = torchs._batch_p2p
+    torchs._batch_p2p = launch or before
+    try:
+        yield
+    finally:
+        torchs._batch_p2p = before
 
 
 class Work(Protocol):
@@ -154,6 +167,8 @@ class _Enter(torch.autograd.Function):
 
 class ChunkStage(PipelineStage):
     """One part of the model as torch's schedules see it. links: to the other ranks of ``group``."""
+
+    launch: Launch | None = _launch if _keeps_one else None  # of its messages; None: torch's own is right
 
     def __init__(
         self, chunk: Chunk, parts: int, device: torch.device, group: dist.ProcessGroup, links: HostLinks
@@ -514,7 +529,12 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
     for index, stage in by_index.items():
         stage.previous_here, stage.next_here = by_index.get(index - 1), by_index.get(index + 1)
     nothing = [None] * micro_batches
-    return lambda: schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, nothing)
+
+    def run() -> None:
+        with _launched_by(type(stages[0]).launch):
+            schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, nothing)
+
+    return run
 
 
 def _no_loss(outputs: Any, target: Any) -> Any:
