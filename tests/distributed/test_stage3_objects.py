@@ -49,6 +49,21 @@ def test_compiled_with_aot_autograd(pools: Pools, when: str) -> None:
             torch.testing.assert_close(result["seen"], plain[rank]["seen"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("what", ["blocks", "module", "engine"])
+def test_compiled_after_initialize_compiles_once(pools: Pools, what: str, stage: int) -> None:
+    """Gathers stand between the graphs and not in them, so what is in flight asks for no other graph."""
+    if stage == 1 and torch.__version__.startswith("2.6"):
+        pytest.skip("torch 2.6 compiles each module's hooks anew, and soon gives up")
+    _, _, plain = run(pools, 2, "recompiled", what="nothing", stage=stage)[0]
+    for leaf in (True, False) if stage == 3 else (False,):
+        for graphs, ran, loss in run(pools, 2, "recompiled", what=what, stage=stage, leaf=leaf):
+            assert sum(graphs) <= 8 and not any(graphs[2:]), graphs
+            assert len(set(ran[2:])) == 1 and ran[-1] >= 10, ran
+            assert loss == pytest.approx(plain, rel=1e-6)
+
+
 # ---------------------------------------------------------------- users' hooks
 
 

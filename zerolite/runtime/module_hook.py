@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 Owner = TypeVar("Owner")
@@ -16,6 +18,32 @@ Owner = TypeVar("Owner")
 _DOES_NOTHING = contextlib.nullcontext().__exit__
 
 _LEFT_OUT = "zerolite: hooks that the copy does without"  # a key of deepcopy's memo, whose others are integers
+
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Keep torch.compile out of ``function`` and of what it calls, as ``torch.compiler.disable`` does, which would
+    import the compiler with zerolite."""
+    kept_out: Any = function
+    if hasattr(_eval_frame, "set_code_exec_strategy"):
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    else:  # torch 2.6
+
+        @functools.wraps(function)
+        def kept_out(*args: Any, **kwargs: Any) -> Any:
+            before = _eval_frame.set_eval_frame(None)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _eval_frame.set_eval_frame(before)
+
+        _eval_frame.skip_code(kept_out.__code__)
+    kept_out._torchdynamo_disable = True  # where it would be traced as part of a caller
+    return cast(Function, kept_out)
 
 
 class ModuleHook:

@@ -64,6 +64,55 @@ def compiled(mode: str, when: str, setting: str, backend: str = "counted", steps
     return {**result, "calls": calls[0]}
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def recompiled(what: str, stage: int, leaf: bool = True) -> tuple[list[int], list[int], float]:
+    """How many graphs each step compiles and runs where a model is compiled after initialize, and the last loss.
+    what: "blocks", "module", "engine", or "nothing". leaf: each block is one unit."""
+    torch._dynamo.reset()
+    graphs, calls = [0], [0]
+
+    def counted(graph: Any, inputs: Any) -> Callable[..., Any]:
+        graphs[0] += 1
+
+        def run(*args: Any) -> Any:
+            calls[0] += 1
+            return graph.forward(*args)
+
+        return run
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Residual() for _ in range(10)))
+    given = settings(stage, "move" if stage == 3 else "keep")
+    given["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": 200}
+    if stage == 3:
+        given["zero_optimization"] |= {"stage3_module_granularity_threshold": 0}
+        given["zero_optimization"] |= {"leaf_modules": [str(n) for n in range(10)]} if leaf else {}
+    engine = zerolite.initialize(model, given)
+    for block in model if what == "blocks" else ():
+        block.compile(backend=counted)
+    if what == "engine":
+        engine.compile(backend=counted)
+    called: Any = torch.compile(engine.module, backend=counted) if what == "module" else engine
+    compiled, ran = [], []
+    for step in range(5):
+        graphs[0] = calls[0] = 0
+        loss = called(torch.randn(3, 6, generator=torch.Generator().manual_seed(step))).square().mean()
+        engine.backward(loss)
+        engine.step()
+        compiled.append(graphs[0])
+        ran.append(calls[0])
+    torch._dynamo.reset()
+    return compiled, ran, loss.item()
+
+
 def uncompiled(setting: str, steps: int = 5) -> dict[str, Any]:
     """The same training without compilation."""
     return train(zerolite.initialize(build(), settings(3, setting)), steps=steps, disturbance="no_grad", at=(1,))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerolite.runtime.module_hook import ModuleHook, WeakHook
+from zerolite.runtime.module_hook import WeakHook, untraced
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, Unit
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
@@ -118,6 +118,7 @@ class _Hook(WeakHook[PartitionedParameterCoordinator]):
 
 
 class _Enter(_Hook):
+    @untraced
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         coordinator = self.owner()
         if coordinator is not None:
@@ -130,20 +131,11 @@ class _Enter(_Hook):
 
 
 class _Leave(_Hook):
+    @untraced
     def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
         coordinator = self.owner()
         if coordinator is not None:
             coordinator.leave_forward(self._unit, module, outputs)
-
-
-class _Untraced(ModuleHook):
-    """A hook that torch.compile leaves alone."""
-
-    def __init__(self, hook: _Hook) -> None:
-        self._call = torch.compiler.disable(hook)
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
 
 
 class _Guard(_Hook):
@@ -158,10 +150,14 @@ class _Guard(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         for handle in self._handles:
             if handle.status is not AVAILABLE:
-                coordinator = self.owner()
-                if coordinator is not None:
-                    coordinator.gather_stray([i for h in self._handles if (i := coordinator.index_of(h)) is not None])
+                self._gather()
                 return
+
+    @untraced
+    def _gather(self) -> None:
+        coordinator = self.owner()
+        if coordinator is not None:
+            coordinator.gather_stray([i for h in self._handles if (i := coordinator.index_of(h)) is not None])
 
 
 _GETATTR = torch.nn.Module.__getattr__.__code__
@@ -207,7 +203,6 @@ def attach(
         enter: Any = _Enter(coordinator, unit)
         leave: Any = _Leave(coordinator, unit)
         if _compiled(plan.module):
-            enter, leave = _Untraced(enter), _Untraced(leave)
             traced.update(id(module) for module in plan.module.modules())
         handles.append(enter.install(plan.module.register_forward_pre_hook, prepend=True))
         handles.append(leave.install(plan.module.register_forward_hook, always_call=True))

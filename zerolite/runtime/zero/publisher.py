@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerolite.comm import Communicator, Pending
-from zerolite.runtime.module_hook import WeakHook
+from zerolite.runtime.module_hook import WeakHook, untraced
 from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.released_parameter import ArrivingParameter
 
@@ -73,6 +73,7 @@ class Publisher:
             self.wait_all()
         self.on_published()
 
+    @untraced
     def wait(self, buckets: Iterable[int]) -> None:
         """Closes the hazard of a forward that reads parameters whose gather is still writing them, and of an update
         that writes what a gather is still sending."""
