@@ -18,12 +18,13 @@ STAGES = {
     "0": (0, None),
     "1": (1, None),
     "2": (2, None),
+    "1w": (1, {"whole_parameters": True}),
     "3": (3, PARTITIONED["moving"]),
     "3w": (3, PARTITIONED["defaults"]),
 }
 STEPS = 3
 OVER_STAGES = pytest.mark.parametrize(
-    "stage", [pytest.param(name, marks=pytest.mark.slow if name in ("1", "3w") else ()) for name in STAGES]
+    "stage", [pytest.param(name, marks=pytest.mark.slow if name in ("1", "1w", "3w") else ()) for name in STAGES]
 )
 
 

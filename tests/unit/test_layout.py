@@ -15,7 +15,7 @@ SIZES = [7, 0, 1, 1000, 33, 64, 129, 5, 0, 2048, 31, 32]
 
 def build(sizes, world_size, bucket_numel=500, alignment=32, kinds=None):
     kinds = kinds or ["a"] * len(sizes)
-    specs = [ParameterSpec(f"p{i}", n, k) for i, (n, k) in enumerate(zip(sizes, kinds, strict=True))]
+    specs = [ParameterSpec(f"p{i}", n, k, k == "whole") for i, (n, k) in enumerate(zip(sizes, kinds, strict=True))]
     return PartitionLayout.build(specs, world_size, bucket_numel, alignment)
 
 
@@ -25,7 +25,7 @@ def random_cases(count=60):
         sizes = [
             rng.choice([0, 1, 2, rng.randrange(1, 50), rng.randrange(1, 3000)]) for _ in range(rng.randrange(1, 30))
         ]
-        kinds = [rng.choice("ab") for _ in sizes]
+        kinds = [rng.choice(["a", "b", "whole"]) for _ in sizes]
         yield sizes, rng.randrange(1, 9), rng.choice([1, 100, 1000, 10**9]), rng.choice([1, 8, 32]), kinds
 
 
@@ -42,6 +42,7 @@ def test_every_element_has_exactly_one_owner(case):
             low, _ = layout.shard_range(layout.buckets[f.slot.bucket], rank)
             assert f.bucket_start == f.slot.start + f.param_start == low + f.shard_start
             assert f.shard_start + f.numel <= layout.buckets[f.slot.bucket].numel // world
+            assert f.whole or not f.slot.whole
     assert {i: len(e) for i, e in owned.items()} == dict(enumerate(sizes))
 
 
@@ -54,7 +55,7 @@ def test_buckets_are_uniform_aligned_and_disjoint(case):
         assert bucket.start == end and bucket.numel % (world * alignment) == 0 and bucket.numel > 0
         end += bucket.numel
         assert {kinds[slot.index] for slot in bucket.slots} == {bucket.kind}
-        assert len(bucket.slots) == 1 or bucket.slots[-1].end <= bucket_numel
+        assert bucket.kind == "whole" or len(bucket.slots) == 1 or bucket.slots[-1].end <= bucket_numel
         position = 0
         for slot in bucket.slots:
             assert slot.start % alignment == 0 and slot.start >= position
@@ -63,6 +64,24 @@ def test_buckets_are_uniform_aligned_and_disjoint(case):
         assert covered == bucket.numel
     assert end == layout.numel and layout.shard_numel * world == layout.numel
     assert [slot.index for slot in layout.slots] == list(range(len(sizes)))
+
+
+def test_whole_parameters_are_balanced_over_the_ranks():
+    rng = random.Random(1)
+    for world in (2, 3, 8, 64):
+        sizes = [rng.choice([100, 1000, 10_000]) for _ in range(40 * world)]
+        layout = build(sizes, world, 20_000, kinds=["whole"] * len(sizes))
+        assert len(layout.buckets) > 1
+        assert layout.numel <= 1.3 * sum(sizes)  # aligned to 32 elements
+
+
+def test_a_large_whole_parameter_shares_its_bucket():
+    """The parts of a bucket are as long as its largest parameter, so the others belong into the same one."""
+    layout = build([10_000, *[100] * 100], 4, 100, alignment=1, kinds=["whole"] * 101)
+    (bucket,) = layout.buckets
+    assert bucket.numel == 4 * 10_000
+    owners = {s.index: s.start // 10_000 for s in bucket.slots}
+    assert list(owners.values()).count(owners[0]) == 1  # the others share what is left
 
 
 def test_buckets_run_in_reverse_registration_order():

@@ -201,7 +201,7 @@ class ModelState:
 
     def shape_of(self, piece: Piece) -> torch.Size:
         """Of the states that have a value for each element."""
-        if self.buffer.shard:
+        if not self.buffer.keeps_shape(piece.fragment.slot):
             return torch.Size((piece.fragment.numel,))
         return whole_shape(self.buffer.parameters[piece.fragment.slot.index])
 
@@ -219,13 +219,14 @@ class ModelState:
                 f"{type(value).__name__}, which cannot be saved"
             )
         if value.shape == self.shape_of(piece):
-            index = piece.fragment.slot.index
-            flat = value if self.buffer.shard else flattened(value, self._strides(self.buffer.parameters[index]))
+            index, keeps = piece.fragment.slot.index, self.buffer.keeps_shape(piece.fragment.slot)
+            flat = flattened(value, self._strides(self.buffer.parameters[index])) if keeps else value
             return self.range(key, index, piece.fragment.param_start, flat)
-        if self.buffer.shard:
+        if not self.buffer.keeps_shape(piece.fragment.slot):
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each of this rank's "
-                f"{piece.fragment.numel} elements, got shape {tuple(value.shape)}; at stage 0 it can be saved"
+                f"{piece.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
+                "and with zero_optimization.whole_parameters"
             )
         if cut_of(self.buffer.parameters[piece.fragment.slot.index]) is not None:
             raise CheckpointError(
@@ -307,11 +308,13 @@ class ModelState:
             numbers = {kind: values[stored] for kind, values in scalars.items() if stored in values}
             tensors = {kind: of_names[stored] for kind, of_names in kinds.items() if stored in of_names}
             parameter = self.buffer.parameters[index]
-            shape = _full_shape(parameter)
+            shape, keeps = _full_shape(parameter), self.buffer.keeps_shape(piece.fragment.slot)
             wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
             for kind, (size, dtype) in tensors.items():
-                if size != shape and (self.buffer.shard or cut_of(parameter) is not None):
-                    where = "at stage 0 only" if self.buffer.shard else "with tensor_parallel.size = 1 only"
+                if size != shape and (not keeps or cut_of(parameter) is not None):
+                    where = "with tensor_parallel.size = 1 only"
+                    if not keeps:
+                        where = "at stage 0, or with zero_optimization.whole_parameters, only"
                     raise CheckpointError(
                         f"optimizer state '{kind}' of parameter '{names[index]}' has shape {size} and the parameter "
                         f"{shape}: such states can be loaded {where}"
@@ -323,7 +326,7 @@ class ModelState:
                     place.zero_()  # padding, which no checkpoint has
                 if tensors[kind][0] != shape:
                     yield from _targets_of(key, place, None)
-                elif not self.buffer.shard:
+                elif keeps:
                     yield from _targets_of(key, place, cut_of(parameter))
                 else:
                     yield from self.range(key, index, piece.fragment.param_start, place).targets()

@@ -80,6 +80,11 @@ class ZeroConfig(_Block):
         description="Parameters that got no gradient on any rank are left alone, as torch does; false: they are an "
         "error that names them.",
     )
+    whole_parameters: Bool = Field(
+        default=False,
+        description="Stages 1 and 2: each parameter belongs whole to one rank, for optimizers that need whole matrices "
+        "(see [optimizers](optimizers.md)). Always so for those that are known to. (zerolite's own key.)",
+    )
     offload_optimizer: OffloadOptimizerConfig = Field(
         default_factory=OffloadOptimizerConfig,
         description="Stages 1 to 3: optimizer states on the host or on disk. null: on the device.",

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.runtime.lr_schedules import build_scheduler
-from zerolite.runtime.optimizers import check_elementwise, check_usable, is_untested, resolve_optimizer
+from zerolite.runtime.optimizers import check_elementwise, check_usable, needs_whole, resolve_optimizer
 from zerolite.runtime.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.runtime.zero.stages import StagePolicy
 
@@ -142,10 +142,12 @@ def check_parameters(parameters: list[torch.nn.Parameter], names: dict[int, str]
 @dataclass(frozen=True)
 class OptimizerChoice:
     """make: the user's instance, or a function from param groups to an optimizer. untested: whether it updates parts of
-    parameters although nothing is known of its class, because the config allows it."""
+    parameters although nothing is known of its class, because the config allows it. whole: whether each parameter
+    belongs whole to one rank."""
 
     make: Callable[[Groups], Optimizer] | Optimizer
     untested: bool = False
+    whole: bool = False
 
     @property
     def made(self) -> Optimizer | None:
@@ -171,21 +173,28 @@ def choose_optimizer(
     if optimizer is None and config.optimizer is None:
         return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
     make, kind = _maker(optimizer, config, groups)
-    reason = check_elementwise(kind)
-    untested = reason is not None and config.zero_allow_untested_optimizer and is_untested(kind)
-    if reason is None or untested:
-        return OptimizerChoice(make, untested and (cut or policy.shard_optimizer))
-    if policy.shard_optimizer:
+    reason, asked = check_elementwise(kind), config.zero_optimization.whole_parameters
+    whole = asked or needs_whole(kind)
+    untested = reason is not None and not whole and config.zero_allow_untested_optimizer
+    if cut and (whole or (reason is not None and not untested)):
+        why = reason or "zero_optimization.whole_parameters is true."
         raise ValueError(
-            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. "
-            f"{reason} If it needs whole parameters, use stage 0."
-        )
-    if cut:
-        raise ValueError(
-            f"tensor_parallel gives each rank a part of the parameters of a layer to update. {reason} Use an optimizer "
+            f"tensor_parallel gives each rank a part of the parameters of a layer to update. {why} Use an optimizer "
             "that updates each element by itself, such as AdamW."
         )
-    return OptimizerChoice(make)
+    if not policy.shard_optimizer:
+        return OptimizerChoice(make, untested and cut)
+    if whole and policy.shard_parameters:
+        cause = "zero_optimization.whole_parameters is true." if asked else reason
+        raise ValueError(
+            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to hold and update. "
+            f"{cause} Use stage 1 or 2, where each parameter belongs whole to one rank, or an elementwise optimizer."
+        )
+    if reason is not None and not whole and not untested:
+        raise ValueError(
+            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason}"
+        )
+    return OptimizerChoice(make, untested, whole)
 
 
 def _maker(

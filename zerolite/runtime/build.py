@@ -91,6 +91,8 @@ from zerolite.runtime.zero.transfers import Transfers
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import Staged
 
+_PADDED = 1.5  # times the elements of the model, from which on buckets of whole parameters deserve a warning
+
 logger = logging.getLogger("zerolite")
 
 
@@ -149,7 +151,8 @@ def build_engine(
         )
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
     kind = kind or device.type
-    assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains)
+    whole = chosen.whole
+    assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)
     engine = assembly.build(chosen.make, groups, arguments.broadcast_buffers, adopts)
     engine.lr_scheduler = scheduler_of(arguments.lr_scheduler, resolved, engine.optimizer)
     return engine
@@ -174,8 +177,9 @@ class _Assembly:
         kind: str,
         staged: Staged | None,
         trains: bool,
+        whole: bool,
     ) -> None:
-        self.trains = trains
+        self.trains, self.whole = trains, whole
         self.model, self.config, self.policy, self.kind = model, config, policy, kind
         self.precision, self.fp32 = precision, fp32
         self.topology, self.staged = topology, staged
@@ -218,7 +222,7 @@ class _Assembly:
         return trained
 
     def _specs_of(self, trained: Parameters, names: dict[int, str]) -> list[ParameterSpec]:
-        specs = _parameter_specs(trained, names, self.precision, self.communication)
+        specs = _parameter_specs(trained, names, self.precision, self.communication, self.whole)
         for place, parameter in enumerate(trained):
             if id(parameter) in self.ties:  # in a bucket of its own: the other stages cut theirs in the same parts
                 kind = f"{specs[place].kind}, shared as {self.ties[id(parameter)].key}"
@@ -235,6 +239,8 @@ class _Assembly:
         else:
             numel = bucket_numel(self.specs, config, comm.world_size)
             layout = PartitionLayout.build(self.specs, comm.world_size, numel)
+            if self.whole and comm.main and not is_dry_run():
+                _warn_of_padding(layout)
             self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer, self.tiers)
             _fill(self.buffer, precision, comm, device)
 
@@ -455,11 +461,26 @@ def _parameter_specs(
     names: dict[int, str],
     precision: Precision,
     communication: Callable[[torch.nn.Parameter], torch.dtype | None],
+    whole: bool,
 ) -> list[ParameterSpec]:
     return [
-        ParameterSpec(names[id(p)], whole_numel(p), f"{precision.compute_dtype(p)} sent as {communication(p)}")
+        ParameterSpec(names[id(p)], whole_numel(p), f"{precision.compute_dtype(p)} sent as {communication(p)}", whole)
         for p in trained
     ]
+
+
+def _warn_of_padding(layout: PartitionLayout) -> None:
+    """Say so if a parameter is too large to be balanced over the ranks."""
+    largest, numel = max(layout.slots, key=lambda slot: slot.numel), sum(slot.numel for slot in layout.slots)
+    if layout.numel > max(_PADDED * numel, AUTO_BUCKET):
+        logger.warning(
+            "whole parameters: buckets have %.1f times the elements of the model, because parameter '%s' alone has "
+            "%.0f %% of them and belongs to one of %d ranks; fewer ranks or an elementwise optimizer need less memory",
+            layout.numel / numel,
+            largest.name,
+            100 * largest.numel / numel,
+            layout.world_size,
+        )
 
 
 def _fill(buffer: ParameterBuffer, precision: Precision, comm: Communicator, device: torch.device) -> None:

@@ -42,6 +42,9 @@ NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
     if name.lower() in TORCH_OPTIMIZERS
 }
 
+# Classes of other libraries, and what inherits from them.
+_WHOLE_NAMES = frozenset("adafactor muon lamb lars shampoo distributedshampoo soap came adammini".split())
+
 # These never work with an engine, at no stage.
 _UNUSABLE = {
     "lbfgs": "it needs a closure that evaluates the loss anew several times a step, and engine.step() has none",
@@ -160,16 +163,19 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
         return f"{cls.__name__} cannot update a part of a parameter: its class says zerolite_elementwise = False."
     return (
         f"It is not known whether {cls.__module__}.{cls.__qualname__} can update a part of a parameter by itself. "
-        f"If each element's update depends only on that element's gradient and state, and on scalars, set "
-        "`zerolite_elementwise = True` on the class, or zero_allow_untested_optimizer = true in the config."
+        "If each element's update depends only on that element's gradient and state, and on scalars, set "
+        "`zerolite_elementwise = True` on the class, or zero_allow_untested_optimizer = true in the config; "
+        "otherwise set zero_optimization.whole_parameters = true."
     )
 
 
-def is_untested(optimizer: Optimizer | type[Optimizer]) -> bool:
-    """Return whether nothing is known of this class: neither zerolite nor the class itself says how it updates."""
+def needs_whole(optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Return whether this class is known to update whole parameters only: it is one of those of torch, of other
+    libraries by its name, or says `zerolite_elementwise = False` in its own body."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    known = cls in ELEMENTWISE or "zerolite_elementwise" in vars(cls)
-    return not known and not any(base in NOT_ELEMENTWISE for base in cls.__mro__)
+    if cls in ELEMENTWISE or "zerolite_elementwise" in vars(cls):
+        return vars(cls).get("zerolite_elementwise") is False
+    return any(base in NOT_ELEMENTWISE or base.__name__.lower() in _WHOLE_NAMES for base in cls.__mro__)
 
 
 def check_usable(optimizer: Optimizer | type[Optimizer]) -> None:

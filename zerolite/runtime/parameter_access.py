@@ -331,7 +331,10 @@ class ParameterAccess:
         position = 0
         for index, width in zip(indices, widths, strict=True):
             if index in parts:
-                own.narrow(0, position, parts[index].numel()).copy_(parts[index].reshape(-1))
+                part = parts[index]
+                if self._slot(index).whole:  # in its shape; as memory holds it, it is one range
+                    part = flattened(part, self._reducer.strides[index])
+                own.narrow(0, position, part.numel()).copy_(part)
             position += width
         if row and self._comm.world_size > 1:
             self._comm.all_gather(full, tag="access").wait()

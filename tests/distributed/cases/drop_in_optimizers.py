@@ -69,7 +69,7 @@ WHOLE: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.01}, "Muon": {"lr": 0.
 @case(
     "one that is not elementwise (Adafactor, Muon)",
     [(name, form) for name in WHOLE for form in FORMS if hasattr(torch.optim, name)],
-    words=["zero_optimization.stage", "a part of every parameter", "use stage 0"],
+    words=["zero_optimization.stage", "a part of every parameter", "Use stage 1 or 2"],
     error=ValueError,
     close=KERNELS,
 )
@@ -120,7 +120,7 @@ def train_with_own_class(run: Run, form: str, more: dict[str, Any]) -> None:
 @case(
     "an optimizer class that zerolite does not know",
     ["instance", "class", "factory"],
-    words=["OwnMomentum", "zerolite_elementwise = True", "zero_allow_untested_optimizer", "stage 0"],
+    words=["OwnMomentum", "zerolite_elementwise = True", "zero_allow_untested_optimizer", "whole_parameters"],
     error=ValueError,
 )
 def unknown_class(run: Run, form: str) -> None:

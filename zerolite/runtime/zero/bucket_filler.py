@@ -55,7 +55,9 @@ def runs_of(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Run]:
         joins = 0 < slot.numel <= _SMALL_SLOT and _row_major(strides[slot.index])
         if joins:
             members.append(slot)
-        if members and (not joins or slot is bucket.slots[-1] or end - members[0].start >= _RUN):
+        wide = end - slot.end > _SMALL_SLOT  # padding that is not worth moving
+        end = slot.end if wide else end
+        if members and (not joins or wide or slot is bucket.slots[-1] or end - members[0].start >= _RUN):
             if len(members) > 1:
                 runs.append(Run(members, end if joins else slot.start))
             members = []

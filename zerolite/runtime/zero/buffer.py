@@ -16,11 +16,6 @@ MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Tier], None]
 """Copy a parameter's shard into the given memory, of that tier, which becomes its ``ds_tensor``."""
 
 
-def strided_view(flat: torch.Tensor, slot: Slot, like: torch.Tensor) -> torch.Tensor:
-    """The slot's elements of ``flat`` (a full bucket) in the shape and strides of ``like``, which has no holes."""
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + slot.start)
-
-
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of ``tensor`` if it fills its memory without holes (channels_last too), contiguous ones otherwise."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
@@ -172,12 +167,17 @@ class ParameterBuffer:
         """The range of compute bucket ``bucket`` that ``master[bucket]`` stands for, a view."""
         return self._owned(self.layout.buckets[bucket], self.compute[bucket])
 
+    def keeps_shape(self, slot: Slot) -> bool:
+        """Whether pieces of the parameter have its shape: all of it is updated here, and they are not flat."""
+        return slot.whole or not self.shard
+
     def piece(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
-        """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape if it is
-        whole at stage 0."""
-        if not self.shard:
-            return strided_view(flat, fragment.slot, self.parameters[fragment.slot.index].data)
-        return flat.narrow(0, fragment.shard_start, fragment.numel)
+        """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape and strides
+        if :meth:`keeps_shape`."""
+        if not self.keeps_shape(fragment.slot):
+            return flat.narrow(0, fragment.shard_start, fragment.numel)
+        like = self.parameters[fragment.slot.index].data
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + fragment.shard_start)
 
     def publish(self, bucket: int, rounded: bool = False) -> None:
         """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless whoever updated

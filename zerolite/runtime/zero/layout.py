@@ -24,6 +24,13 @@ same place in each row. ::
     row 2 | a[2k:] . | b[2m:] . |
 
 It still is one reduce-scatter, straight into the shard, and every other range follows the same table.
+
+Where an optimizer needs whole parameters, each slot lies within the part of one rank, which owns all of it. The parts
+are equal, so the bucket travels like any other, and what a rank's parameters leave of its part is padding. ::
+
+    |----------------|----------------|
+    | slot c | slot a| slot b  |  pad |     rank 0 owns c and a, rank 1 owns b
+    |----------------|----------------|
 """
 
 from __future__ import annotations
@@ -39,15 +46,18 @@ PART_ALIGNMENT = 16  # elements: at least 16 bytes in every dtype; parts of slic
 MIN_AUTO_BUCKET = 4 << 20
 AUTO_BUCKET = 40_000_000
 AUTO_BUCKET_PER_RANK = 1_000_000
+WHOLE_PADDING = 0.2  # of the elements of a bucket of whole parameters, at most where enough are left to fill it
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter. ``kind`` keeps apart what may not share a bucket (dtypes)."""
+    """What the layout needs to know of a parameter. ``kind`` keeps apart what may not share a bucket (dtypes).
+    ``whole``: one rank owns all of it; the same for all of a kind."""
 
     name: str
     numel: int
     kind: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ class Slot:
     start: int
     numel: int
     part: int = 0  # part_numel(numel, world_size) in a sliced bucket, otherwise 0
+    whole: bool = False  # within one rank's part of the bucket
 
     @property
     def end(self) -> int:
@@ -125,22 +136,30 @@ class PartitionLayout:
     ) -> PartitionLayout:
         """Fill buckets of at most ``bucket_numel`` elements with ``specs`` in reverse registration order.
 
-        A parameter larger than ``bucket_numel`` gets a bucket of its own. Buckets are numbered in the order in
-        which their last slot was filled, which is the order in which backward completes them. Raises ValueError for
-        sizes that make no sense.
+        A parameter larger than ``bucket_numel`` gets a bucket of its own. Whole parameters are dealt out to the ranks,
+        balanced by elements; their buckets are larger, so that padding is a small part of them. Buckets are numbered
+        in the order in which their last slot was filled, which is the order in which backward completes them. Raises
+        ValueError for sizes that make no sense.
         """
         if world_size < 1 or alignment < 1 or bucket_numel < 1:
             raise ValueError(
                 f"PartitionLayout: world_size, alignment and bucket_numel must be at least 1, got {world_size}, "
                 f"{alignment} and {bucket_numel}"
             )
-        groups = _group_by_bucket(specs, bucket_numel, alignment)
+        groups = _group_by_bucket(specs, world_size, bucket_numel, alignment)
         unit = world_size * alignment
         buckets, start = [], 0
         for index, (kind, members) in enumerate(groups):
-            slots = tuple(Slot(specs[i].name, i, index, offset, specs[i].numel) for i, offset in members)
-            numel = max(unit, _round_up(slots[-1].end, unit))
-            buckets.append(Bucket(index, kind, start, numel, slots))
+            whole = specs[members[0]].whole
+            place = _place_whole if whole else _place_in_order
+            offsets, numel = place([specs[i].numel for i in members], world_size, alignment)
+            slots = [
+                Slot(specs[i].name, i, index, offset, specs[i].numel, whole=whole)
+                for i, offset in zip(members, offsets, strict=True)
+            ]
+            slots.sort(key=lambda slot: slot.start)
+            numel = max(unit, _round_up(numel, unit))
+            buckets.append(Bucket(index, kind, start, numel, tuple(slots)))
             start += numel
         return cls(world_size, alignment, tuple(buckets))
 
@@ -274,19 +293,59 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _group_by_bucket(
-    specs: Sequence[ParameterSpec], bucket_numel: int, alignment: int
-) -> list[tuple[str, list[tuple[int, int]]]]:
-    """``(kind, [(parameter index, offset)])`` per bucket, ordered by the position of each bucket's last member."""
-    open_buckets: dict[str, list[tuple[int, int]]] = {}
-    closed: list[tuple[str, list[tuple[int, int]]]] = []
+    specs: Sequence[ParameterSpec], world_size: int, bucket_numel: int, alignment: int
+) -> list[tuple[str, list[int]]]:
+    """``(kind, parameter indices)`` per bucket, ordered by the position of each bucket's last member."""
+    kinds: dict[str, list[int]] = {}
     for index in reversed(range(len(specs))):
-        spec = specs[index]
-        members = open_buckets.setdefault(spec.kind, [])
-        offset = _round_up(members[-1][1] + specs[members[-1][0]].numel, alignment) if members else 0
-        if members and offset + spec.numel > bucket_numel:
-            closed.append((spec.kind, members))
-            members = open_buckets[spec.kind] = []
-            offset = 0
-        members.append((index, offset))
-    closed.extend((kind, members) for kind, members in open_buckets.items() if members)
-    return sorted(closed, key=lambda item: -item[1][-1][0])
+        kinds.setdefault(specs[index].kind, []).append(index)
+    found: list[tuple[str, list[int]]] = []
+    for kind, indices in kinds.items():
+        groups: list[list[int]] = []
+        size = 0  # of the last group, with what aligns its members
+        for index in indices:
+            full = size + specs[index].numel > bucket_numel
+            if not groups or (full and not _is_sparse(groups[-1], specs, world_size, alignment)):
+                groups.append([])
+                size = 0
+            groups[-1].append(index)
+            size += _round_up(specs[index].numel, alignment)
+        # What leaves the last bucket sparse goes with the parameters before it.
+        while len(groups) > 1 and _is_sparse(groups[-1], specs, world_size, alignment):
+            last = groups.pop()
+            groups[-1] += last
+        found += ((kind, group) for group in groups)
+    return sorted(found, key=lambda item: -item[1][-1])
+
+
+def _is_sparse(group: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, alignment: int) -> bool:
+    """Return whether more than :data:`WHOLE_PADDING` of a bucket of these whole parameters would be padding."""
+    if not specs[group[0]].whole:
+        return False
+    numels = [specs[index].numel for index in group]
+    most = sum(numels) / (1 - WHOLE_PADDING)
+    return world_size * max(numels) > most or _place_whole(numels, world_size, alignment)[1] > most
+
+
+def _place_in_order(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
+    """The start of each of several parameters in a bucket, one behind the other, and the end of the last."""
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(_round_up(end, alignment))
+        end = starts[-1] + numel
+    return starts, end
+
+
+def _place_whole(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
+    """The same for parameters that one rank owns each: the largest first, each to the rank that has the least. Equal
+    buckets are dealt out alike."""
+    loads = [0] * world_size
+    places: dict[int, tuple[int, int]] = {}
+    for member in sorted(range(len(numels)), key=lambda member: -numels[member]):
+        rank = loads.index(min(loads))
+        places[member] = rank, loads[rank]
+        loads[rank] += _round_up(numels[member], alignment)
+    part = max(loads)
+    return [
+        rank * part + offset for rank, offset in (places[member] for member in range(len(numels)))
+    ], world_size * part

@@ -129,14 +129,14 @@ def cut(
     return pieces
 
 
-def cut_state(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
+def cut_state(value: Any, parameter: torch.Tensor, piece: Piece, keeps_shape: bool) -> Any:
     """The piece's part, where the piece is, of a state that belongs to the whole parameter; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = whole_shape(parameter)
     if value.shape != shape or not shape:
         return value.clone()
-    if piece.tensor.shape == shape:
+    if keeps_shape:
         return value.to(piece.tensor.device, piece.tensor.dtype, copy=True)
     part = flattened(value).narrow(0, piece.fragment.param_start, piece.fragment.numel)
     return part.to(piece.tensor.device, piece.tensor.dtype, copy=True)

@@ -103,7 +103,7 @@ class PiecewiseUpdate:
                     piece.tensor.grad = self._buffer.piece(piece.fragment, gradient).to(dtype) * factor
                     if piece.tensor not in self._inner.state:
                         self._new_states[piece.fragment.slot.index] = piece.tensor
-            elif len(here) > 1 and self._buffer.shard:
+            elif len(here) > 1 and not self._buffer.keeps_shape(here[0].fragment.slot):
                 parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
                 for piece in here:
                     piece.tensor.grad = parts[piece.position]
@@ -185,7 +185,7 @@ class PiecewiseUpdate:
 
         def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
             """Of a whole parameter in the order of its memory, over which torch's fused kernels walk."""
-            if self._buffer.shard or shape != parameter.shape:
+            if not self._buffer.keeps_shape(piece.fragment.slot) or shape != parameter.shape:
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
 

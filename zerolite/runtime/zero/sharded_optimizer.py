@@ -254,7 +254,8 @@ class ShardedOptimizer(Optimizer):
             parameter = self._buffer.parameters[piece.fragment.slot.index]
             state = self.inner.state.get(parameter)
             if state:
-                self.method.load_state(piece, {k: cut_state(v, parameter, piece) for k, v in state.items()})
+                keeps = self._buffer.keeps_shape(piece.fragment.slot)
+                self.method.load_state(piece, {k: cut_state(v, parameter, piece, keeps) for k, v in state.items()})
         for parameter in self._buffer.parameters:
             self.inner.state.pop(parameter, None)
 
@@ -277,11 +278,13 @@ class ShardedOptimizer(Optimizer):
 
     def _partition(self) -> dict[str, Any]:
         layout = self._buffer.layout
+        whole = [bucket.index for bucket in layout.buckets if bucket.slots[0].whole]
         return {
             "shard": self._buffer.shard,
             "world_size": layout.world_size,
             "rank": self._buffer.rank,
             "buckets": [bucket.numel for bucket in layout.buckets],
+            **({"whole": whole} if whole else {}),
         }
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:

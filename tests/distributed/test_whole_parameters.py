@@ -1,0 +1,134 @@
+"""Each parameter whole on one rank: exact numbers for optimizers that need whole matrices, at stages 1 and 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.configs import config
+from tests.distributed.test_parity import assert_same_bits
+from tests.pool import Pools
+from zerolite.planning import plan
+
+CASES = "tests.distributed.cases.whole_parameters"
+ADAFACTOR = ("Adafactor", {"lr": 0.01})
+SLOW = pytest.mark.slow
+WHOLE = {"whole_parameters": True}
+
+
+def settings(stage: int, optimizer: Any = ADAFACTOR, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    zero = more.pop("zero", {})
+    made = config(stage, precision, zero=zero if stage else {}, optimizer=optimizer or ADAFACTOR, **more)
+    if optimizer is None:
+        del made["optimizer"]
+    return made
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert_same_bits(found["parameters"], wanted["parameters"], "a parameter")
+    torch.testing.assert_close(found["states"], wanted["states"], rtol=0, atol=0)
+    assert found["losses"] == wanted["losses"] and found["skipped_steps"] == wanted["skipped_steps"]
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "model", "optimizer", "more"),
+    [
+        (2, 1, "OddModel", ADAFACTOR, {}),
+        (3, 2, "OddModel", None, {}),
+        (2, 1, "ConvNet", None, {"accumulation": 2}),
+        (2, 2, "OddModel", ADAFACTOR, {"precision": "bf16"}),
+        (2, 1, "OddModel", None, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
+        pytest.param(1, 2, "OddModel", ADAFACTOR, {}, marks=SLOW),
+        pytest.param(4, 1, "OddModel", ADAFACTOR, {}, marks=SLOW),
+        pytest.param(4, 2, "OddModel", None, {"precision": "fp16"}, marks=SLOW),
+        pytest.param(3, 1, "ConvNet", None, {"precision": "bf16"}, marks=SLOW),
+        pytest.param(3, 1, "EncoderDecoder", ADAFACTOR, {"accumulation": 2}, marks=SLOW),
+        pytest.param(2, 1, "ConvNet", ADAFACTOR, {"accumulation": 2}, marks=SLOW),
+        pytest.param(2, 2, "OddModel", None, {"zero": {"reduce_scatter": False}}, marks=SLOW),
+        pytest.param(3, 2, "OddModel", None, {"zero": {"reduce_bucket_size": 10**6}}, marks=SLOW),
+        pytest.param(2, 2, "OddModel", ("AdamW", {"lr": 0.01, "foreach": True}), {"zero": WHOLE}, marks=SLOW),
+        pytest.param(2, 1, "OddModel", ("AdamW", {"lr": 0.01}), {"zero": WHOLE, "precision": "bf16"}, marks=SLOW),
+    ],
+)
+def test_a_run_has_the_bits_of_stage_0(
+    pools: Pools, world: int, stage: int, model: str, optimizer: Any, more: dict[str, Any]
+) -> None:
+    wanted = pools(world).run(f"{CASES}:train", {"config": settings(0, optimizer, **more), "model": model})
+    found = pools(world).run(f"{CASES}:train", {"config": settings(stage, optimizer, **more), "model": model})
+    for here, there in zip(found, wanted, strict=True):
+        assert_same(here, there)
+    assert not all(rank["flat"] for rank in found)
+    if world > 1:
+        assert max(rank["state bytes"] for rank in found) < max(rank["state bytes"] for rank in wanted)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2])
+def test_disk_and_clipping_agree_with_stage_0(pools: Pools, tmp_path: Path, stage: int) -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    for more in ({"clip": 0.05}, {"zero": zero}):
+        for optimizer in (None, ADAFACTOR):
+            runs = [settings(s, optimizer, **dict(more)) for s in (0, stage)]
+            wanted, found = (pools(2).run(f"{CASES}:train", {"config": c, "model": "OddModel"})[0] for c in runs)
+            torch.testing.assert_close(found["parameters"], wanted["parameters"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(pools: Pools) -> None:
+    wanted, found = (pools(2).run(f"{CASES}:overflow", {"config": settings(stage, None)}) for stage in (0, 2))
+    for here, there in zip(found, wanted, strict=True):
+        assert here["skipped"] == there["skipped"] == 1
+        assert_same_bits(here["parameters"], there["parameters"], "a parameter")
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=SLOW)])
+def test_unfrozen_parameters_and_state_dicts(pools: Pools, stage: int) -> None:
+    wanted, found = (pools(2).run(f"{CASES}:grow", {"config": settings(s, None)}) for s in (0, stage))
+    for here, there in zip(found, wanted, strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+
+
+ADAMW = ("AdamW", {"lr": 0.01, "foreach": True})
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "optimizer", "whole"),
+    [
+        ((2, 1), (3, 2), ADAFACTOR, (True, True)),
+        ((2, 2), (1, 1), None, (True, True)),
+        ((2, 2), (2, 3), ADAMW, (True, False)),
+        pytest.param((1, 0), (2, 1), ADAFACTOR, (True, True), marks=SLOW),
+        pytest.param((2, 1), (3, 0), ADAFACTOR, (True, True), marks=SLOW),
+        pytest.param((3, 1), (2, 1), None, (True, True), marks=SLOW),
+        pytest.param((2, 3), (3, 1), ADAMW, (False, True), marks=SLOW),
+        pytest.param((3, 1), (2, 1), ADAMW, (False, True), marks=SLOW),
+    ],
+)
+def test_checkpoints_load_at_other_worlds_and_stages(
+    pools: Pools, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], optimizer: Any, whole: Any
+) -> None:
+    """(world, stage) of the run that saves and of the one that loads; whether parameters are whole in each."""
+    kwargs = {"model": "OddModel", "directory": str(tmp_path)}
+    zero = [WHOLE if flag and optimizer is ADAMW else {} for flag in whole]
+    before, after = (settings(s, optimizer, zero=z) for (_, s), z in zip((saved, loaded), zero, strict=True))
+    (wanted, *_) = pools(saved[0]).run(f"{CASES}:save", {"config": before, **kwargs})
+    found = pools(loaded[0]).run(f"{CASES}:load", {"config": after, **kwargs})
+    (alone,) = pools(1).run(f"{CASES}:load", {"config": settings(0, optimizer), **kwargs})
+    for rank in found:
+        torch.testing.assert_close(rank["held"], wanted, rtol=0, atol=0)
+        torch.testing.assert_close(rank["after"], alone["after"], rtol=1e-5, atol=1e-6)
+
+
+def test_stage_3_says_what_to_do(pools: Pools) -> None:
+    for made, words in ((settings(3), "Adafactor"), (settings(3, ADAMW, zero=WHOLE), "whole_parameters")):
+        (sentence,) = pools(1).run(f"{CASES}:refusal", {"config": made})
+        assert words in sentence and "stage 1 or 2" in sentence
+
+
+def test_a_plan_shows_the_padding() -> None:
+    from tests import models
+
+    made = plan(models.Chain, settings(2, ADAFACTOR, zero={"reduce_bucket_size": 1}), 8, device="cpu")
+    numel = 12 * 384 * 384
+    assert numel * 4 < made.states["compute_parameters"] <= numel * 4 * 1.34
