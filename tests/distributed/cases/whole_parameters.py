@@ -87,7 +87,7 @@ def grow(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(config: dict[str, Any], model: str, directory: str) -> dict[str, Any]:
-    """Two steps, a checkpoint in the middle of the third window or between two, and what the engine holds."""
+    """Two steps, a checkpoint, and what the engine holds."""
     engine = make(config, model)
     train_engine(engine, model, 2)
     engine.save_checkpoint(Path(directory), tag="two")

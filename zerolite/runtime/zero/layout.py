@@ -157,7 +157,7 @@ class PartitionLayout:
                 Slot(specs[i].name, i, index, offset, specs[i].numel, whole=whole)
                 for i, offset in zip(members, offsets, strict=True)
             ]
-            slots.sort(key=lambda slot: slot.start)
+            slots.sort(key=lambda slot: (slot.start, slot.numel))  # empty ones before what begins there
             numel = max(unit, _round_up(numel, unit))
             buckets.append(Bucket(index, kind, start, numel, tuple(slots)))
             start += numel
