@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +31,7 @@ class Late(Simulated):
     def __init__(self) -> None:
         super().__init__(0, 4)
         self.events: list[tuple[str, int]] = []
+        self.seconds = 0.0  # that a wait takes
 
     def all_gather(self, full: Tensor, tag: str, key: int = 0) -> Pending:
         super().all_gather(full, tag, key)
@@ -36,6 +41,7 @@ class Late(Simulated):
         self.events.append(("launch", bucket))
 
         def finish() -> Tensor:
+            time.sleep(self.seconds)
             self.events.append(("wait", bucket))
             return full.copy_(values)
 
@@ -210,6 +216,46 @@ def test_compiled_modules_find_whole_weights() -> None:
         train(engine)
         assert {type(p) for p in model[1].parameters()} == {type(p) for p in model[2].parameters()} == {nn.Parameter}
         assert isinstance(model[0].weight, ArrivingParameter)
+
+
+def test_two_threads_read_weights_after_a_step() -> None:
+    model = stack()
+    comm, engine = overlapping(model)
+    train(engine)
+    comm.seconds = 0.02
+    together, found = threading.Barrier(3), list[Any]()
+
+    def read() -> None:
+        together.wait()
+        try:
+            found.append([p.detach().clone().isfinite().all().item() for p in model.parameters()])
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[True] * 8] * 3
+    assert sorted(comm.of("wait")) == list(range(8)), "each gather has ended once"
+    train(engine)
+
+
+def test_a_forked_process_finds_whole_weights() -> None:
+    """A worker of a DataLoader: the threads that gather are not in it."""
+    model = stack()
+    comm, engine = overlapping(model)
+    train(engine)
+    assert comm.of("wait") == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 on forks beside threads
+        child = os.fork()
+    if not child:
+        whole = all(type(p) is nn.Parameter and bool(p.isfinite().all()) for p in model.parameters())
+        os._exit(0 if whole else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(comm.of("wait")) == list(range(8))
 
 
 def test_a_weight_that_something_unseen_has_read_is_an_error() -> None:

@@ -3,6 +3,8 @@ next forward."""
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +19,19 @@ from zerolite.runtime.zero.released_parameter import ArrivingParameter
 
 # Modules of torch that read weights of their children, and look at their classes, before these run.
 _READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
+
+
+_overlapping: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _end_all_gathers() -> None:
+    """Before this process forks. The threads that gather are not in its child (a worker of a DataLoader), which would
+    wait for ever."""
+    for publisher in list(_overlapping):
+        publisher.wait_all()
+
+
+os.register_at_fork(before=_end_all_gathers)
 
 
 class Publisher:
@@ -34,11 +49,15 @@ class Publisher:
         self._gather = gather
         self.overlaps = overlap_forward and gather and comm.world_size > 1
         self._pending: dict[int, Pending] = {}
+        # Any thread may read a parameter in flight. Held where somebody waits for one, so that each gather ends once.
+        self._lock = threading.RLock()
         self._at_once: set[int] = set()  # buckets whose gathers do not overlap the forward
         self._stream: Any = None  # of the update, on CUDA
         self.handles: list[Any] = []  # of the installed hooks
         self.on_published: Callable[[], None] = lambda: None  # after the last bucket of a step
         known = weakref.ref(self)
+        if self.overlaps:
+            _overlapping.add(self)
 
         def wait_for(parameters: Sequence[torch.Tensor]) -> None:
             publisher = known()
@@ -59,33 +78,45 @@ class Publisher:
     def end_step(self) -> None:
         """After the last bucket: without ``overlap_forward`` the parameters are whole when this returns."""
         if self.overlaps:
-            self.wait(sorted(self._at_once))
-            for bucket in list(self._pending):
-                members = self._members(bucket)
-                if any(type(member) is not nn.Parameter for member in members):
-                    self.wait([bucket])  # somebody has given them a class of his own
-                    continue
-                for parameter in members:
-                    parameter.__class__ = self._arriving
-            if self._buffer.compute[0].device.type == "cuda":
-                self._stream = torch.cuda.current_stream(self._buffer.compute[0].device)
+            with self._lock:
+                self._leave_in_flight()
         else:
             self.wait_all()
         self.on_published()
+
+    def _leave_in_flight(self) -> None:
+        self.wait(sorted(self._at_once))
+        for bucket in list(self._pending):
+            members = self._members(bucket)
+            if any(type(member) is not nn.Parameter for member in members):
+                self.wait([bucket])  # somebody has given them a class of his own
+                continue
+            for parameter in members:
+                parameter.__class__ = self._arriving
+        if self._buffer.compute[0].device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._buffer.compute[0].device)
 
     @untraced
     def wait(self, buckets: Iterable[int]) -> None:
         """Closes the hazard of a forward that reads parameters whose gather is still writing them, and of an update
         that writes what a gather is still sending."""
         for bucket in buckets:
-            pending = self._pending.get(bucket)
-            if pending is not None:
-                self._finish(pending)
-                del self._pending[bucket]  # not of a gather that has failed: every read of its parameters says so
-                if self.overlaps:
-                    for parameter in self._members(bucket):
-                        if type(parameter) is self._arriving:
-                            parameter.__class__ = nn.Parameter
+            if bucket in self._pending:
+                with self._lock:
+                    self._end(bucket)
+
+    def _end(self, bucket: int) -> None:
+        pending = self._pending.get(bucket)
+        if pending is None:  # another thread has waited for it meanwhile
+            return
+        self._finish(pending)
+        if self.overlaps:
+            for parameter in self._members(bucket):
+                if type(parameter) is self._arriving:
+                    parameter.__class__ = nn.Parameter
+        # Last, because other threads look here first. Not of a gather that has failed: every read of its parameters
+        # says so.
+        del self._pending[bucket]
 
     def _finish(self, pending: Pending) -> None:
         """Let the stream of the update wait, and the caller's, if it is another one."""
