@@ -123,15 +123,10 @@ def test_masters_and_states_are_set(pools: Pools, precision: str) -> None:
 @OVER_STAGES
 def test_nothing_is_passed_over_in_silence(pools: Pools, stage: str) -> None:
     for said in pools(2).run(f"{CASES}:refusals", {"config": settings(stage)}):
-        for what in ("clip_grad_norm_", "clip_grad_value_", "of the engine", "norm", "multiply", "values", "stack"):
-            assert "engine.clip_gradients" in said[what] and "get_full_grad" in said[what], (what, said[what])
-        assert "leave torch's GradScaler out" in said["GradScaler"]
         assert "expected a tensor of" in said["shape of the value"]
         assert "that an engine trains" in said["foreign"]
         assert "a value for each of 1 parameters, got 0" in said["count"]
         assert "made by the first update" in said["state too early"]
-        assert "was set to None" in said["one is None"] and "set_full_grad" in said["one is None"]
-        assert "did not come from a backward" in said["own"]
         assert said["nothing left"] == ""
         assert "no optimizer state 'nonsense'" in said["unknown state"]
 

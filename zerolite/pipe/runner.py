@@ -19,7 +19,6 @@ from zerolite.runtime.micro_batch import LossFunction, MicroBatch
 from zerolite.runtime.precision import HALF, GraphBoundary, Precision, map_tensors
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
-from zerolite.runtime.zero.held_gradient import HeldGradient
 
 FINE, ENDED, FAILED = 0, 1, 2
 LOSS_TAG = "loss"
@@ -157,8 +156,7 @@ class PipelineRunner:
         self._parts.pipeline.zero_grad()
         for chunk in self._chunks:
             for parameter in chunk.parameters():
-                if parameter.grad is not None and type(parameter.grad) is not HeldGradient:
-                    parameter.grad = None
+                parameter.grad = None
 
     def _mean_over_world(self, work: _Work) -> torch.Tensor:
         """The mean loss over micro-batches and data ranks: the ranks with the last part have it."""

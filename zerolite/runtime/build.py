@@ -69,6 +69,7 @@ from zerolite.runtime.module_hook import WeakHook
 from zerolite.runtime.monitoring import start_monitoring
 from zerolite.runtime.offload import check_optimizer, tiers_of, warn_of_few_threads
 from zerolite.runtime.parameter_access import ParameterAccess
+from zerolite.runtime.pending_gradients import PendingGradients
 from zerolite.runtime.position import Names
 from zerolite.runtime.precision import GraphBoundary, Precision
 from zerolite.runtime.spread import spread_over
@@ -157,6 +158,12 @@ def build_engine(
     engine.lr_scheduler = scheduler_of(arguments.lr_scheduler, resolved, engine.optimizer)
     return engine
 
+
+_NOT_IN_P_GRAD = (
+    "with tensor_parallel or a pipeline a rank has a part of the model only. To clip, set gradient_clipping in the "
+    "config, or call engine.clip_gradients(max_norm), which returns the norm; to read or change it, use "
+    "zerolite.get_full_grad(p) and zerolite.set_full_grad(p, value) on all ranks"
+)
 
 # -------------------------------------------------------------------- the parts
 
@@ -333,6 +340,8 @@ class _Assembly:
         if self.staged is not None:
             engine.runner = self._runner(self.staged, boundary)
         engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.topology)
+        gather, refusal = engine.parameter_access.whole, "" if self.topology.trivial else _NOT_IN_P_GRAD
+        engine.pending_gradients = PendingGradients(self.pipeline, self.reducer, self.comm, gather, refusal)
         return engine
 
     def _runner(self, staged: Staged, boundary: GraphBoundary) -> Any:

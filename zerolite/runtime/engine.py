@@ -32,6 +32,7 @@ from zerolite.runtime.join import ROW, Join
 from zerolite.runtime.memory_report import MemoryParts, MemoryReport, memory_report
 from zerolite.runtime.micro_batch import LossFunction
 from zerolite.runtime.parameter_access import ParameterAccess
+from zerolite.runtime.pending_gradients import PendingGradients
 from zerolite.runtime.place import Place
 from zerolite.runtime.position import Parts
 from zerolite.runtime.precision import GraphBoundary, Precision, map_tensors
@@ -114,6 +115,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         self.memory_parts: MemoryParts  # what holds tensors
         self.state_offload: StateOffload
         self.activation_checkpointing: Attached  # keeps what checkpoints of activations use
+        self.pending_gradients: PendingGradients  # what p.grad asks
         self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
         self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
 

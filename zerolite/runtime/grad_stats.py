@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,6 +123,31 @@ class StatsVector:
     def mixed(self) -> torch.Tensor:
         """Whether some ranks have weights and others have not, 0-dim bool on the device."""
         return self._values[-6] * self._values[-5] > 0
+
+    def norms(self) -> torch.Tensor:
+        """L2 norms of the gradients by parameter, float64 on the device."""
+        return self._values[: self._count].sqrt()
+
+    def rescale(self, factors: Mapping[int, float | torch.Tensor], common: float | torch.Tensor | None) -> None:
+        """Gradients have been multiplied since: all by ``common``, or those in ``factors`` each by its own."""
+        squares = self._values[: self._count]
+        if common is not None:
+            squares.mul_(common * common)
+        else:
+            for index, factor in factors.items():
+                squares[index].mul_(factor * factor)
+        self._changed()
+
+    def replace(self, index: int, gradient: torch.Tensor | None, factor: float | torch.Tensor) -> None:
+        """The gradient of a parameter is ``factor`` × ``gradient`` now, known whole to all ranks; None: it has none."""
+        square = 0.0 if gradient is None else (gradient.double() * factor).square().sum()
+        self._values[index].fill_(square)
+        self._values[self._count + index].fill_(float(gradient is not None))
+        self._changed()
+
+    def _changed(self) -> None:
+        self._values[-1] = self._values[: self._count].sum()
+        self._read = None
 
     def unused(self, index: int) -> torch.Tensor:
         """Return, as a 0-dim bool on the device, whether a parameter got no gradient on any rank."""

@@ -159,6 +159,7 @@ class ParameterAccess:
 
     def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
         used = self._pipeline.pending()
+        self._pipeline.apply_factors()
         flags = self._agree([float(index in used) for index in indices], self._tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
@@ -167,7 +168,7 @@ class ParameterAccess:
             * factor
             for index, piece in self._pieces(wanted).items()
         }
-        found = dict(zip(wanted, self._full(wanted, self._whole(wanted, parts, torch.float32)), strict=True))
+        found = dict(zip(wanted, self._full(wanted, self.whole(wanted, parts, torch.float32)), strict=True))
         return [found.get(index) for index in indices]
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
@@ -199,8 +200,8 @@ class ParameterAccess:
         parts = {index: self._master(piece) for index, piece in self._pieces(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
         if len(set(dtypes)) == 1:
-            return self._whole(indices, parts, dtypes[0])
-        return [self._whole([i], parts, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
+            return self.whole(indices, parts, dtypes[0])
+        return [self.whole([i], parts, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
 
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
@@ -241,7 +242,7 @@ class ParameterAccess:
         for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
             same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
             here = {index: parts[index] for index in same if index in parts}
-            wholes = self._full(same, self._whole(same, here, _DTYPES[int(kind) - _TENSOR]))
+            wholes = self._full(same, self.whole(same, here, _DTYPES[int(kind) - _TENSOR]))
             found.update(zip(same, wholes, strict=True))
         return [found.get(index) for index in indices]
 
@@ -314,7 +315,7 @@ class ParameterAccess:
         comm.all_reduce_max(agreed, tag="access")
         return [float(value) for value in HostRead(agreed).get().tolist()]
 
-    def _whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    def whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """Each parameter's whole tensor from the ranks' parts, in one gather."""
         if not self._buffer.shard:
             return [

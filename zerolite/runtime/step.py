@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zerolite.accelerator import host_value
 from zerolite.comm import Communicator
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.commands import Command, Commands, bits_of, unannounced
@@ -28,9 +29,10 @@ from zerolite.runtime.gradient_sums import GradientSums
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.step_checks import StepChecks
 from zerolite.runtime.step_outcome import StepCounters, UnusedParameters, describe_bad_losses, mean_weight
-from zerolite.runtime.zero.buffer import ParameterBuffer
+from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.publisher import Publisher
+from zerolite.runtime.zero.sharded_grad import ShardedGradient
 from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.runtime.zero.transfers import Transfers
 from zerolite.runtime.zero.update_sweep import UpdateLook, UpdateSweep
@@ -120,7 +122,8 @@ class StepPipeline:
         self._unpublished = False  # masters are ahead of the parameters
         self.commands: Commands = unannounced
         self.away = False  # engine.offload_states() has emptied what is worked on here
-        self._last_vote = 0  # for this rank's trace, in the last step's statistics
+        self._vote_sent = 0  # for this rank's trace, in the statistics collected last
+        self._last_vote = 0  # ... in the last step's
         self._agreed = True  # whether all ranks gave the same
         self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a backward
         numel = options.update_numel
@@ -168,6 +171,8 @@ class StepPipeline:
         self._collector.forget()
         self._max_norm = self._options.max_norm
         self._loss_scale: float | None = None
+        self._assigned: dict[int, torch.Tensor] = {}  # what the user has put into p.grad, by parameter
+        self._exposed: dict[int, tuple[torch.Tensor, int]] = {}  # buckets the user can write to, and their versions
         self._flush_factor = 1.0
         self._updated = False
 
@@ -185,7 +190,7 @@ class StepPipeline:
             self.zero_grad()
         if self._reducer.pass_open:
             return
-        self._look_at_grads()
+        self._look_at_grads(before_backward=True)
         self.on_begin()
         self._check_weighted(weight is not None)
         reducing = self._reducer.will_reduce()
@@ -265,19 +270,138 @@ class StepPipeline:
     def on_gradient_set(self, index: int, given: bool) -> None:
         """Somebody has put another value into the reduced gradient of a parameter, or taken it out."""
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
+        self._reducer.shown.factors.pop(index, None)
         self._collector.forget(self._buffer.layout.slots[index].bucket)
         self._stats = None
 
-    def _look_at_grads(self) -> None:
-        """Drop the gradients if the user has set ``p.grad`` of all parameters to None. That is
-        :meth:`zero_grad` in other words, a call that all ranks make."""
-        if self._reducer.shown.all_dropped(self._buffer.layout, self._reducer.parameters):
+    def on_gradient_changed(self, index: int) -> None:
+        """The user has changed a gradient in place, on all ranks."""
+        self._collector.forget(self._buffer.layout.slots[index].bucket)
+        self._buffer.tiers.written_in_place()
+        self._stats = None
+
+    def on_gradient_exposed(self, index: int) -> None:
+        """The user has been given the memory of a reduced gradient, and may write to it at any time."""
+        bucket = self._buffer.layout.slots[index].bucket
+        reduced = self._reducer.reduced(bucket)
+        self._exposed.setdefault(bucket, (reduced, reduced._version))
+
+    def _forget_if_written(self) -> None:
+        if any(reduced._version != version for reduced, version in self._exposed.values()):
+            self._collector.forget()
+            self._stats = None
+
+    def why_no_gradients(self) -> str:
+        """Return why there are no gradients to be read now, "" if there are."""
+        self.check_here()
+        if self._reducer.pass_open:
+            return "a backward is under way; read it when that has returned"
+        return "engine.update() has used it" if self._updated else ""
+
+    def refuse_second_scale(self) -> None:
+        """Raises RuntimeError if the engine scales losses itself."""
+        if self._scaler is not None:
+            raise RuntimeError(
+                'torch.amp.GradScaler was to unscale FP16 gradients, but with "fp16": {"enabled": true} in the config '
+                "the engine scales the loss itself; leave one of them out"
+            )
+
+    def _look_at_grads(self, before_backward: bool = False) -> None:
+        """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
+        all parameters is :meth:`zero_grad` in other words, a call that all ranks make.
+
+        Nothing is launched for it, because this rank's ``p.grad`` alone must not decide that."""
+        shown = self._reducer.shown
+        changed = shown.changed(self._reducer.parameters)
+        if not changed:
+            if before_backward and shown.factors:
+                self.apply_factors()
+            return
+        if shown.all_none(self._reducer.parameters) and all(gradient is None for gradient in changed.values()):
             self.zero_grad()
+            return
+        for index, gradient in changed.items():
+            if not shown.put_again(index, self._reducer.parameters[index], gradient):
+                self._reducer.drop(index)
+                shown.replace(index, gradient)
+                self._collector.forget(self._buffer.layout.slots[index].bucket)
+                self._assigned.pop(index, None)
+                if gradient is not None:
+                    self._assigned[index] = gradient
+                elif self._stats is not None:
+                    self._stats.replace(index, None, 1.0)
+        self._buffer.tiers.written_in_place()
+        if before_backward:
+            self._add_assigned()
+            self.apply_factors()
+        elif self._stats is not None:
+            self._take_assigned(self._stats)
+            self._exposed = {bucket: (reduced, reduced._version) for bucket, (reduced, _) in self._exposed.items()}
+
+    def _add_assigned(self) -> None:
+        """Tensors that stood in ``p.grad`` before a backward count like one of this rank's, as with autograd."""
+        assigned, self._assigned = self._assigned, {}
+        for index, gradient in assigned.items():
+            if self._window.weighted:
+                raise RuntimeError(
+                    f"p.grad of parameter '{self._buffer.layout.slots[index].name}' was assigned between backwards "
+                    "that have weights, whose mean is known only after the last one; assign it after that"
+                )
+            whole = gradient.whole() if isinstance(gradient, ShardedGradient) else gradient.detach()
+            self._reducer.add(index, whole * self.window_scale())
+
+    def _take_assigned(self, stats: StatsVector) -> None:
+        """Tensors in ``p.grad`` after the last backward are the mean gradient, the same on all ranks, so that ``stats``
+        are corrected without asking them."""
+        assigned, self._assigned = self._assigned, {}
+        for index, value in assigned.items():
+            gradient = value.whole() if isinstance(value, ShardedGradient) else value.detach()
+            divisor = self.divisor_on_device(stats)
+            slot = self._buffer.layout.slots[index]
+            part = self._reducer.part(index)
+            if part is not None:
+                flat = flattened(gradient.to(part.device), self._reducer.strides[index])
+                fragment = self._reducer.fragment(index)
+                values = flat.narrow(0, fragment.param_start, fragment.numel) * divisor
+                part.copy_(values.as_strided(part.shape, part.stride()))
+            self._reducer.used.add(index)
+            self._reducer.shown.put(slot, self._reducer.parameters[index])
+            self._collector.forget(slot.bucket)
+            stats.replace(index, gradient, divisor)
+        if assigned:
+            self._buffer.tiers.written_in_place()
+
+    @torch.no_grad()
+    def apply_factors(self) -> None:
+        """Multiply gradients by what the user has multiplied them by, which the update would do otherwise."""
+        factors, self._reducer.shown.factors = self._reducer.shown.factors, {}
+        for index, factor in factors.items():
+            part = self._reducer.part(index)
+            if part is not None:
+                part.mul_(factor if not isinstance(factor, torch.Tensor) else factor.to(part.device))
+            self._collector.forget(self._buffer.layout.slots[index].bucket)
+        if factors:
+            self._buffer.tiers.written_in_place()
+            if self._stats is not None:
+                self._stats.rescale(factors, None)
+
+    def _common_factor(self, stats: StatsVector) -> float | torch.Tensor:
+        """Return what the user has multiplied all gradients by, which ``stats`` then take into account."""
+        if not self._reducer.shown.factors:
+            return 1.0
+        common = self._reducer.shown.common_factor()
+        if common is None:
+            self.apply_factors()
+            return 1.0
+        self._reducer.shown.factors = {}
+        stats.rescale({}, common)
+        return common
 
     def stats(self) -> StatsVector:
         self.check_here()
         if self._stats is None:
             self._look_at_grads()
+        self._forget_if_written()
         return self._collected()
 
     def _collected(self) -> StatsVector:
@@ -292,17 +416,19 @@ class StepPipeline:
             self.finish_reductions()
             noted, part = self._collector.noted, self._reducer.owned_part
             parts = [None if noted(b.index) else part(b.index) for b in self._buffer.layout.buckets]
-            self._last_vote = trace_vote(self.trace)
+            self._vote_sent = trace_vote(self.trace)
             self._stats = self._collector.collect(
                 parts,
                 self._reducer.used,
                 self._reducer.probes,
-                self._last_vote,
+                self._vote_sent,
                 self._window.weighted,
                 self._window.weight,
                 self._reducer.losses,
                 self._checks,
             )
+            self._take_assigned(self._stats)
+            self._exposed = {bucket: (reduced, reduced._version) for bucket, (reduced, _) in self._exposed.items()}
 
     def grad_norm(self) -> float | None:
         """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
@@ -316,6 +442,7 @@ class StepPipeline:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         with self.commands(Command.CLIP, bits_of(max_norm)):
             self._max_norm = float(max_norm)
+            self.apply_factors()
             return self.stats().get().norm / self.divisor()
 
     def flush(self) -> None:
@@ -351,11 +478,14 @@ class StepPipeline:
             # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
             gathers = self.trace.gathers if self.trace is not None and self._across is None else 0
             self._checks.before_update(self.counters.global_steps, self._own_divisor(), self._max_norm, gathers)
+        self._forget_if_written()
         stats = self._collected()
+        self._last_vote = self._vote_sent  # only now: clipping may have collected these before the last one was decided
+        given = self._common_factor(stats)
         self._updated = True
         self._optimizer.mark_called()
         if self._skips_on_device:
-            self._update_unread(stats, publish)
+            self._update_unread(stats, given, publish)
             return
         outcome = stats.get()
         outcome.check_inputs()
@@ -368,6 +498,7 @@ class StepPipeline:
             self.unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
             norm = outcome.norm / divisor
             factor = (clip_coefficient(norm, self._max_norm) if self._max_norm else 1.0) / divisor
+            factor *= float(host_value(given)) if isinstance(given, torch.Tensor) else given
             self._update_buckets(factor, outcome.used, None, publish)
         self._settle(outcome, divisor)
         self._raise_if_hopeless(outcome)
@@ -536,6 +667,7 @@ class StepPipeline:
         """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
         ``publish``, and while ``engine.offload_states()`` holds."""
         self.check_here()
+        self._look_at_grads(before_backward=True)
         self.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
         if self._unpublished:
             raise RuntimeError(
@@ -584,6 +716,17 @@ class StepPipeline:
         mean weight. Called on all ranks."""
         return self._own_divisor() * (mean_weight(self.stats().get()) if self._window.weighted else 1.0)
 
+    def shown_divisor(self) -> float | torch.Tensor:
+        """What a reduced gradient must be divided by to be what ``p.grad`` shows; see :meth:`divisor_on_device`."""
+        return self.divisor_on_device(self.stats()) if self._window.weighted else self._own_divisor()
+
+    def divisor_on_device(self, stats: StatsVector) -> float | torch.Tensor:
+        """The same, for which the host does not wait."""
+        if not self._window.weighted:
+            return self._own_divisor()
+        weight = stats.weight()
+        return self._own_divisor() * torch.where(weight == 0, 1.0, weight)
+
     def _own_divisor(self) -> float:
         """The same without what only all ranks know."""
         return self.window_scale() / self._flush_factor
@@ -595,7 +738,7 @@ class StepPipeline:
         options, method = self._options, self._optimizer.method
         return options.skip_on_device and method.can_skip_on_device and self._sweep.all_on_device
 
-    def _update_unread(self, stats: StatsVector, publish: bool) -> None:
+    def _update_unread(self, stats: StatsVector, given: float | torch.Tensor, publish: bool) -> None:
         """Update, or skip on the device, without reading the statistics: the same gathers on every rank, whatever the
         outcome. Of parameters that this rank has not used the device leaves out those that no rank has. Where they are
         many the host waits for the statistics to learn which, and does nothing else with them."""
@@ -615,9 +758,11 @@ class StepPipeline:
             scale = divisor * stats.weight()
             nothing = stats.mixed() | (stats.weight() == 0)
             found_inf = nothing if found_inf is None else found_inf | nothing
-        factor: float | torch.Tensor = 1.0 / divisor if isinstance(scale, float) else (1.0 / scale).float()
+        factor: float | torch.Tensor = given / scale
         if self._max_norm:
-            factor = (clip_coefficient_on_device(total.sqrt() / scale, self._max_norm) / scale).float()
+            factor = clip_coefficient_on_device(total.sqrt() / scale, self._max_norm) / scale * given
+        if isinstance(factor, torch.Tensor):
+            factor = factor.float()
         left_out = {index: stats.unused(index) for index in sorted(doubtful)}
         if found_inf is not None:
             left_out = {index: unused | found_inf for index, unused in left_out.items()}

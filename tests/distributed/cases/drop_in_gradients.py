@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from tests.distributed.cases.drop_in import STEPS, Run, case
 
 # A clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double.
 CLIPPED = 2e-7
-IN_P_GRAD = ("'first.weight'", "engine.clip_gradients(max_norm)", "zerolite.get_full_grad(p)")
 
 
 def after_a_backward(run: Run, **start: Any) -> Any:
@@ -65,40 +65,95 @@ def norm_on_one_rank(run: Run) -> None:
             run.step()
 
 
-@case("`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_`, `get_total_norm`", words=IN_P_GRAD)
-def clipped_by_torch(run: Run) -> None:
-    after_a_backward(run)
-    module, own = run.module, run.module if run.plain else run.engine
-    ways = {
-        "norm": lambda: nn.utils.clip_grad_norm_(module.parameters(), 0.3),
-        "norm, the engine's parameters": lambda: nn.utils.clip_grad_norm_(own.parameters(), 0.3),
-        "norm, inf": lambda: nn.utils.clip_grad_norm_(list(module.parameters()), 0.3, norm_type=float("inf")),
-        "norm, foreach": lambda: nn.utils.clip_grad_norm_(module.parameters(), 0.3, foreach=True),
-        "one parameter": lambda: nn.utils.clip_grad_norm_(next(module.parameters()), 0.3),
-        "value": lambda: nn.utils.clip_grad_value_(module.parameters(), 0.3),
-        "value, foreach": lambda: nn.utils.clip_grad_value_(own.parameters(), 0.3, foreach=True),
-        "total norm": lambda: nn.utils.get_total_norm([p.grad for p in module.parameters()]),
-        "scaled": lambda: nn.utils.clip_grads_with_norm_(module.parameters(), 0.3, torch.ones(())),
-    }
-    run.refuses(ways, RuntimeError, *IN_P_GRAD)
+NORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "all": lambda module, own: nn.utils.clip_grad_norm_(module.parameters(), 0.3),
+    "the engine's": lambda module, own: nn.utils.clip_grad_norm_(own.parameters(), 0.3, error_if_nonfinite=True),
+    "largest": lambda module, own: nn.utils.clip_grad_norm_(list(module.parameters()), 0.03, norm_type=float("inf")),
+    "foreach": lambda module, own: nn.utils.clip_grad_norm_(module.parameters(), 0.3, foreach=True),
+    "one by one": lambda module, own: nn.utils.clip_grad_norm_(module.parameters(), 0.3, foreach=False),
+    "sum": lambda module, own: nn.utils.clip_grad_norm_(module.parameters(), 0.3, norm_type=1.0) * 0,
+    "one parameter": lambda module, own: nn.utils.clip_grad_norm_(next(module.parameters()), 0.3),
+    "in two halves": lambda module, own: [
+        nn.utils.clip_grad_norm_(half, 0.2) for half in (list(module.parameters())[:2], list(module.parameters())[2:])
+    ],
+    "twice": lambda module, own: [nn.utils.clip_grad_norm_(module.parameters(), most) for most in (0.3, 0.125)],
+    "by hand": lambda module, own: clip_by_hand([p.grad for p in module.parameters()]),
+    "of each": lambda module, own: [p.grad.data.norm(2) for p in module.parameters()],
+}
 
 
-SCALERS = ["step", "unscale_", "own fused"]
+def clip_by_hand(gradients: list[Any]) -> Any:
+    total = nn.utils.get_total_norm(gradients)
+    nn.utils.clip_grads_with_norm_([nn.Parameter(torch.zeros(()))], 0.3, total)  # no gradients: nothing
+    torch._foreach_mul_(gradients, (0.3 / (total + 1e-6)).clamp(max=1.0))
+    return total
 
 
-@case("`torch.amp.GradScaler`", SCALERS, words=["'first.weight'", "leave torch's GradScaler out"])
-def grad_scaler(run: Run, how: str) -> None:
-    run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=how == "own fused"))
-    optimizer = run.own if how == "own fused" else run.optimizer
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+@case(
+    "`torch.nn.utils.clip_grad_norm_`, `get_total_norm`, `clip_grads_with_norm_`, `p.grad.norm()`",
+    list(NORMS),
+    close=CLIPPED,
+)
+def clipped_by_torch(run: Run, how: str) -> None:
+    run.start()
     for step in range(STEPS):
-        scaler.scale(run.loss(step)).backward()
+        run.backward(run.loss(step))
         run.average()
-        if how == "unscale_":
+        run.see(NORMS[how](run.module, run.module if run.plain else run.engine))
+        run.torch_step()
+
+
+@case("`torch.nn.utils.clip_grad_value_`", [None, True, False])
+def clipped_by_value(run: Run, foreach: bool | None) -> None:
+    run.start()
+    for step in range(STEPS):
+        run.backward(run.loss(step))
+        run.average()
+        nn.utils.clip_grad_value_(run.module.parameters(), 0.03, foreach=foreach)
+        run.torch_step()
+
+
+SCALERS = ["step", "unscale_ and clip", "not finite", "own", "own fused"]
+
+
+@case("`torch.amp.GradScaler` around autocast", SCALERS, close=CLIPPED)
+def grad_scaler(run: Run, how: str) -> None:
+    own: Any = None
+    if how in ("own", "own fused"):
+        own = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=how == "own fused")  # noqa: E731
+    run.start(own=own)
+    optimizer = run.optimizer if own is None else run.own
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = run.loss(step)
+        if how == "not finite" and step == 1 and run.rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        run.average()
+        if how == "unscale_ and clip":
             scaler.unscale_(optimizer)
+            run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        run.see(scaler.get_scale())
+
+
+@case(
+    '`torch.amp.GradScaler` with `"fp16": {"enabled": true}` in the config',
+    ["step", "own fused"],
+    words=["FP16"],
+    error=(RuntimeError, ValueError),
+)
+def second_grad_scaler(run: Run, how: str) -> None:
+    own: Any = None
+    if how == "own fused":
+        own = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # noqa: E731
+    run.start(own=own, precision="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(run.loss(0)).backward()
+    scaler.step(run.optimizer if own is None else run.own)
 
 
 @case("`GradScaler(enabled=False)`")
@@ -117,92 +172,185 @@ def disabled_scaler(run: Run) -> None:
 # ---------------------------------------------------------------- p.grad
 
 
-@case("reading `p.grad`", words=IN_P_GRAD)
-def grad_read(run: Run) -> None:
-    parameter = after_a_backward(run)
-    gradient: Any = parameter.grad
-    ways: dict[str, Callable[[], Any]] = {
-        "norm": lambda: gradient.norm(),
-        "clone": lambda: gradient.clone(),
-        "detach": lambda: gradient.detach(),
-        "data": lambda: gradient.data,
-        "item": lambda: gradient[0, 0].item(),
-        "tolist": lambda: gradient.tolist(),
-        "numpy": lambda: gradient.numpy(),
-        "arithmetic": lambda: 2.0 * gradient + 1.0,
-        "comparison": lambda: gradient == 0,
-        "float": lambda: float(gradient.sum()),
-        "bool": lambda: bool((gradient != 0).any()),
-        "isfinite": lambda: torch.isfinite(gradient),
-        "cat": lambda: torch.cat([p.grad.reshape(-1) for p in run.module.parameters()]),
-        "foreach": lambda: torch._foreach_norm([p.grad for p in run.module.parameters()]),
-        "to": lambda: gradient.to(torch.float64),
-        "cpu": lambda: gradient.cpu(),
-        "out": lambda: torch.mul(gradient, 1.0, out=torch.empty(13, 7)),
-        "copy_": lambda: torch.empty(13, 7).copy_(gradient),
-        "storage": lambda: gradient.untyped_storage(),
-        "pointer": lambda: gradient.data_ptr(),
-        "deepcopy": lambda: copy.deepcopy(gradient),
-        "pickle": lambda: pickle.dumps(gradient),
-        "iteration": lambda: list(gradient),
-        "vector": lambda: nn.utils.parameters_to_vector([p.grad for p in run.module.parameters()]),
-    }
-    run.refuses(ways, RuntimeError, *IN_P_GRAD)
+READ: dict[str, Callable[[Any], Any]] = {
+    "clone": lambda g: g.clone(),
+    "detach": lambda g: g.detach(),
+    "data": lambda g: g.data,
+    "item": lambda g: g[0, 0].item(),
+    "rows": lambda g: [row.clone() for row in g],
+    "slice": lambda g: g[1:, ::2].clone(),
+    "tolist": lambda g: g.tolist(),
+    "numpy": lambda g: torch.from_numpy(g.numpy().copy()),
+    "arithmetic": lambda g: 2.0 * g + 1.0,
+    "with others": lambda g: g * torch.ones(13, 7) - torch.ones(7),
+    "broadcast": lambda g: g * torch.ones(2, 13, 7),
+    "matrix": lambda g: g @ g.t(),
+    "comparison": lambda g: g == 0,
+    "largest": lambda g: [g.max(), g.min(), g.abs().max(), g.amax(0)],
+    "bool": lambda g: [bool((g != 0).any()), bool(g.isfinite().all()), bool(torch.isnan(g).any())],
+    "reshape": lambda g: [g.view(-1).clone(), g.flatten()[3:5].clone(), g.t().contiguous()],
+    "to": lambda g: [g.to(torch.float64), g.cpu(), g.half()],
+    "out": lambda g: torch.mul(g, 1.0, out=torch.empty(13, 7)),
+    "copy_": lambda g: torch.empty(13, 7).copy_(g),
+    "deepcopy": lambda g: copy.deepcopy(g),
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "where": lambda g: torch.where(g > 0, g, torch.zeros_like(g)),
+    "sort": lambda g: list(torch.sort(g.flatten())),
+}
 
 
-@case("changing `p.grad` in place; averaging it over ranks by hand", words=IN_P_GRAD)
-def grad_changed(run: Run) -> None:
-    parameter = after_a_backward(run)
-    gradient: Any = parameter.grad
-
-    def item() -> None:
-        gradient[0] = 0.0
-
-    def data() -> None:
-        gradient.data *= 2.0
-
-    def augmented() -> None:
-        parameter.grad += 1.0
-
-    ways = {
-        "mul_": lambda: gradient.mul_(2.0),
-        "add_": lambda: gradient.add_(torch.ones(13, 7)),
-        "add_ a number": lambda: gradient.add_(1.0),
-        "zero_": lambda: gradient.zero_(),
-        "clamp_": lambda: gradient.clamp_(-1, 1),
-        "copy_": lambda: gradient.copy_(torch.zeros(13, 7)),
-        "item": item,
-        "data": data,
-        "augmented": augmented,
-        "no_grad": torch.no_grad()(lambda: gradient.mul_(2.0)),
-        "foreach": lambda: torch._foreach_mul_([gradient], 2.0),
-        "all_reduce": lambda: dist.all_reduce(gradient),
-    }
-    run.refuses(ways, RuntimeError, *IN_P_GRAD)
+@case("reading `p.grad`", list(READ))
+def grad_read(run: Run, how: str) -> None:
+    gradient = after_a_backward(run).grad
+    run.see(READ[how](gradient))
+    run.see(torch.cat([p.grad.reshape(-1) for p in run.module.parameters()]))
+    run.torch_step()
 
 
 @case(
-    "a tensor of your own in `p.grad`",
-    ["after a backward", "before a backward", "without a backward", "sum"],
-    words=["'first.weight'", "zerolite.set_full_grad"],
+    "`p.grad` between the backwards of a step: read, clipped",
+    ["read", "clipped", "scaled"],
+    reordered=True,
+    close=CLIPPED,
 )
-def grad_assigned(run: Run, when: str) -> None:
-    if when == "without a backward":
-        run.start()
-        run.train(1)
-    if when in ("before a backward", "without a backward"):
-        if when == "before a backward":
-            run.start()
-            run.train(1)
-        parameter: Any = next(run.module.parameters())
-        parameter.grad = torch.ones(parameter.shape)
-        if when == "before a backward":
-            run.backward(run.loss(1))
-    else:
-        parameter = after_a_backward(run)
-        more = torch.ones(13, 7)
-        parameter.grad = parameter.grad + more if when == "sum" else torch.ones(parameter.shape)
+def grad_read_midway(run: Run, how: str) -> None:
+    run.start(accumulation=2)
+    for step in range(2 * STEPS):
+        run.backward(run.loss(step))
+        run.average()
+        if how == "clipped":
+            run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.1))
+        elif how == "scaled":
+            run.module.first.weight.grad.mul_(0.75)
+        run.see([p.grad for p in run.module.parameters()])
+        run.step()
+
+
+@case(
+    "the memory of `p.grad`: `data_ptr()`, `untyped_storage()`", words=["'first.weight'", "zerolite.get_full_grad(p)"]
+)
+def grad_memory(run: Run) -> None:
+    gradient = after_a_backward(run).grad
+    assert gradient.data_ptr() == gradient.data_ptr()
+    assert gradient.untyped_storage().nbytes() >= gradient.numel() * 4
     run.torch_step()
+
+
+@case(
+    "writing to a view of `p.grad`: `p.grad[0].mul_(2)`, `p.grad.view(-1)[:3] = 0`",
+    words=["zerolite.set_full_grad(p, value)"],
+)
+def grad_view_written(run: Run) -> None:
+    gradient = after_a_backward(run).grad
+    gradient[0].mul_(2.0)
+    gradient.view(-1)[40:50] = 0.0
+    run.torch_step()
+
+
+def _each(change: Callable[[Any], Any]) -> Callable[[Run], None]:
+    def of_all(run: Run) -> None:
+        for parameter in run.module.parameters():
+            change(parameter.grad)
+
+    return of_all
+
+
+def _set_item(g: Any) -> None:
+    g[0] = 0.5
+
+
+def _times_data(g: Any) -> None:
+    g.data *= 2.0
+
+
+def _average_by_hand(run: Run) -> None:
+    for parameter in run.module.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= run.world
+
+
+def _augmented(run: Run) -> None:
+    run.module.first.weight.grad += 1.0
+    run.module.first.bias.grad *= run.module.first.bias.grad
+
+
+def _from_others(run: Run) -> None:
+    first, second = run.module.first.bias, run.module.second.bias
+    first.grad.copy_(torch.full(first.grad.shape, 0.125))
+    second.grad.add_(first.grad.abs().max())
+
+
+CHANGED: dict[str, Callable[[Run], None]] = {
+    "mul_": _each(lambda g: g.mul_(2.0)),
+    "mul_ twice": _each(lambda g: g.mul_(0.5).mul_(0.3)),
+    "mul_ by a tensor": _each(lambda g: g.mul_(torch.full(g.shape, 0.7))),
+    "div_": _each(lambda g: g.div_(3.0).div_(2.0)),
+    "add_": _each(lambda g: g.add_(torch.linspace(0, 1, g.numel()).reshape(g.shape), alpha=0.5)),
+    "add_ a number": _each(lambda g: g.add_(1.0)),
+    "zero_": _each(lambda g: g.zero_()),
+    "clamp_": _each(lambda g: g.clamp_(-0.01, 0.01)),
+    "nan_to_num_": _each(lambda g: g.nan_to_num_(nan=0.0)),
+    "sign_": _each(lambda g: g.sign_()),
+    "mask": _each(lambda g: g.masked_fill_(g < 0, 0.0)),
+    "noise": lambda run: _noise(run),
+    "decay": lambda run: [p.grad.add_(p.detach(), alpha=0.1) for p in run.module.parameters()],
+    "item": _each(_set_item),
+    "data": _each(_times_data),
+    "sort": _each(lambda g: g.copy_(g.flatten().sort().values.view(g.shape))),
+    "cumulated": _each(lambda g: g.cumsum_(0)),
+    "foreach": lambda run: torch._foreach_mul_([p.grad for p in run.module.parameters()], 0.5),
+    "foreach list": lambda run: torch._foreach_add_(
+        [p.grad for p in run.module.parameters()], [torch.ones(p.grad.shape) for p in run.module.parameters()]
+    ),
+    "augmented": _augmented,
+    "from others": _from_others,
+    "averaged by hand": _average_by_hand,
+}
+
+
+def _noise(run: Run) -> None:
+    torch.manual_seed(3)  # the same on all ranks, as DDP's parameters want
+    for parameter in run.module.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+
+
+@case("changing `p.grad` in place; averaging it over ranks by hand", list(CHANGED), close=1e-7)
+def grad_changed(run: Run, how: str) -> None:
+    run.start(
+        zero={"stage3_param_persistence_threshold": 1000}
+        if how == "decay" and not run.plain and run.stage == 3
+        else None
+    )
+    for step in range(2):
+        run.backward(run.loss(step))
+        run.average()
+        if step:
+            CHANGED[how](run)
+        run.see([p.grad for p in run.module.parameters()])
+        run.torch_step()
+
+
+@case("a tensor of your own in `p.grad`", ["after a backward", "before a backward", "without a backward", "sum", "own"])
+def grad_assigned(run: Run, when: str) -> None:
+    run.start()
+    run.train(1)
+    parameter: Any = run.module.first.weight
+    if when in ("after a backward", "sum", "own"):
+        run.backward(run.loss(1))
+        run.average()
+    if when == "sum":
+        parameter.grad = parameter.grad + torch.ones(13, 7)
+    elif when == "own":
+        parameter.grad = parameter.grad.clone().clamp_(-0.01, 0.01)
+        run.module.first.bias.grad = run.module.second.weight.grad[:, 0].clone().new_ones(13) * 0.5
+    else:
+        parameter.grad = torch.linspace(-1, 1, 91).view(13, 7)
+    if when == "before a backward":
+        run.backward(run.loss(1))
+    run.average()
+    run.see(parameter.grad)
+    run.torch_step()
+    run.train(1, start=2)
 
 
 @case("`zerolite.get_full_grad`, `zerolite.set_full_grad`")
@@ -256,15 +404,63 @@ def all_dropped(run: Run, how: str) -> None:
     run.train(2, start=1)
 
 
-@case("`p.grad = None` for some parameters", words=["'first.bias'", "zerolite.set_full_grad(p, None)"])
-def some_dropped(run: Run) -> None:
-    after_a_backward(run)
-    run.module.first.bias.grad = None
-    run.torch_step()
+@case("`p.grad = None` for some parameters", ["before", "after clipping", "midway"], close=CLIPPED)
+def some_dropped(run: Run, when: str) -> None:
+    run.start(accumulation=2 if when == "midway" else 1)
+    for step in range(2):
+        run.backward(run.loss(step))
+        if when == "midway":
+            run.module.first.bias.grad = None
+            run.step()
+            run.backward(run.loss(step, 1))
+        run.average()
+        if when == "after clipping":
+            run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
+        if when != "midway":
+            run.module.first.bias.grad = None
+        run.see([p.grad is None for p in run.module.parameters()])
+        run.step()
 
 
-@case("`module.zero_grad(set_to_none=False)` with gradients pending", words=["'first.weight'", "engine.zero_grad()"])
+@case("`module.zero_grad(set_to_none=False)` with gradients pending")
 def zeroed(run: Run) -> None:
     after_a_backward(run)
     run.module.zero_grad(set_to_none=False)
+    run.see([p.grad for p in run.module.parameters()])
     run.train(1, start=2)
+
+
+OWN_UPDATES: dict[str, Callable[[Any], None]] = {
+    "data": lambda module: [p.data.add_(p.grad, alpha=-0.0625) for p in module.parameters()],  # type: ignore[misc]
+    "an optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=0.0625).step(),
+    "foreach": lambda module: torch._foreach_sub_(
+        [p.data for p in module.parameters()], [p.grad * 0.0625 for p in module.parameters()]
+    ),
+}
+
+
+def own_update(run: Run, how: str, gathered: bool) -> None:
+    run.start()
+    for step in range(STEPS):
+        run.backward(run.loss(step))
+        run.average()
+        with run.gathered(modifier_rank=0) if gathered and not run.plain else contextlib.nullcontext():
+            OWN_UPDATES[how](run.module)
+        run.module.zero_grad()
+    run.train(1, start=STEPS)
+
+
+@case(
+    "an update of your own from `p.grad`: `p.data.add_(p.grad, alpha=-lr)`, an optimizer of torch's that the engine "
+    "does not know",
+    list(OWN_UPDATES),
+    words=["'first.weight'", "GatheredParameters"],
+    settings=["moving"],
+)
+def own_updates(run: Run, how: str) -> None:
+    own_update(run, how, gathered=False)
+
+
+@case("the same inside `GatheredParameters(…, modifier_rank=0)`", list(OWN_UPDATES))
+def own_updates_gathered(run: Run, how: str) -> None:
+    own_update(run, how, gathered=True)

@@ -30,10 +30,11 @@ from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, Run, many_small, runs_of
 from zerolite.runtime.zero.bucket_state import HALF, IN_FLIGHT, BucketPool, BucketState, ReductionOptions, WindowSums
 from zerolite.runtime.zero.buffer import destinations, zero_slot
-from zerolite.runtime.zero.held_gradient import HeldGradient, ShownGradients
 from zerolite.runtime.zero.launch_plan import LaunchPlan
-from zerolite.runtime.zero.layout import Bucket, PartitionLayout, Slot
+from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 from zerolite.runtime.zero.resting_gradients import RestingGradients
+from zerolite.runtime.zero.sharded_grad import ShardedGradient
+from zerolite.runtime.zero.shown_gradients import ShownGradients
 
 
 class GradReducer:
@@ -54,7 +55,7 @@ class GradReducer:
         self.resting = resting
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
         self.used: set[int] = set()  # parameters that got a gradient in this window
-        self.shown = ShownGradients()
+        self.shown = ShownGradients(options.shard, comm.rank)
         self.losses: list[torch.Tensor] = []  # of this rank's backwards, 0-dim fp32
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
         self.parameters: list[torch.nn.Parameter] = []
@@ -104,7 +105,9 @@ class GradReducer:
         self.parameters, self.strides = list(parameters), list(strides)
         device = self.parameters[0].device if parameters else torch.device("cpu")  # an engine that trains nothing
         more = len(self.parameters) - len(self._expected)
-        self.shown.use(len(self.parameters))
+        self.shown.use(layout, strides)
+        fragments = layout.fragments(self._comm.rank) if self._options.shard else layout.full_fragments()
+        self._fragments: dict[int, Fragment] = {fragment.slot.index: fragment for fragment in fragments}
         self._runs += [None] * more
         for bucket in layout.buckets[len(self._states) :]:
             filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
@@ -157,7 +160,7 @@ class GradReducer:
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The hook, which runs for every parameter in every backward."""
         gradient = parameter.grad
-        if not self._seen_gradient or type(gradient) is HeldGradient:
+        if not self._seen_gradient or type(gradient) is ShardedGradient:
             gradient = self._take_first(slot, parameter, gradient)
         if self._on_gradient is not None:
             self._on_gradient(slot.index)
@@ -187,9 +190,12 @@ class GradReducer:
 
     def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient in ``parameter.grad``, where the pass begins only now, or the parameter had one in it before."""
-        if type(gradient) is HeldGradient:  # autograd has added to it
+        if type(gradient) is ShardedGradient:  # autograd has added to it
             gradient = gradient.collect()
         else:
+            if self.shown.is_shown(slot.index):  # the user has taken out, or replaced, what was there
+                self.drop(slot.index)
+                self.shown.replace(slot.index, None)
             self.shown.put_back(slot, parameter)
         if not self._seen_gradient:
             self._on_first_gradient(slot.index)
@@ -281,14 +287,15 @@ class GradReducer:
     def show_held(self) -> None:
         """After a backward: show the gradients of the window, also those of earlier passes, which this one has hidden.
 
-        Where none has come to this rank, every parameter shows one: when the user drops the gradients on all ranks,
-        this one must see it too. Not after ``torch.autograd.grad`` alone, a pass that gives no rank any.
+        On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
+        used it: norms of all gradients must be the same numbers on all ranks, and so must what the user drops. Not
+        after ``torch.autograd.grad`` alone, a pass that gives no rank any.
         """
-        if self._announced and not self.used:
+        if len(self.used) < len(self.parameters) and (self._announced or (self.used and self._comm.world_size > 1)):
             trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
-            self.shown.show(self.layout, self.parameters, trained)
+            self.shown.show(self.parameters, trained if not self.used or self._comm.world_size > 1 else self.used)
         elif self._passes_in_window > 1:
-            self.shown.show(self.layout, self.parameters, self.used)
+            self.shown.show(self.parameters, self.used)
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Move a gradient into its bucket, or hold it until it is moved with others."""
@@ -692,6 +699,55 @@ class GradReducer:
         value = self.resting.fetch(bucket, self.reduced(bucket))
         return value if self._options.shard else self._comm.part(value)
 
+    # ---------------------------------------------------------------- what the user changes
+
+    @property
+    def finished(self) -> bool:
+        """Whether :meth:`finish` would have nothing to do."""
+        return not (self._pass_open or self._passes_in_local or self._in_flight) and all(
+            state.reduced is not None for state in self._states
+        )
+
+    def fragment(self, index: int) -> Fragment:
+        """Return which elements of a parameter :meth:`part` has."""
+        return self._fragments[index]
+
+    def part(self, index: int) -> torch.Tensor | None:
+        """Return this rank's part of a parameter's mean gradient where it rests, a view: flat, or at stage 0 in the
+        parameter's shape. None if this rank owns nothing of it. Valid after :meth:`finish`."""
+        fragment = self._fragments.get(index)
+        if fragment is None:
+            return None
+        flat = self.reduced(fragment.slot.bucket)
+        if self._options.shard:
+            return flat.narrow(0, fragment.shard_start, fragment.numel)
+        parameter = self.parameters[index]
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        return flat.as_strided(shape, self.strides[index], flat.storage_offset() + fragment.bucket_start)
+
+    @torch.no_grad()
+    def drop(self, index: int) -> None:
+        """Forget what has come of one parameter's gradient. Nothing is launched for it."""
+        self._wait_for_all()
+        slot = self.layout.slots[index]
+        state, run = self._states[slot.bucket], self._runs[index]
+        self.used.discard(index)
+        state.held.pop(index, None)
+        if run is not None:
+            run.held.pop(index, None)
+        if state.local is not None and index in state.written:
+            zero_slot(state.local, state.bucket, slot)
+        if state.reduced is not None and (part := self.part(index)) is not None:
+            part.zero_()
+
+    @torch.no_grad()
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Take ``gradient`` as one that a backward has brought to this rank, between two passes."""
+        slot = self.layout.slots[index]
+        self.used.add(index)
+        if slot.numel:
+            self._put(self._states[slot.bucket], slot, gradient)
+
     # ---------------------------------------------------------------- what a checkpoint of a window keeps
 
     @torch.no_grad()
@@ -775,6 +831,7 @@ class GradReducer:
         self._passes_in_local = self._passes_in_window = 0
         self._announced = False
         self.shown.hide(self.parameters)
+        self.shown.factors.clear()
         self.used.clear()
         self.probes.clear()
         self.losses.clear()

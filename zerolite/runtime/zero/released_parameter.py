@@ -42,6 +42,8 @@ class ReleasedParameter(torch.nn.Parameter):
                 return f"Parameter '{_name(args[0])}' of shape {tuple(args[0].ds_shape)}, partitioned"
             if function in _SHAPES and vars(args[0])["_zero_handle"].in_use():
                 return function(vars(args[0])["_zero_handle"].view, *args[1:], **kwargs)
+            if function == _SET_GRAD:
+                return set_grad(*args)
             if function in _HARMLESS:
                 return function(*args, **kwargs)
             if function in _LIKE and args:
@@ -142,6 +144,7 @@ def _getters(*names: str) -> list[Any]:
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
+_SET_GRAD = getattr(Tensor, "grad").__set__  # noqa: B009
 _COUNTS = frozenset([Tensor.numel, Tensor.nelement])
 _SHAPES = frozenset([*_getters("shape", "ndim"), Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride])
 # What makes a tensor in the shape of its first argument, here that of the whole parameter.
@@ -194,6 +197,20 @@ def find_arguments(value: Any, kind: type) -> Iterator[Any]:
 def _name(parameter: Any) -> str:
     handle = getattr(parameter, "_zero_handle", None)
     return "?" if handle is None else handle.name
+
+
+def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
+    """Set ``parameter.grad``, in the shape of the whole parameter, whether its values are here or not."""
+    with opened():
+        handle = vars(parameter).get("_zero_handle")
+        if gradient is None or handle is None or parameter.shape == handle.view.shape:
+            parameter.grad = gradient
+            return
+        empty, parameter.data = parameter.data, handle.view  # torch compares shapes
+        try:
+            parameter.grad = gradient
+        finally:
+            parameter.data = empty
 
 
 def close(parameter: Any) -> None:

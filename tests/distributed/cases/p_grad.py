@@ -1,0 +1,150 @@
+"""Loops that use ``p.grad`` between backward and step, and what they launch and allocate."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.memory import events_in_order, mark, memory_profile
+from tests.distributed.cases.training import make_engine, snapshot
+from zerolite.comm import record
+
+STEPS = 3
+
+
+def clipped(config: dict[str, Any], how: str, micros: int = 1, foreach: bool | None = None) -> dict[str, Any]:
+    """OddModel, whose gradients are clipped by the config or by torch; weights, norms and collectives of each step."""
+    engine = make_engine(config)
+    norms, launched = [], []
+    for step in range(STEPS):
+        with record() as recorder:
+            for micro in range(micros):
+                engine.backward(models.token_loss(engine, models.token_batch(step, micro, engine.rank)))
+                if micro < micros - 1:
+                    engine.step()
+            if how == "torch":
+                norms.append(nn.utils.clip_grad_norm_(engine.parameters(), 0.05, foreach=foreach))
+            elif how == "call":
+                norms.append(torch.tensor(engine.clip_gradients(0.05), dtype=torch.float64))
+            engine.step()
+        if how == "config":
+            norms.append(torch.tensor(engine.get_global_grad_norm(), dtype=torch.float64))
+        launched.append([(call.op, call.tag, call.nbytes) for call in recorder.calls])
+    assert all(type(norm) is torch.Tensor for norm in norms)
+    return {"parameters": snapshot(engine), "norms": [float(norm) for norm in norms], "launched": launched}
+
+
+def allocated(config: dict[str, Any], width: int) -> dict[str, int]:
+    """The largest allocation while gradients are clipped and unscaled, in bytes; and the warnings."""
+    engine = make_engine(config, "Chain", {"depth": 2, "width": width})
+    x = torch.randn(2, width)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    largest = {}
+    for step in range(2):
+        scaler.scale(engine(x).square().mean()).backward()
+        engine.reduce_gradients()
+        with memory_profile() as profiler:
+            mark("begin")
+            scaler.unscale_(engine.optimizer)
+            nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+            mark("end")
+        inside = False
+        sizes = [0]
+        for _, nbytes, name in events_in_order(profiler):
+            inside = name == "begin" or (inside and name != "end")
+            sizes.append(nbytes if inside else 0)
+        largest[f"step {step}"] = max(sizes)
+        scaler.step(engine.optimizer)
+        scaler.update()
+        engine.zero_grad()
+    return largest
+
+
+def said(config: dict[str, Any]) -> list[str]:
+    """The warnings of a loop that reads one gradient in one line, and another in another."""
+    engine = make_engine(config, "Mlp")
+    first, second = engine.module.first, engine.module.second
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
+            first.weight.grad[0].clone()
+            second.weight.grad.sort()
+            assert first.weight.grad.isfinite().all() and nn.utils.get_total_norm([first.weight.grad]) > 0
+            engine.step()
+    return [f"{warning.filename.rsplit('/', 1)[-1]}: {warning.message}" for warning in caught]
+
+
+def refused(config: dict[str, Any]) -> dict[str, str]:
+    """What is said where there is no gradient to be used."""
+    engine = make_engine(config, "Mlp")
+    weight: Any = engine.module.first.weight
+
+    def backward() -> None:
+        engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+
+    def message(call: Any) -> str:
+        try:
+            call()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    heard: dict[str, str] = {}
+    backward()
+    kept = weight.grad
+
+    def ask(gradient: torch.Tensor) -> None:
+        heard["inside a backward"] = message(lambda: kept.norm())
+
+    handle = weight.register_hook(ask)
+    backward()
+    handle.remove()
+    shown = repr(weight.grad), f"{weight.grad}"
+    engine.update()
+    heard["after an update"] = message(lambda: kept.mul_(2.0))
+    engine.publish()
+    engine.zero_grad()
+    heard["after a step"] = message(lambda: kept.norm())
+    return {**heard, "shown": " ".join(shown)}
+
+
+def on_one_rank(config: dict[str, Any]) -> None:
+    """A gradient that rank 1 alone reads."""
+    engine = make_engine(config, "Mlp")
+    engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+    if engine.rank == 1:
+        engine.module.first.weight.grad.sort()
+    time.sleep(1.0)
+
+
+def unused_here(config: dict[str, Any]) -> dict[str, Any]:
+    """Ranks that use different experts clip by the same norm, and drop the same gradients."""
+    engine = make_engine(config, "MixtureOfExperts")
+    norms = []
+    for step in range(STEPS):
+        engine.backward(models.square_loss(engine, models.expert_batch(step, 0, engine.rank)))
+        norms.append(float(nn.utils.clip_grad_norm_(engine.parameters(), 0.05)))
+        if step == 1:
+            next(reversed(list(engine.module.parameters()))).grad = None
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return {"norms": norms, "parameters": snapshot(engine)}
+
+
+def scaled_and_read(config: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint and a reader between a multiplication and the step see its result."""
+    engine = make_engine(config, "Mlp")
+    parameters = list(engine.module.parameters())
+    engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+    before = zerolite.get_full_grad(parameters)
+    torch._foreach_mul_([p.grad for p in parameters], 0.5)
+    after = zerolite.get_full_grad(parameters)
+    norm = engine.clip_gradients(1e9)
+    return {"before": before, "after": after, "norm": norm}

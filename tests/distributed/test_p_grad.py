@@ -1,0 +1,98 @@
+"""``p.grad`` between backward and step: the bits of the config's clipping, and what using it costs.
+
+What loops do with it is compared with plain PyTorch in test_drop_in.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.configs import ADAMW, PARTITIONED, SGD, config
+from tests.distributed.test_parity import assert_same_bits
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.p_grad"
+FAST = [(0, "fp32", "", 1), (1, "bf16", "cpu", 1), (2, "fp16", "", 2), (3, "fp32", "nvme", 1)]
+EVERY = itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), ("", "cpu", "nvme"), (1, 2))
+
+
+def settings(stage: int, precision: str, offload: str, micros: int, directory: Path, clip: float) -> dict[str, Any]:
+    zero: dict[str, Any] = dict(PARTITIONED["moving"]) if stage == 3 else {}
+    if offload:
+        zero["offload_optimizer"] = {"device": offload, **({"nvme_path": str(directory)} if offload == "nvme" else {})}
+    return config(stage, precision, micros, clip, ADAMW if offload else SGD, zero)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload", "micros"),
+    [
+        pytest.param(*one, marks=() if one in FAST else pytest.mark.slow)
+        for one in EVERY
+        if not (one[0] == 0 and one[2])
+    ],
+)
+def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
+    pools: Pools, tmp_path: Path, stage: int, precision: str, offload: str, micros: int, world: int
+) -> None:
+    def run(how: str, **more: Any) -> list[dict[str, Any]]:
+        clip = 0.05 if how == "config" else 0.0
+        kwargs = {"config": settings(stage, precision, offload, micros, tmp_path, clip), "how": how, "micros": micros}
+        return pools(world).run(f"{CASES}:clipped", {**kwargs, **more})
+
+    wanted = run("config")
+    for more in ({"foreach": None}, {"foreach": True}):
+        for got, want in zip(run("torch", **more), wanted, strict=True):
+            assert got["norms"] == pytest.approx(want["norms"], rel=1e-12)
+            assert_same_bits(want["parameters"], got["parameters"], f"{more}")
+            assert got["launched"] == want["launched"]
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_norms_and_factors_allocate_nothing_of_a_gradients_size(pools: Pools, stage: int) -> None:
+    width = 512  # a weight's part on two ranks: 512 KiB
+    for largest in pools(2).run(f"{CASES}:allocated", {"config": config(stage, "fp32", 1, 0.0, ADAMW), "width": width}):
+        assert max(largest.values()) < 16384, largest
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_gather_is_warned_of_once_per_line(pools: Pools, stage: int) -> None:
+    zero = PARTITIONED["moving"] if stage == 3 else {}
+    first, second = pools(2).run(f"{CASES}:said", {"config": config(stage, zero=zero)})
+    assert second == []  # the first rank speaks
+    assert len(first) == (2 if stage else 0)
+    for message in first:
+        assert message.startswith("p_grad.py: ") and "zerolite.get_full_grad(p)" in message and "collective" in message
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_gradient_that_is_not_there_says_so(pools: Pools, stage: int) -> None:
+    zero = PARTITIONED["moving"] if stage == 3 else {}
+    for heard in pools(2).run(f"{CASES}:refused", {"config": config(stage, zero=zero)}):
+        assert "engine.update() has used it" in heard["after an update"]
+        assert "'first.weight'" in heard["after a step"] and "after the next backward" in heard["after a step"]
+        assert "when that has returned" in heard["inside a backward"]
+        assert "'first.weight'" in heard["shown"] and "(13, 7)" in heard["shown"]
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_that_use_different_parameters_clip_alike(pools: Pools, stage: int) -> None:
+    zero = {**PARTITIONED["moving"], "leaf_modules": ["MixtureOfExperts"]} if stage == 3 else {}
+    results = pools(2).run(f"{CASES}:unused_here", {"config": config(stage, zero=zero)})
+    assert results[0]["norms"] == results[1]["norms"]
+    assert_same_bits(results[0]["parameters"], results[1]["parameters"], "of both ranks")
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(pools: Pools, stage: int, precision: str) -> None:
+    for read in pools(2).run(f"{CASES}:scaled_and_read", {"config": config(stage, precision)}):
+        for before, after in zip(read["before"], read["after"], strict=True):
+            assert torch.equal(before * 0.5, after)
+        total = torch.stack([gradient.double().square().sum() for gradient in read["after"]]).sum().sqrt()
+        assert read["norm"] == pytest.approx(float(total), rel=1e-6)

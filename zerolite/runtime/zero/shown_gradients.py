@@ -1,0 +1,141 @@
+"""The gradients that ``p.grad`` shows, and what the user has made of them."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerolite.runtime.zero.layout import PartitionLayout, Slot
+from zerolite.runtime.zero.released_parameter import opened, set_grad
+from zerolite.runtime.zero.sharded_grad import GradientSource, Place, ShardedGradient
+
+Factor = float | torch.Tensor
+"""A number by which gradients are multiplied; as a tensor 0-dim float64."""
+
+
+class ShownGradients:
+    """One :class:`ShardedGradient` for each parameter that has a gradient in the engine.
+
+    ``factors``: by index of the parameter, what the user has multiplied a gradient by, which is not in its values yet:
+    clipping is then no pass over memory, and the update multiplies once, as with ``gradient_clipping``.
+    """
+
+    def __init__(self, sharded: bool, rank: int) -> None:
+        """sharded: whether reduced gradients are kept in parts, of which ``rank`` owns one."""
+        self.factors: dict[int, Factor] = {}
+        self._sharded, self._rank = sharded, rank
+        self._made: list[ShardedGradient | None] = []  # by index of the parameter, to be used again
+        self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
+        self._known: weakref.ref[Any] = weakref.ref(self)
+        self._last: tuple[Factor, dict[int, tuple[Factor | None, Factor]]] = (1.0, {})
+
+    def connect(self, source: GradientSource) -> None:
+        """Let the gradients ask ``source`` for their values. It is known weakly: a model may outlive its engine."""
+        self._known = weakref.ref(source)
+
+    def use(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
+        """Take a layout that begins with the parameters there are."""
+        self._layout, self._strides = layout, strides
+        more: list[None] = [None] * (len(layout.slots) - len(self._made))
+        self._made += more
+        self._shown += more
+
+    def put(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Show the gradient of a parameter."""
+        held = self._made[slot.index]
+        if held is None:
+            held = self._made[slot.index] = ShardedGradient.of(self._place(slot, parameter), parameter)
+        self._shown[slot.index] = held
+        set_grad(parameter, held)
+
+    def _place(self, slot: Slot, parameter: torch.Tensor) -> Place:
+        start, numel = self._layout.range_of(slot, self._rank) if self._sharded else (0, slot.numel)
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        strides = self._strides[slot.index]
+        return Place(slot.name, slot.index, shape, strides, start, numel, self._sharded, self._known)
+
+    def put_back(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Let ``p.grad`` be again what the engine has put there."""
+        set_grad(parameter, self._shown[slot.index])
+
+    def show(self, parameters: Sequence[torch.nn.Parameter], indices: Iterable[int]) -> None:
+        """Show several gradients, of which some may be shown already."""
+        with opened():
+            for index in indices:
+                if self._shown[index] is None:
+                    self.put(self._layout.slots[index], parameters[index])
+
+    def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Set every ``p.grad`` to None, for the next backward."""
+        with opened():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+        self._shown = [None] * len(parameters)
+
+    def is_shown(self, index: int) -> bool:
+        return self._shown[index] is not None
+
+    # ---------------------------------------------------------------- what the user has done
+
+    def all_none(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Return True if some are shown and ``p.grad`` of each of them is None."""
+        with opened():
+            gradients = [p.grad for p, held in zip(parameters, self._shown, strict=True) if held is not None]
+        return bool(gradients) and all(gradient is None for gradient in gradients)
+
+    def changed(self, parameters: Sequence[torch.nn.Parameter]) -> Mapping[int, torch.Tensor | None]:
+        """Return, by index, each ``p.grad`` that is not what the engine has put there."""
+        with opened():
+            gradients = [parameter.grad for parameter in parameters]
+        if not any(map(operator.is_not, gradients, self._shown)):
+            return {}
+        found = enumerate(zip(gradients, self._shown, strict=True))
+        return {index: gradient for index, (gradient, held) in found if gradient is not held}
+
+    def put_again(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        """Return True if ``gradient`` is what was shown, or what an operation on it has given, which is then taken."""
+        held = self._shown[index]
+        if (
+            not isinstance(held, ShardedGradient)
+            or not isinstance(gradient, ShardedGradient)
+            or gradient.place is not held.place
+        ):
+            return False
+        set_grad(parameter, held)
+        if gradient.part is not None:
+            own = held.open()
+            own.copy_(gradient.part)
+            held.close(own)
+        return True
+
+    def replace(self, index: int, gradient: torch.Tensor | None) -> None:
+        """The user has put ``gradient`` in the place of what was shown."""
+        self._shown[index] = gradient
+        self.factors.pop(index, None)
+
+    # ---------------------------------------------------------------- factors
+
+    def multiply(self, indices: Iterable[int], factor: Factor) -> None:
+        """Multiply gradients by ``factor``. Those with one history get one object: :meth:`common_factor` compares no
+        values, for which the host would wait for the device."""
+        last, made = self._last
+        if last is not factor:
+            made = {}
+            self._last = (factor, made)
+        for index in indices:
+            old = self.factors.get(index)
+            if id(old) not in made:
+                made[id(old)] = old, factor if old is None else old * factor
+            self.factors[index] = made[id(old)][1]
+
+    def common_factor(self) -> Factor | None:
+        """Return the factor of all gradients that are shown, None if they have several, or some have none."""
+        shown = [index for index, held in enumerate(self._shown) if held is not None]
+        if len(set(map(id, self.factors.values()))) != 1 or not all(index in self.factors for index in shown):
+            return None
+        return next(iter(self.factors.values()))
