@@ -4,6 +4,7 @@ from zerolite.comm.collective_check import CollectiveCheck, check_is_wanted
 from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import ControlChannel, HostMaximum
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
+from zerolite.comm.flight import wait_for_result
 from zerolite.comm.host_group import HostGroup
 from zerolite.comm.job import ranks_of_job
 from zerolite.comm.links import HostLinks
@@ -53,4 +54,5 @@ __all__ = [
     "stages_communicator",
     "unrecorded",
     "use_communicator",
+    "wait_for_result",
 ]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 KEPT = 128
 
@@ -128,6 +129,13 @@ def wait_for(works: Sequence[Any], entry: Raw | None = None) -> None:
         raise_explained(error)
     if not wait.on_device:
         wait.works = ()
+
+
+def wait_for_result(result: Any) -> None:
+    """Wait for a collective of the user's own, of which ``result`` is what torch's operator has returned."""
+    for item in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(item, torch.ScriptObject):
+            wait_for([dist.Work.unbox(item)])
 
 
 def raise_explained(error: RuntimeError) -> None:

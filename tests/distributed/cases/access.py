@@ -102,7 +102,7 @@ def refusals(config: dict[str, Any]) -> dict[str, str]:
         "count": _message(zerolite.set_full_grad, [parameter], []),
         "state too early": _message(zerolite.set_full_optimizer_state, parameter, "exp_avg", torch.zeros(())),
     }
-    parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    parameter.grad = torch.zeros_like(parameter.grad)
     engine.zero_grad()
     said["nothing left"] = "".join(str(p.grad) for p in module.parameters() if p.grad is not None)
     backward()

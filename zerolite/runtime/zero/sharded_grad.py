@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from zerolite.comm import wait_for_result
 from zerolite.runtime.zero.buffer import flattened
 from zerolite.runtime.zero.released_parameter import find_arguments
 
@@ -264,9 +265,8 @@ def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
     values, copies = _wholes(gradients)
     wholes = dict(zip(map(id, gradients), values, strict=True))
     result = function(*_map(_replaced(wholes), args), **_map(_replaced(wholes), kwargs))
-    for work in result if isinstance(result, tuple) else ():
-        if isinstance(work, torch.ScriptObject):  # a collective of the user's own, which writes until it has ended
-            torch.distributed.distributed_c10d.Work.unbox(work).wait()
+    if function.namespace == "c10d":  # a collective of the user's own, which writes until it has ended
+        wait_for_result(result)
     for gradient in _written(function, args, kwargs):
         if isinstance(gradient, ShardedGradient):
             gradient.store(wholes[id(gradient)])
