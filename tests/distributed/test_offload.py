@@ -64,6 +64,7 @@ def test_numbers_do_not_depend_on_the_tier(pools: Pools, tmp_path: Path) -> None
         of("not a number", 3, tmp_path, "nvme"),
         of("clamped, NAdam in bf16", 2, tmp_path, "nvme, odd", "cpu, apart"),
         of("window in bf16", 2, tmp_path, "nvme", loop="phases"),
+        of("wide in bf16", 2, tmp_path, "nvme", "cpu, apart", loop="p.grad"),
     ]
     check(pools, 2, runs)
 

@@ -249,7 +249,7 @@ class ParameterAccess:
     def whole_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """A state with a value for each element of a parameter, from this rank's ``part`` and those of the others.
         Called on all ranks, with the same index and dtype."""
-        return self._full([index], self._whole([index], {} if part is None else {index: part}, dtype))[0]
+        return self._full([index], self.whole([index], {} if part is None else {index: part}, dtype))[0]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
         self._pipeline.check_here()

@@ -228,6 +228,33 @@ def phases_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
     engine.zero_grad()
 
 
+def p_grad_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    """Gradients are clipped, changed and replaced through ``p.grad``."""
+    for micro in range(recipe.micros):
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
+        yield float(loss.detach())
+        if micro < recipe.micros - 1:
+            engine.step()
+    shown = [p for p in engine.parameters() if p.grad is not None]
+    yield float(torch.nn.utils.clip_grad_norm_(shown, 0.05))
+    if step == 1:
+        torch.nn.utils.clip_grad_value_(shown, 0.01)
+        wide = next(p for p in shown if p.grad.dim() and p.grad.numel())
+        wide.grad[0] = 0.5
+        shown[1].grad = torch.ones_like(shown[1].grad)
+        shown[-1].grad = None
+        yield float(wide.grad.flatten().sort().values.double().sum())
+    if step == 2:
+        torch.nn.utils.clip_grad_norm_(shown[::2], 0.01)  # of some
+    if step == 3:
+        torch._foreach_mul_([p.grad for p in shown], 0.5)
+        torch._foreach_add_([p.grad for p in shown], 1e-3)
+        yield float(torch.nn.utils.get_total_norm([p.grad for p in shown]))
+    engine.step()
+
+
 def plain_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
     for micro in range(recipe.micros):
         loss = recipe.loss(engine, share(recipe.batch(step, micro), engine.rank, engine.world_size))
@@ -261,6 +288,7 @@ LOOPS: dict[str, Callable[[Any, Recipe, int], Iterator[float]]] = {
     "engine": engine_loop,
     "phases": phases_loop,
     "plain": plain_loop,
+    "p.grad": p_grad_loop,
     "join": joined_loop,
     "away": away_loop,
 }
