@@ -42,6 +42,7 @@ for step, batch in enumerate(loader, 1):
     tokens = batch.to(device).long()
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 0 and step % args.log_every == 0:

@@ -341,7 +341,9 @@ class _Assembly:
             engine.runner = self._runner(self.staged, boundary)
         engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.topology)
         gather, refusal = engine.parameter_access.whole, "" if self.topology.trivial else _NOT_IN_P_GRAD
-        engine.pending_gradients = PendingGradients(self.pipeline, self.reducer, self.comm, gather, refusal)
+        engine.pending_gradients = PendingGradients(
+            self.pipeline, self.reducer, self.comm, self.device, gather, refusal
+        )
         return engine
 
     def _runner(self, staged: Staged, boundary: GraphBoundary) -> Any:

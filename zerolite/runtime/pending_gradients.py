@@ -27,7 +27,13 @@ class PendingGradients:
     """The :class:`~zerolite.runtime.zero.sharded_grad.GradientSource` of one engine."""
 
     def __init__(
-        self, pipeline: StepPipeline, reducer: GradReducer, comm: Communicator, gather: Gather, refusal: str = ""
+        self,
+        pipeline: StepPipeline,
+        reducer: GradReducer,
+        comm: Communicator,
+        device: torch.device,
+        gather: Gather,
+        refusal: str = "",
     ) -> None:
         """gather: makes whole tensors from the ranks' parts, by index of the parameter, in one collective. refusal: why
         this engine's gradients cannot be used through ``p.grad``, if they cannot."""
@@ -37,7 +43,7 @@ class PendingGradients:
         self._comm = comm
         self._gather = gather
         self._refusal = refusal
-        self._device = reducer.parameters[0].device
+        self._device = device
         reducer.shown.connect(self)
 
     # ---------------------------------------------------------------- parts
@@ -112,6 +118,8 @@ class PendingGradients:
     def multiply(self, indices: Sequence[int], factor: Factor) -> None:
         """Multiply these gradients by a number, which the update does."""
         self._change(indices)
+        if isinstance(factor, torch.Tensor) and factor.device != self._device:
+            factor = float(factor)
         self._reducer.shown.multiply(indices, factor)
 
     @torch.no_grad()

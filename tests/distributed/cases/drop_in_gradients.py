@@ -120,7 +120,7 @@ SCALERS = ["step", "unscale_ and clip", "not finite", "own", "own fused"]
 def grad_scaler(run: Run, how: str) -> None:
     own: Any = None
     if how in ("own", "own fused"):
-        own = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=how == "own fused")  # noqa: E731
+        own = lambda model: torch.optim.SGD(model.parameters(), lr=0.0625, fused=how == "own fused")  # noqa: E731
     run.start(own=own)
     optimizer = run.optimizer if own is None else run.own
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -69,51 +70,57 @@ def halve(parameter: Tensor) -> None:
         parameter.grad.mul_(0.5)
 
 
-@case("`register_post_accumulate_grad_hook` before `zerolite.initialize`, one backward a step")
-def early_accumulate_hook(run: Run) -> None:
-    def build() -> nn.Module:
-        model = models.Mlp()
-        model.first.weight.register_post_accumulate_grad_hook(halve)
-        return model
-
-    run.start(build)
-    run.train()
+def clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.05, 0.05)
 
 
+HOOKS = list(itertools.product(["before", "after", "both"], ["halve", "clamp", "read", "replace"]))
+
+
+@case("`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, one backward a step", HOOKS)
+def accumulate_hook(run: Run, variant: tuple[str, str]) -> None:
+    hooked(run, *variant, backwards=1)
+
+
+# The engine adds what a backward has added to the hook's sum: (sum + new) - sum is rounded once more.
 @case(
-    "`register_post_accumulate_grad_hook` before `zerolite.initialize`, several backwards a step",
-    words=["'first.weight'", "register_hook"],
+    "`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, several backwards a step",
+    HOOKS,
+    close=2e-7,
+    reordered=True,
 )
-def early_accumulate_hook_in_a_window(run: Run) -> None:
-    def clamp(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-0.05, 0.05)
+def accumulate_hook_in_a_window(run: Run, variant: tuple[str, str]) -> None:
+    hooked(run, *variant, backwards=3)
+
+
+def hooked(run: Run, when: str, what: str, backwards: int) -> None:
+    seen: list[Tensor] = []
+
+    def read(parameter: Any) -> None:
+        seen.append(parameter.grad.clone())
+
+    def replace(parameter: Any) -> None:
+        parameter.grad = parameter.grad * 0.75
+
+    hook = {"halve": halve, "clamp": clamp, "read": read, "replace": replace}[what]
 
     def build() -> nn.Module:
         model = models.Mlp()
-        model.first.weight.register_post_accumulate_grad_hook(clamp)
+        if when != "after":
+            model.first.weight.register_post_accumulate_grad_hook(hook)
+            model.second.weight.register_post_accumulate_grad_hook(read).remove()
         return model
 
     run.start(build)
+    if when != "before":
+        run.module.first.weight.register_post_accumulate_grad_hook(halve)
+        run.module.second.bias.register_post_accumulate_grad_hook(hook)
     for step in range(STEPS):
-        run.backward(run.loss(step, 0))
-        run.backward(run.loss(step, 1))
+        for micro in range(backwards):
+            run.backward(run.loss(step, micro))
         run.step()
-
-
-@case(
-    "`register_post_accumulate_grad_hook` after `zerolite.initialize`, of a hook that reads or changes `p.grad`",
-    ["asks first", "does not ask"],
-    words=["'first.weight'", "register_hook"],
-)
-def late_accumulate_hook(run: Run, how: str) -> None:
-    def change(parameter: Any) -> None:
-        if how == "does not ask" or parameter.grad is not None:
-            parameter.grad.mul_(0.5)
-
-    run.start()
-    run.module.first.weight.register_post_accumulate_grad_hook(change)
-    run.train()
+    run.see(seen)
 
 
 # ---------------------------------------------------------------- autograd.grad, double backward

@@ -30,6 +30,7 @@ from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, Run, many_small, runs_of
 from zerolite.runtime.zero.bucket_state import HALF, IN_FLIGHT, BucketPool, BucketState, ReductionOptions, WindowSums
 from zerolite.runtime.zero.buffer import destinations, zero_slot
+from zerolite.runtime.zero.hook_sums import HookSums
 from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 from zerolite.runtime.zero.resting_gradients import RestingGradients
@@ -55,6 +56,7 @@ class GradReducer:
         self.resting = resting
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
         self.used: set[int] = set()  # parameters that got a gradient in this window
+        self.hook_sums = HookSums()
         self.shown = ShownGradients(options.shard, comm.rank)
         self.losses: list[torch.Tensor] = []  # of this rank's backwards, 0-dim fp32
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
@@ -154,8 +156,8 @@ class GradReducer:
         """Install the hooks of the parameters that have none yet."""
         known = weakref.ref(self)
         for slot in self.layout.slots[len(self.handles) :]:
-            parameter = self.parameters[slot.index]
-            self.handles.append(parameter.register_post_accumulate_grad_hook(_make_hook(known, slot)))
+            hook = _make_hook(known, slot)
+            self.handles.append(self.hook_sums.register(slot.index, self.parameters[slot.index], hook))
 
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The hook, which runs for every parameter in every backward."""
@@ -166,6 +168,8 @@ class GradReducer:
             self._on_gradient(slot.index)
         if gradient is None:
             return
+        if slot.index in self.hook_sums.users and not self._void:
+            gradient = self.hook_sums.taken(slot.index, gradient)
         if self._void:
             parameter.grad = None
             self._count(slot)
@@ -185,8 +189,6 @@ class GradReducer:
             else:
                 self._accept(slot, gradient)
             self._count(slot)
-        if self._passes_in_window > 1:
-            self._check_order_of_hooks(slot, parameter)
 
     def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient in ``parameter.grad``, where the pass begins only now, or the parameter had one in it before."""
@@ -201,17 +203,6 @@ class GradReducer:
             self._on_first_gradient(slot.index)
             self._seen_gradient = True
         return gradient
-
-    def _check_order_of_hooks(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Hooks like ours that the user has installed: later ones find in ``p.grad`` what raises, earlier ones have
-        seen this backward's gradient."""
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        if len(hooks) > 1 and next(iter(hooks)) != self.handles[slot.index].id:
-            raise RuntimeError(
-                f"parameter '{slot.name}' has a hook of register_post_accumulate_grad_hook, installed before "
-                "zerolite.initialize, which sees the gradient of one backward where plain PyTorch shows the sum of all "
-                "since the last step; use parameter.register_hook, which is given each gradient"
-            )
 
     # ---------------------------------------------------------------- a pass
 
@@ -232,6 +223,7 @@ class GradReducer:
         self._pass_open, self._void = True, void
         self._announced |= not end_with_backward
         self.shown.hide(self.parameters)
+        self.hook_sums.show(self.parameters)
         self._seen_gradient = False
         self._reducing = reducing
         self._use_share()
@@ -732,6 +724,7 @@ class GradReducer:
         slot = self.layout.slots[index]
         state, run = self._states[slot.bucket], self._runs[index]
         self.used.discard(index)
+        self.hook_sums.forget(index)
         state.held.pop(index, None)
         if run is not None:
             run.held.pop(index, None)
@@ -832,6 +825,7 @@ class GradReducer:
         self._announced = False
         self.shown.hide(self.parameters)
         self.shown.factors.clear()
+        self.hook_sums.clear()
         self.used.clear()
         self.probes.clear()
         self.losses.clear()

@@ -33,6 +33,7 @@ class PiecewiseUpdate:
         update_dtypes: Sequence[torch.dtype],
     ) -> None:
         self._inner = inner
+        self._takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False))
         self._buffer = buffer
         self._pieces: list[list[Piece]] = []
         self._update_dtypes: list[torch.dtype] = []
@@ -145,7 +146,7 @@ class PiecewiseUpdate:
     @property
     def can_skip_on_device(self) -> bool:
         """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
-        if not getattr(self._inner, "_step_supports_amp_scaling", False):
+        if not self._takes_found_inf:
             return False
         if isinstance(self._inner, torch.optim.SGD):
             return False  # its kernel would leave a first momentum buffer uninitialised

@@ -137,7 +137,8 @@ class ShardedOptimizer(Optimizer):
             if name == "step" and wrapped is not None:  # torch's schedulers warn if their mark is gone
                 function._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
             vars(self.inner)[name] = types.MethodType(function, self.inner)
-        weakref.finalize(self, _set_free, self.inner)
+        weakref.finalize(self, _set_free, self.inner, getattr(self.inner, _TAKES_SCALE, False))
+        vars(self.inner)[_TAKES_SCALE] = False  # else GradScaler would leave unscaling to a step that is the engine's
 
     # ---------------------------------------------------------------- torch's interface
 
@@ -311,6 +312,7 @@ class ShardedOptimizer(Optimizer):
 ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper would run hooks in one loop only
 # Of a param group when another is loaded: which implementation updates, and what is of the optimizer's class.
 KEPT = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+_TAKES_SCALE = "_step_supports_amp_scaling"
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 
@@ -328,8 +330,9 @@ def _read(known: weakref.ref[ShardedOptimizer], index: int) -> State:
     return {} if optimizer is None else optimizer.state_of(index)
 
 
-def _set_free(inner: Optimizer) -> None:
+def _set_free(inner: Optimizer, takes_scale: bool) -> None:
     """The engine is gone: the user's optimizer is an ordinary one again, without the states of pieces."""
     for name in _REDIRECTED:
         vars(inner).pop(name, None)
+    vars(inner)[_TAKES_SCALE] = takes_scale
     inner.state = defaultdict(dict)

@@ -31,7 +31,8 @@ class ShownGradients:
         self._made: list[ShardedGradient | None] = []  # by index of the parameter, to be used again
         self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
         self._known: weakref.ref[Any] = weakref.ref(self)
-        self._last: tuple[Factor, dict[int, tuple[Factor | None, Factor]]] = (1.0, {})
+        self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
+        self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
 
     def connect(self, source: GradientSource) -> None:
         """Let the gradients ask ``source`` for their values. It is known weakly: a model may outlive its engine."""
@@ -121,17 +122,17 @@ class ShownGradients:
     # ---------------------------------------------------------------- factors
 
     def multiply(self, indices: Iterable[int], factor: Factor) -> None:
-        """Multiply gradients by ``factor``. Those with one history get one object: :meth:`common_factor` compares no
-        values, for which the host would wait for the device."""
-        last, made = self._last
-        if last is not factor:
-            made = {}
-            self._last = (factor, made)
+        """Multiply gradients by ``factor``, a tensor as it is now. Those with one history get one object:
+        :meth:`common_factor` compares no values, for which the host would wait for the device."""
+        given = (factor, factor._version) if isinstance(factor, torch.Tensor) else (float(factor), 0)
+        if not _same_factor(given, self._given):
+            self._given, self._products = given, {}
         for index in indices:
             old = self.factors.get(index)
-            if id(old) not in made:
-                made[id(old)] = old, factor if old is None else old * factor
-            self.factors[index] = made[id(old)][1]
+            if id(old) not in self._products:
+                own = factor.detach().to(torch.float64, copy=True) if isinstance(factor, torch.Tensor) else given[0]
+                self._products[id(old)] = old, own if old is None else old * own
+            self.factors[index] = self._products[id(old)][1]
 
     def common_factor(self) -> Factor | None:
         """Return the factor of all gradients that are shown, None if they have several, or some have none."""
@@ -139,3 +140,10 @@ class ShownGradients:
         if len(set(map(id, self.factors.values()))) != 1 or not all(index in self.factors for index in shown):
             return None
         return next(iter(self.factors.values()))
+
+
+def _same_factor(one: tuple[Factor, int], other: tuple[Factor, int]) -> bool:
+    """Compare numbers by value, tensors by identity and version."""
+    if isinstance(one[0], torch.Tensor) or isinstance(other[0], torch.Tensor):
+        return one[0] is other[0] and one[1] == other[1]
+    return one == other
