@@ -45,10 +45,12 @@ def test_every_way_to_write_a_window_gives_the_same_update(pools: Pools, stage: 
             )
 
 
-@pytest.mark.parametrize("contained", [1, 3])
+@pytest.mark.parametrize(("contained", "plain"), [(1, False), (3, True)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_flushed_window_is_the_mean_of_what_it_contains(pools: Pools, stage: int, contained: int) -> None:
-    setting = config(stage, "fp32", accumulation=4, clip=0.4)
+def test_a_flushed_window_is_the_mean_of_what_it_contains(
+    pools: Pools, stage: int, contained: int, plain: bool
+) -> None:
+    setting = config(stage, "fp32", accumulation=4, clip=0.4, divide_plain_backward=plain)
     result = pools(2).run(f"{CASES}:partial_window", {"config": setting, "contained": contained})[0]
     sizes = (contained, 4)
     batches = [

@@ -88,11 +88,25 @@ def test_ranks_that_use_different_parameters_clip_alike(pools: Pools, stage: int
     assert_same_bits(results[0]["parameters"], results[1]["parameters"], "of both ranks")
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+EVERYWHERE = [(0, {}), (1, {"whole_parameters": True}), (2, {}), (3, PARTITIONED["moving"])]
+
+
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(pools: Pools, stage: int, precision: str) -> None:
-    for read in pools(2).run(f"{CASES}:scaled_and_read", {"config": config(stage, precision)}):
-        for before, after in zip(read["before"], read["after"], strict=True):
+@pytest.mark.parametrize(
+    ("stage", "zero"), [pytest.param(*one, marks=pytest.mark.slow if one[0] in (0, 3) else ()) for one in EVERYWHERE]
+)
+def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(
+    pools: Pools, stage: int, zero: dict[str, Any], precision: str
+) -> None:
+    for read in pools(2).run(f"{CASES}:scaled_and_read", {"config": config(stage, precision, zero=zero)}):
+        for before, after, shown in zip(read["before"], read["after"], read["shown"], strict=True):
             assert torch.equal(before * 0.5, after)
+            dtype = torch.float32 if precision == "fp32" else torch.float16
+            assert torch.equal(after.to(dtype).sort(stable=True).values.float(), shown)
         total = torch.stack([gradient.double().square().sum() for gradient in read["after"]]).sum().sqrt()
         assert read["norm"] == pytest.approx(float(total), rel=1e-6)
+        wanted = read["after"][0].clone()
+        wanted[0] = 0.25
+        torch.testing.assert_close(
+            read["changed"], (wanted + 1).reshape(-1), rtol=0, atol=1e-7 if precision == "fp32" else 2e-3
+        )

@@ -59,6 +59,7 @@ FULL: dict[str, Any] = {
         "contiguous_gradients": False,
         "reduce_scatter": False,
         "ignore_unused_parameters": False,
+        "whole_parameters": True,
         "offload_optimizer": {
             "device": "nvme",
             "nvme_path": "/local_nvme",
@@ -90,6 +91,8 @@ FULL: dict[str, Any] = {
         "leaf_module": {"classes": ["package.Moe"], "names": ["layers.0.mlp"], "name_suffixes": ["mlp.experts"]},
     },
     "communication_data_type": "fp32",
+    "zero_allow_untested_optimizer": True,
+    "divide_plain_backward": True,
     "prescale_gradients": False,
     "gradient_predivide_factor": 2,
     "data_types": {"grad_accum_dtype": "fp16", "buffer_dtype": "bf16"},
@@ -282,6 +285,7 @@ def test_defaults() -> None:
         "zero_optimization.contiguous_gradients": True,
         "zero_optimization.reduce_scatter": True,
         "zero_optimization.ignore_unused_parameters": True,
+        "zero_optimization.whole_parameters": False,
         "zero_optimization.offload_optimizer.device": "none",
         "zero_optimization.offload_optimizer.nvme_path": None,
         "zero_optimization.offload_optimizer.buffer_count": 4,
@@ -310,6 +314,8 @@ def test_defaults() -> None:
         "zero_optimization.leaf_module.names": (),
         "zero_optimization.leaf_module.name_suffixes": (),
         "communication_data_type": None,
+        "zero_allow_untested_optimizer": False,
+        "divide_plain_backward": False,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "data_types.grad_accum_dtype": None,
@@ -558,7 +564,7 @@ BOOLEANS = [
 
 
 def test_the_lists_of_keys_above_are_complete() -> None:
-    assert len(INTEGERS) == 41 and len(BOOLEANS) == 50
+    assert len(INTEGERS) == 41 and len(BOOLEANS) == 53
     for path in BOOLEANS:
         assert get(load_config({}), path) in (True, False, None)
 

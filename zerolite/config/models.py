@@ -180,6 +180,11 @@ class ZeroliteConfig(_Block):
         description="Dtype in which gradients travel. null: the dtype they have, and fp32 for bf16 gradients from 64 "
         "data-parallel ranks on, where sums in bf16 would lose precision.",
     )
+    divide_plain_backward: Bool = Field(
+        default=False,
+        description="Divide the gradients of a plain `loss.backward()` by `gradient_accumulation_steps`, as "
+        "`engine.backward(loss)` does. false: your loop divides the loss, as without an engine.",
+    )
     prescale_gradients: Bool = Field(
         default=False, description="Divide gradients by the number of ranks before they are summed, not after."
     )

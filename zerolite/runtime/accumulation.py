@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_STATE = ("_stepped", "_backwards", "_scaled_backwards", "_backwards_since_step", "weighted", "weight")
+_COUNTS = ("_stepped", "_backwards", "_scaled_backwards", "_divided_backwards", "_backwards_since_step")
+_STATE = (*_COUNTS, "weighted", "weight")
 
 
 class AccumulationWindow:
@@ -27,6 +28,7 @@ class AccumulationWindow:
         self._stepped = 0  # engine.step() calls of this window that followed a backward
         self._backwards = 0
         self._scaled_backwards = 0  # backwards whose loss the engine divided by micro_batches
+        self._divided_backwards = 0  # the user's own, whose gradients the engine divided by micro_batches
         self._backwards_since_step = 0
         self.weighted: bool | None = None  # whether its backwards carry weights; None before the first
         self.weight = 0.0  # sum of their weights
@@ -58,9 +60,11 @@ class AccumulationWindow:
         """True if, as far as this window shows, nobody calls engine.backward() or engine.step()."""
         return self._backwards > 0 and not self._stepped and not self._scaled_backwards
 
-    def on_backward(self, scaled: bool, weight: float | None = None) -> None:
-        """Count a backward. scaled: the engine has divided its loss, or will divide by the sum of weights instead."""
+    def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
+        """Count a backward. scaled: the engine has divided its loss, or will divide by the sum of weights instead.
+        divided: the engine divides the gradients of a backward that the user has called."""
         self._backwards += 1
+        self._divided_backwards += divided
         self._backwards_since_step += 1
         self._scaled_backwards += scaled
         self.weighted = weight is not None
@@ -79,7 +83,7 @@ class AccumulationWindow:
 
     def flush_factor(self) -> float:
         """What a partial window's gradient must be multiplied by to be the mean over the micro-batches it contains."""
-        if not self._scaled_backwards or self.weighted:
+        if not (self._scaled_backwards or self._divided_backwards) or self.weighted:
             return 1.0
         contained = self._stepped + (1 if self._backwards_since_step else 0)
         return self.micro_batches / contained if 0 < contained < self.micro_batches else 1.0
@@ -91,9 +95,10 @@ class AccumulationWindow:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a window of :meth:`state_dict`."""
         for name in _STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))  # older checkpoints count no divided ones
 
     def reset(self) -> None:
         """The window was consumed or dropped; a forced boundary and open no_sync() contexts stay."""
-        self._stepped = self._backwards = self._scaled_backwards = self._backwards_since_step = 0
+        for name in _COUNTS:
+            setattr(self, name, 0)
         self.weighted, self.weight = None, 0.0

@@ -12,7 +12,7 @@ class Command(enum.IntEnum):
     """What a rank is about to do, with the numbers that say how."""
 
     FORWARD = 1  # whether buffers are sent
-    BACKWARD = 2  # whether the engine scaled the loss, whether it has a weight, whether gradients are reduced
+    BACKWARD = 2  # whether the engine scaled the loss, it has a weight, gradients are reduced, and divided
     USE_END = 3  # stage 3: the unit whose backward has ended
     PASS_END = 4  # stage 3: nothing more comes in this backward
     GATHER = 5  # stage 3: the parameters

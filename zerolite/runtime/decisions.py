@@ -162,4 +162,5 @@ def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool
         ignore_unused=config.zero_optimization.ignore_unused_parameters,
         skip_on_device=skip_on_device,
         update_numel=update_numel,
+        divide_plain_backward=config.divide_plain_backward,
     )

@@ -333,7 +333,7 @@ class ParameterAccess:
         for index, width in zip(indices, widths, strict=True):
             if index in parts:
                 part = parts[index]
-                if self._slot(index).whole:  # in its shape; as memory holds it, it is one range
+                if part.dim() != 1:  # in its shape; as memory holds it, it is one range
                     part = flattened(part, self._reducer.strides[index])
                 own.narrow(0, position, part.numel()).copy_(part)
             position += width

@@ -49,7 +49,8 @@ class StepOptions:
     max_skipped_in_a_row: raise after so many, 0 for never. ignore_unused: whether parameters without any gradient
     are fine. skip_on_device: let the device decide whether a step is skipped, where the optimizer can, so that the host
     need not wait for the statistics. update_numel: master elements that are updated in one call on the device where
-    torch's optimizer does it; a larger bucket is a call of its own."""
+    torch's optimizer does it; a larger bucket is a call of its own. divide_plain_backward: divide the gradients of a
+    backward that the user calls by the number of micro-batches."""
 
     max_norm: float
     check_finite: bool
@@ -57,6 +58,7 @@ class StepOptions:
     ignore_unused: bool
     skip_on_device: bool = False
     update_numel: int = 0
+    divide_plain_backward: bool = False
 
 
 class TraceCheck(Protocol):
@@ -194,25 +196,30 @@ class StepPipeline:
         self.on_begin()
         self._check_weighted(weight is not None)
         reducing = self._reducer.will_reduce()
-        with self.commands(Command.BACKWARD, bool(engine_scaled), weight is not None, reducing):
-            self._begin_pass(bool(engine_scaled), weight, reducing, end_with_backward=engine_scaled is None)
+        scaled, weighted = bool(engine_scaled), weight is not None
+        divided = engine_scaled is None and self._options.divide_plain_backward
+        with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
+            self._begin_pass(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
 
-    def follow_backward(self, scaled: bool, weighted: bool, reducing: bool) -> None:
+    def follow_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
         """A backward of the ranks that go on, to which this one, which has finished (``engine.join``), adds nothing.
         At stage 3 they say what comes next; elsewhere it is all buckets in their order."""
-        self._begin_pass(scaled, 0.0 if weighted else None, reducing, end_with_backward=False)
+        self._begin_pass(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
         if not self._reducer.follows_units:
             self._reducer.end_pass(complete=False)
 
-    def _begin_pass(self, scaled: bool, weight: float | None, reducing: bool, end_with_backward: bool) -> None:
+    def _begin_pass(
+        self, scaled: bool, weight: float | None, reducing: bool, divided: bool, end_with_backward: bool
+    ) -> None:
         self._stats = None
         if self._sums is not None:
             self._sums.reopen()
         self.window_scale()
         if weight is not None:
             self._reducer.share = 1.0  # a weight says all about how much a rank counts
+        self._reducer.divisor = self._window.micro_batches if divided else 1
         self._reducer.begin_pass(reducing, end_with_backward, void=weight == 0)
-        self._window.on_backward(scaled, weight)
+        self._window.on_backward(scaled, weight, divided)
         self.counters.micro_steps += 1
 
     def weight_unit(self) -> float:

@@ -19,6 +19,7 @@ def loss_on(engine: Any, step: int, micro: int) -> Tensor:
 def window_in_many_ways(base: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     """The same four micro-batches per window, in every way that a user may write them. ``base`` has accumulation 4."""
     single = base | {"gradient_accumulation_steps": 1}
+    divided = base | {"divide_plain_backward": True}
 
     def counted(engine: Any, step: int) -> None:
         for micro in range(4):
@@ -56,6 +57,20 @@ def window_in_many_ways(base: dict[str, Any], steps: int = 3) -> dict[str, Any]:
             (loss_on(engine, step, micro) / 4).backward()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
+
+    def plain_divided(engine: Any, step: int) -> None:
+        for micro in range(4):
+            loss_on(engine, step, micro).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    def mixed_divided(engine: Any, step: int) -> None:
+        for micro in range(4):
+            if micro % 2:
+                loss_on(engine, step, micro).backward()
+            else:
+                engine.backward(loss_on(engine, step, micro))
+            engine.step()
 
     def plain_with_no_sync(engine: Any, step: int) -> None:
         with engine.no_sync():
@@ -107,6 +122,8 @@ def window_in_many_ways(base: dict[str, Any], steps: int = 3) -> dict[str, Any]:
         "four backwards, one step": (single, four_backwards_one_step),
         "plain": (base, plain),
         "plain, accumulation undeclared": (single, plain),
+        "plain, divided by the engine": (divided, plain_divided),
+        "mixed, divided by the engine": (divided, mixed_divided),
         "plain with no_sync": (single, plain_with_no_sync),
         "mixed": (single, mixed),
         "phases": (single, phases),
@@ -136,7 +153,10 @@ def partial_window(config: dict[str, Any], contained: int) -> dict[str, Any]:
     engine = make_engine(config)
     assert engine.step(flush=True) is False, "there is nothing to flush"
     for micro in range(contained):
-        engine.backward(loss_on(engine, 0, micro))
+        if config.get("divide_plain_backward"):
+            loss_on(engine, 0, micro).backward()
+        else:
+            engine.backward(loss_on(engine, 0, micro))
         engine.step(flush=micro == contained - 1)
     flushed = {"parameters": snapshot(engine), "norm": engine.get_global_grad_norm(), "steps": engine.global_steps}
     for micro in range(config["gradient_accumulation_steps"]):

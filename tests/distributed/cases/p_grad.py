@@ -146,5 +146,10 @@ def scaled_and_read(config: dict[str, Any]) -> dict[str, Any]:
     before = zerolite.get_full_grad(parameters)
     torch._foreach_mul_([p.grad for p in parameters], 0.5)
     after = zerolite.get_full_grad(parameters)
+    shown = [p.grad.sort(stable=True).values.float() for p in parameters]
     norm = engine.clip_gradients(1e9)
-    return {"before": before, "after": after, "norm": norm}
+    first = parameters[0]
+    first.grad[0] = 0.25
+    first.grad.add_(torch.ones_like(first.grad))
+    changed = [p.grad.reshape(-1).clone().float() for p in parameters[:1]]
+    return {"before": before, "after": after, "norm": norm, "shown": shown, "changed": changed[0]}

@@ -81,6 +81,7 @@ class GradReducer:
         self._announced = False  # a pass of this window, by a call of the engine that all ranks make
         self.commands: Commands = unannounced
         self.share = 1.0  # what the gradients of the next pass are multiplied by
+        self.divisor = 1  # what they are divided by
         self._factor = options.arrival_factor  # in this pass, with the share
         self._reducing = False
         self.order: list[int] = []  # buckets in the order of their launches; equal on all ranks
@@ -243,7 +244,7 @@ class GradReducer:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def _use_share(self) -> None:
-        factor = self._options.arrival_factor * self.share
+        factor = self._options.arrival_factor * self.share / self.divisor
         if factor != self._factor:
             with torch.no_grad():
                 for state in self._states:  # what an earlier pass has left
