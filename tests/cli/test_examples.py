@@ -131,6 +131,29 @@ def test_the_plain_loops_agree(text: Path, tmp_path: Path, stages: list[int]) ->
             assert losses(PLAIN[1]) == wanted, f"stage {stage}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_loop_of_nanogpt_resumes(text: Path, tmp_path: Path, stage: int) -> None:
+    """GradScaler, clipping and a learning rate set by hand: a run that is cut in two prints what one in a piece
+    does."""
+    copy = tmp_path / "gpt"
+    copy.mkdir()
+    for file in (*GPT.glob("*.py"), *GPT.glob("*.json")):
+        (copy / file.name).write_text(file.read_text())
+    config = json.loads((GPT / "amp.json").read_text())
+    (copy / "amp.json").write_text(json.dumps({**config, "zero_optimization": {"stage": stage}}))
+
+    def lines(processes: int, *more: str) -> list[str]:
+        script = [str(copy / "amp.py"), "--steps", "4", "--log-every", "1", "--data", str(text), *more]
+        return run(*COMMAND, "--nproc", str(processes), *script, cwd=tmp_path).splitlines()
+
+    whole = lines(2, "--batch-size", "1", "--out", "whole")
+    assert len(whole) == 4 and all("scale 65536" in line for line in whole)
+    begin = lines(2, "--batch-size", "1", "--out", "cut", "--save-every", "2", "--stop-after", "2")
+    assert begin == whole[:2]
+    assert lines(2, "--batch-size", "1", "--out", "cut", "--resume") == whole[2:]
+
+
 # ------------------------------------------------------------------------------------------------ GAN
 
 
@@ -244,6 +267,7 @@ def write_model(directory: Path) -> None:
 SCRIPTS = [
     pytest.param("gpt/plain_ddp.py", id="plain_ddp"),
     pytest.param("gpt/plain_zerolite.py", id="plain_zerolite"),
+    pytest.param("gpt/amp.py", id="amp"),
     pytest.param("gan/train.py", id="gan"),
     pytest.param("digits/train.py", id="digits", marks=NEEDS_SKLEARN),
     pytest.param("lora/train.py", id="lora", marks=NEEDS_PEFT),
@@ -251,6 +275,7 @@ SCRIPTS = [
 SHORT = {
     "gpt/plain_ddp.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
     "gpt/plain_zerolite.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
+    "gpt/amp.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
     "gan/train.py": ["--steps", "2", "--log-every", "1"],
     "digits/train.py": ["--epochs", "1"],
     "lora/train.py": ["--steps", "2", "--log-every", "1", "--length", "16", "--out", "adapter"],
