@@ -110,3 +110,15 @@ def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(
         torch.testing.assert_close(
             read["changed"], (wanted + 1).reshape(-1), rtol=0, atol=1e-7 if precision == "fp32" else 2e-3
         )
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["read", "call", "clip", "drop"])
+def test_a_rank_that_has_left_a_join_misses_no_change(pools: Pools, stage: int, how: str) -> None:
+    zero = PARTITIONED["moving"] if stage == 3 else {}
+    going, gone = pools(2).run(f"{CASES}:joined", {"config": config(stage, zero=zero), "how": how})
+    assert len(going["norms"]) == 3 and gone["norms"] == going["norms"][:2]
+    if how in ("read", "call"):
+        assert_same_bits(going["parameters"], gone["parameters"], "of both ranks")
+    else:
+        assert "rank 1 has finished its batches" in going["error"] and "rank 1 has finished" in gone["error"]

@@ -91,6 +91,7 @@ LAYERS = {
     "zerolite.runtime.growth": 6,
     "zerolite.runtime.parameter_access": 5,
     "zerolite.runtime.pending_gradients": 5,
+    "zerolite.runtime.gradient_changes": 4,
     "zerolite.runtime.join": 6,
     "zerolite.runtime.decisions": 5,
     "zerolite.runtime.position": 6,

@@ -212,6 +212,8 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         self.refuse_pipeline("engine.step")
         if flush and self._window.empty:  # of backwards, which all ranks call alike, with or without gradients
             return False
+        if self._join is not None:
+            self._pipeline.look_at_grads()  # what the others are told of it comes before the step
         with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._window.forced_boundary)):
             return self._step(flush)
 

@@ -159,7 +159,7 @@ class ParameterAccess:
 
     def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
         used = self._pipeline.pending()
-        self._pipeline.apply_factors()
+        self._pipeline.changes.apply_factors()
         flags = self._agree([float(index in used) for index in indices], self._tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()

@@ -70,7 +70,7 @@ class PendingGradients:
         """Return this rank's part to be written to, until :meth:`close`."""
         self._change([index])
         if index in self._reducer.shown.factors:
-            self._pipeline.apply_factors()
+            self._pipeline.changes.apply_factors()
         part, scale = self._part(index), self._scale(index)
         return part if scale is None else part.to(torch.promote_types(part.dtype, torch.float32)) * scale
 
@@ -88,7 +88,7 @@ class PendingGradients:
             return None
         self._finish([index])
         if index in self._reducer.shown.factors:
-            self._pipeline.apply_factors()
+            self._pipeline.changes.apply_factors()
         part, parameter = self._reducer.part(index), self._reducer.parameters[index]
         if (
             part is None
@@ -100,7 +100,7 @@ class PendingGradients:
             )
         ):
             return None
-        self._pipeline.on_gradient_exposed(index)
+        self._pipeline.changes.expose(index)
         return part
 
     def _part(self, index: int) -> torch.Tensor:

@@ -25,14 +25,14 @@ from zerolite.runtime.grad_stats import (
     clip_coefficient,
     clip_coefficient_on_device,
 )
+from zerolite.runtime.gradient_changes import GradientChanges
 from zerolite.runtime.gradient_sums import GradientSums
 from zerolite.runtime.loss_scaler import LossScaler
 from zerolite.runtime.step_checks import StepChecks
 from zerolite.runtime.step_outcome import StepCounters, UnusedParameters, describe_bad_losses, mean_weight
-from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
+from zerolite.runtime.zero.buffer import ParameterBuffer
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.publisher import Publisher
-from zerolite.runtime.zero.sharded_grad import ShardedGradient
 from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.runtime.zero.transfers import Transfers
 from zerolite.runtime.zero.update_sweep import UpdateLook, UpdateSweep
@@ -136,6 +136,9 @@ class StepPipeline:
         self._across: Across | None = None
         self._sums: GradientSums | None = None
         self.count_buckets()
+        self.changes = GradientChanges(
+            buffer, reducer, lambda: self._stats, lambda bucket: self._collector.forget(bucket)
+        )
         self._begin_window()
 
     def count_buckets(self) -> None:
@@ -173,8 +176,7 @@ class StepPipeline:
         self._collector.forget()
         self._max_norm = self._options.max_norm
         self._loss_scale: float | None = None
-        self._assigned: dict[int, torch.Tensor] = {}  # what the user has put into p.grad, by parameter
-        self._exposed: dict[int, tuple[torch.Tensor, int]] = {}  # buckets the user can write to, and their versions
+        self.changes.clear()
         self._flush_factor = 1.0
         self._updated = False
 
@@ -192,7 +194,7 @@ class StepPipeline:
             self.zero_grad()
         if self._reducer.pass_open:
             return
-        self._look_at_grads(before_backward=True)
+        self.look_at_grads(before_backward=True)
         self.on_begin()
         self._check_weighted(weight is not None)
         reducing = self._reducer.will_reduce()
@@ -260,7 +262,7 @@ class StepPipeline:
     def reduce(self) -> None:
         """Afterwards the mean gradient over ranks is where its owner needs it."""
         self.check_here()
-        self._look_at_grads()
+        self.look_at_grads()
         self.finish_reductions()
 
     def finish_reductions(self) -> None:
@@ -287,14 +289,8 @@ class StepPipeline:
         self._buffer.tiers.written_in_place()
         self._stats = None
 
-    def on_gradient_exposed(self, index: int) -> None:
-        """The user has been given the memory of a reduced gradient, and may write to it at any time."""
-        bucket = self._buffer.layout.slots[index].bucket
-        reduced = self._reducer.reduced(bucket)
-        self._exposed.setdefault(bucket, (reduced, reduced._version))
-
     def _forget_if_written(self) -> None:
-        if any(reduced._version != version for reduced, version in self._exposed.values()):
+        if self.changes.written():
             self._collector.forget()
             self._stats = None
 
@@ -313,101 +309,26 @@ class StepPipeline:
                 "the engine scales the loss itself; leave one of them out"
             )
 
-    def _look_at_grads(self, before_backward: bool = False) -> None:
+    def look_at_grads(self, before_backward: bool = False) -> None:
         """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
-        all parameters is :meth:`zero_grad` in other words, a call that all ranks make.
-
-        Nothing is launched for it, because this rank's ``p.grad`` alone must not decide that."""
-        shown = self._reducer.shown
-        changed = shown.changed(self._reducer.parameters)
-        if not changed:
-            if before_backward and shown.factors:
-                self.apply_factors()
-            return
-        if shown.all_none(self._reducer.parameters) and all(gradient is None for gradient in changed.values()):
+        all parameters is :meth:`zero_grad` in other words, a call that all ranks make."""
+        found = self.changes.found()
+        if found and self.changes.all_dropped(found):
             self.zero_grad()
             return
-        for index, gradient in changed.items():
-            if not shown.put_again(index, self._reducer.parameters[index], gradient):
-                self._reducer.drop(index)
-                shown.replace(index, gradient)
-                self._collector.forget(self._buffer.layout.slots[index].bucket)
-                self._assigned.pop(index, None)
-                if gradient is not None:
-                    self._assigned[index] = gradient
-                elif self._stats is not None:
-                    self._stats.replace(index, None, 1.0)
-        self._buffer.tiers.written_in_place()
+        if found:
+            with self.commands(Command.OTHER):  # a rank that has left engine.join() would not know
+                self.changes.take(found)
         if before_backward:
-            self._add_assigned()
-            self.apply_factors()
+            self.changes.add(self.window_scale, self._window.weighted)
+            self.changes.apply_factors()
         elif self._stats is not None:
-            self._take_assigned(self._stats)
-            self._exposed = {bucket: (reduced, reduced._version) for bucket, (reduced, _) in self._exposed.items()}
-
-    def _add_assigned(self) -> None:
-        """Tensors that stood in ``p.grad`` before a backward count like one of this rank's, as with autograd."""
-        assigned, self._assigned = self._assigned, {}
-        for index, gradient in assigned.items():
-            if self._window.weighted:
-                raise RuntimeError(
-                    f"p.grad of parameter '{self._buffer.layout.slots[index].name}' was assigned between backwards "
-                    "that have weights, whose mean is known only after the last one; assign it after that"
-                )
-            whole = gradient.whole() if isinstance(gradient, ShardedGradient) else gradient.detach()
-            self._reducer.add(index, whole * self.window_scale())
-
-    def _take_assigned(self, stats: StatsVector) -> None:
-        """Tensors in ``p.grad`` after the last backward are the mean gradient, the same on all ranks, so that ``stats``
-        are corrected without asking them."""
-        assigned, self._assigned = self._assigned, {}
-        for index, value in assigned.items():
-            gradient = value.whole() if isinstance(value, ShardedGradient) else value.detach()
-            divisor = self.divisor_on_device(stats)
-            slot = self._buffer.layout.slots[index]
-            part = self._reducer.part(index)
-            if part is not None:
-                flat = flattened(gradient.to(part.device), self._reducer.strides[index])
-                fragment = self._reducer.fragment(index)
-                values = flat.narrow(0, fragment.param_start, fragment.numel) * divisor
-                part.copy_(values.as_strided(part.shape, part.stride()))
-            self._reducer.used.add(index)
-            self._reducer.shown.put(slot, self._reducer.parameters[index])
-            self._collector.forget(slot.bucket)
-            stats.replace(index, gradient, divisor)
-        if assigned:
-            self._buffer.tiers.written_in_place()
-
-    @torch.no_grad()
-    def apply_factors(self) -> None:
-        """Multiply gradients by what the user has multiplied them by, which the update would do otherwise."""
-        factors, self._reducer.shown.factors = self._reducer.shown.factors, {}
-        for index, factor in factors.items():
-            part = self._reducer.part(index)
-            if part is not None:
-                part.mul_(factor if not isinstance(factor, torch.Tensor) else factor.to(part.device))
-            self._collector.forget(self._buffer.layout.slots[index].bucket)
-        if factors:
-            self._buffer.tiers.written_in_place()
-            if self._stats is not None:
-                self._stats.rescale(factors, None)
-
-    def _common_factor(self, stats: StatsVector) -> float | torch.Tensor:
-        """Return what the user has multiplied all gradients by, which ``stats`` then take into account."""
-        if not self._reducer.shown.factors:
-            return 1.0
-        common = self._reducer.shown.common_factor()
-        if common is None:
-            self.apply_factors()
-            return 1.0
-        self._reducer.shown.factors = {}
-        stats.rescale({}, common)
-        return common
+            self.changes.assign(self._stats, self.divisor_on_device(self._stats))
 
     def stats(self) -> StatsVector:
         self.check_here()
         if self._stats is None:
-            self._look_at_grads()
+            self.look_at_grads()
         self._forget_if_written()
         return self._collected()
 
@@ -434,8 +355,7 @@ class StepPipeline:
                 self._reducer.losses,
                 self._checks,
             )
-            self._take_assigned(self._stats)
-            self._exposed = {bucket: (reduced, reduced._version) for bucket, (reduced, _) in self._exposed.items()}
+            self.changes.assign(self._stats, self.divisor_on_device(self._stats))
 
     def grad_norm(self) -> float | None:
         """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
@@ -449,7 +369,7 @@ class StepPipeline:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         with self.commands(Command.CLIP, bits_of(max_norm)):
             self._max_norm = float(max_norm)
-            self.apply_factors()
+            self.changes.apply_factors()
             return self.stats().get().norm / self.divisor()
 
     def flush(self) -> None:
@@ -459,7 +379,7 @@ class StepPipeline:
     def update(self, publish: bool = False) -> None:
         """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
         loss scale."""
-        self._look_at_grads()
+        self.look_at_grads()
         self.apply(publish)
 
     def apply(self, publish: bool) -> None:
@@ -471,7 +391,7 @@ class StepPipeline:
             raise RuntimeError("engine.update() was called twice without engine.publish() between")
         with self.commands(Command.UPDATE, publish):
             if self._optimizer.run_hooks("pre"):
-                self._look_at_grads()
+                self.look_at_grads()
             self._update(publish)
             if publish:
                 self._optimizer.run_hooks("post")
@@ -488,7 +408,7 @@ class StepPipeline:
         self._forget_if_written()
         stats = self._collected()
         self._last_vote = self._vote_sent  # only now: clipping may have collected these before the last one was decided
-        given = self._common_factor(stats)
+        given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
         self._updated = True
         self._optimizer.mark_called()
         if self._skips_on_device:
@@ -595,7 +515,7 @@ class StepPipeline:
 
     def step(self) -> None:
         """All phases. Gradients are consumed."""
-        self._look_at_grads()
+        self.look_at_grads()
         with self.commands(Command.STEP):
             self.apply(publish=True)
             self.zero_grad()
@@ -674,7 +594,7 @@ class StepPipeline:
         """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
         ``publish``, and while ``engine.offload_states()`` holds."""
         self.check_here()
-        self._look_at_grads(before_backward=True)
+        self.look_at_grads(before_backward=True)
         self.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
         if self._unpublished:
             raise RuntimeError(

@@ -153,3 +153,24 @@ def scaled_and_read(config: dict[str, Any]) -> dict[str, Any]:
     first.grad.add_(torch.ones_like(first.grad))
     changed = [p.grad.reshape(-1).clone().float() for p in parameters[:1]]
     return {"before": before, "after": after, "norm": norm, "shown": shown, "changed": changed[0]}
+
+
+def joined(config: dict[str, Any], how: str) -> dict[str, Any]:
+    """Rank 1 has a batch fewer. Norms are read, and gradients changed, by those that go on."""
+    engine = make_engine(config, "Mlp")
+    norms, error = [], ""
+    try:
+        with engine.join():
+            for step in range(3 - engine.rank):
+                engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
+                norms.append(float(nn.utils.get_total_norm([p.grad for p in engine.parameters()])))
+                if how == "clip":
+                    nn.utils.clip_grad_norm_(engine.parameters(), 0.05)
+                elif how == "drop":
+                    engine.module.first.bias.grad = None
+                elif how == "call":
+                    engine.clip_gradients(0.05)
+                engine.step()
+    except RuntimeError as raised:
+        error = str(raised)
+    return {"norms": norms, "error": error, "parameters": {} if error else snapshot(engine)}

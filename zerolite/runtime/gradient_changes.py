@@ -1,0 +1,142 @@
+"""What the user does to ``p.grad``, brought to the reduced gradients and to statistics that have been collected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from zerolite.runtime.grad_stats import StatsVector
+from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
+from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.runtime.zero.sharded_grad import ShardedGradient
+from zerolite.runtime.zero.shown_gradients import Factor
+
+
+class GradientChanges:
+    """No method launches a collective: this rank's ``p.grad`` alone must not decide what it launches. Statistics that
+    are there are corrected on each rank, alike."""
+
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        reducer: GradReducer,
+        stats: Callable[[], StatsVector | None],
+        forget: Callable[[int], None],
+    ) -> None:
+        """stats: of the gradients in hand, if they have been collected. forget(bucket): squares that were noted of the
+        bucket do not hold any more."""
+        self._buffer = buffer
+        self._reducer = reducer
+        self._stats = stats
+        self._forget = forget
+        self._assigned: dict[int, torch.Tensor] = {}  # what the user has put into p.grad, by index of the parameter
+        self._exposed: dict[int, tuple[torch.Tensor, int]] = {}  # buckets the user can write to, and their versions
+
+    def clear(self) -> None:
+        """The gradients have been used, or dropped."""
+        self._assigned.clear()
+        self._exposed.clear()
+
+    # ---------------------------------------------------------------- None and tensors in p.grad
+
+    def found(self) -> Mapping[int, torch.Tensor | None]:
+        """Return, by index, each ``p.grad`` that the user has replaced."""
+        return self._reducer.shown.changed(self._reducer.parameters)
+
+    def all_dropped(self, found: Mapping[int, torch.Tensor | None]) -> bool:
+        """Return True if the user has set ``p.grad`` of all parameters to None."""
+        return all(value is None for value in found.values()) and self._reducer.shown.all_none(self._reducer.parameters)
+
+    def take(self, found: Mapping[int, torch.Tensor | None]) -> None:
+        """Drop gradients that were set to None; keep tensors until it is known what they are."""
+        shown = self._reducer.shown
+        for index, value in found.items():
+            if shown.put_again(index, self._reducer.parameters[index], value):
+                continue
+            self._reducer.drop(index)
+            shown.replace(index, value)
+            self._forget(self._bucket(index))
+            self._assigned.pop(index, None)
+            if value is not None:
+                self._assigned[index] = value
+            elif (stats := self._stats()) is not None:
+                stats.replace(index, None, 1.0)
+        self._buffer.tiers.written_in_place()
+
+    def add(self, scale: Callable[[], float], weighted: bool | None) -> None:
+        """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
+        scale: of losses. Raises RuntimeError where backwards have weights."""
+        assigned, self._assigned = self._assigned, {}
+        for index, value in assigned.items():
+            if weighted:
+                raise RuntimeError(
+                    f"p.grad of parameter '{self._buffer.layout.slots[index].name}' was assigned between backwards "
+                    "that have weights, whose mean is known only after the last one; assign it after that"
+                )
+            self._reducer.add(index, _whole(value) * scale())
+
+    @torch.no_grad()
+    def assign(self, stats: StatsVector, divisor: Factor) -> None:
+        """After the last backward: tensors in ``p.grad`` are the mean gradient, the same on all ranks. divisor: what
+        reduced gradients are divided by to be what ``p.grad`` shows."""
+        assigned, self._assigned = self._assigned, {}
+        for index, value in assigned.items():
+            gradient, part = _whole(value), self._reducer.part(index)
+            if part is not None:
+                flat = flattened(gradient.to(part.device), self._reducer.strides[index])
+                fragment = self._reducer.fragment(index)
+                values = flat.narrow(0, fragment.param_start, fragment.numel) * divisor
+                part.copy_(values.as_strided(part.shape, part.stride()))
+            self._reducer.used.add(index)
+            self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
+            self._forget(self._bucket(index))
+            stats.replace(index, gradient, divisor)
+        if assigned:
+            self._buffer.tiers.written_in_place()
+        self._exposed = {bucket: (reduced, reduced._version) for bucket, (reduced, _) in self._exposed.items()}
+
+    # ---------------------------------------------------------------- factors
+
+    @torch.no_grad()
+    def apply_factors(self) -> None:
+        """Multiply gradients by what the user has multiplied them by, which the update would do otherwise."""
+        factors, self._reducer.shown.factors = self._reducer.shown.factors, {}
+        for index, factor in factors.items():
+            part = self._reducer.part(index)
+            if part is not None:
+                part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
+            self._forget(self._bucket(index))
+        if factors:
+            self._buffer.tiers.written_in_place()
+            if (stats := self._stats()) is not None:
+                stats.rescale(factors, None)
+
+    def common_factor(self, stats: StatsVector) -> Factor:
+        """Return what the user has multiplied all gradients by, which ``stats`` then take into account."""
+        common = self._reducer.shown.common_factor()
+        if common is None:
+            self.apply_factors()
+            return 1.0
+        self._reducer.shown.factors = {}
+        stats.rescale({}, common)
+        return common
+
+    # ---------------------------------------------------------------- memory that the user has
+
+    def expose(self, index: int) -> None:
+        """The user is given the memory of a reduced gradient, and may write to it at any time."""
+        bucket = self._bucket(index)
+        reduced = self._reducer.reduced(bucket)
+        self._exposed.setdefault(bucket, (reduced, reduced._version))
+
+    def written(self) -> bool:
+        """Return True if somebody has written to exposed memory since statistics were collected."""
+        return any(reduced._version != version for reduced, version in self._exposed.values())
+
+    def _bucket(self, index: int) -> int:
+        return self._buffer.layout.slots[index].bucket
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.whole() if isinstance(value, ShardedGradient) else value.detach()
