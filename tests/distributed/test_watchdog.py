@@ -26,6 +26,7 @@ PARTINGS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "save": ((0, 1, 2, 3), ["rank 1 called engine.save_checkpoint() alone", "on all ranks"]),
     "branch": ((3,), ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),
     "stop": ((1, 3), ["rank 1: no answer, last seen in step", "rank 1 died", "native code"]),
+    "gradient": ((1, 3), ["rank 1 called an operation on p.grad, and the other", "on all ranks"]),
     "metric": ((1, 3), ["rank 1 called engine.reduce(), and the other", "for metrics"]),
 }
 FAST = {("sleep", 2), ("branch", 3)}
@@ -53,7 +54,7 @@ def run_until_ended(pools: Pools, world_size: int, directory: Path, case: dict[s
 def test_every_rank_ends_with_the_same_diagnosis(
     pools: Pools, tmp_path: Path, how: str, stage: int, world_size: int
 ) -> None:
-    by_messages = how in ("branch", "metric")  # shared memory would find these out by itself
+    by_messages = how in ("branch", "metric", "gradient")  # shared memory would find these out by itself
     case = {"how": how, "stage": stage, "timeout_s": TIMEOUT_S, "shared_memory": not by_messages}
     said, messages = run_until_ended(pools, world_size, tmp_path, case)
     answered = [rank for rank in range(world_size) if not (how == "stop" and rank == cases.ODD)]

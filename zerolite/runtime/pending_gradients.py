@@ -90,15 +90,8 @@ class PendingGradients:
         if index in self._reducer.shown.factors:
             self._pipeline.changes.apply_factors()
         part, parameter = self._reducer.part(index), self._reducer.parameters[index]
-        if (
-            part is None
-            or self._scale(index) is not None
-            or (part.device, part.dtype)
-            != (
-                self._device,
-                parameter.dtype,
-            )
-        ):
+        wanted = self._device, parameter.dtype
+        if part is None or (part.device, part.dtype) != wanted or self._scale(index) is not None:
             return None
         self._pipeline.changes.expose(index)
         return part

@@ -176,6 +176,7 @@ class StepPipeline:
         self._collector.forget()
         self._max_norm = self._options.max_norm
         self._loss_scale: float | None = None
+        self._mean_weight: torch.Tensor | None = None
         self.changes.clear()
         self._flush_factor = 1.0
         self._updated = False
@@ -213,7 +214,7 @@ class StepPipeline:
     def _begin_pass(
         self, scaled: bool, weight: float | None, reducing: bool, divided: bool, end_with_backward: bool
     ) -> None:
-        self._stats = None
+        self._stats = self._mean_weight = None
         if self._sums is not None:
             self._sums.reopen()
         self.window_scale()
@@ -645,14 +646,17 @@ class StepPipeline:
 
     def shown_divisor(self) -> float | torch.Tensor:
         """What a reduced gradient must be divided by to be what ``p.grad`` shows; see :meth:`divisor_on_device`."""
-        return self.divisor_on_device(self.stats()) if self._window.weighted else self._own_divisor()
+        if not self._window.weighted:
+            return self._own_divisor()
+        if self._mean_weight is None:  # kept: changes of gradients leave it as it is
+            self._mean_weight = self.stats().weight()
+        return self._own_divisor() * self._mean_weight
 
     def divisor_on_device(self, stats: StatsVector) -> float | torch.Tensor:
         """The same, for which the host does not wait."""
         if not self._window.weighted:
             return self._own_divisor()
-        weight = stats.weight()
-        return self._own_divisor() * torch.where(weight == 0, 1.0, weight)
+        return self._own_divisor() * stats.weight()
 
     def _own_divisor(self) -> float:
         """The same without what only all ranks know."""

@@ -232,7 +232,8 @@ class Program:
         self.scaled = True
 
     def run(self, length: int) -> None:
-        actions = [self.engine_loop, self.plain_loop, self.phases, self.evaluation, self.dropped, self.joined]
+        actions = [self.engine_loop, self.plain_loop, self.phases, self.through_p_grad]
+        actions += [self.evaluation, self.dropped, self.joined]
         for _ in range(length):
             self.shared.choice(actions)()
             if self.own.random() < 0.3:  # any rank, for itself
@@ -286,6 +287,33 @@ class Program:
         self.engine.update()
         self.engine.publish()
         self.engine.zero_grad()
+
+    def through_p_grad(self) -> None:
+        """Also gradients that are not finite, or that no rank has."""
+        self.micro_batches()
+        shown = [p for p in self.engine.parameters() if p.grad is not None]
+        first, *_, last = shown
+
+        def replaced() -> None:
+            last.grad = torch.full_like(last.grad, 0.125)
+
+        def left_out() -> None:
+            first.grad = None
+
+        ways = [
+            lambda: nn.utils.clip_grad_norm_(shown, 0.5),
+            lambda: nn.utils.clip_grad_norm_(shown[1::2], 0.1),
+            lambda: nn.utils.clip_grad_value_(shown, 0.01),
+            lambda: last.grad.mul_(0.5),
+            lambda: last.grad.flatten().sort(),
+            lambda: torch._foreach_add_([p.grad for p in shown], 1e-3),
+            replaced,
+        ]
+        for way in [*self.shared.sample(ways, 3), *([left_out] if self.shared.random() < 0.5 else [])]:
+            way()
+        if self.shared.random() < 0.3:  # and more comes
+            self.backward(0, self.engine._window.weighted)
+        self.engine.step()
 
     def evaluation(self) -> None:
         self.engine.eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from typing import Any
 
@@ -113,15 +112,6 @@ def refused(config: dict[str, Any]) -> dict[str, str]:
     engine.zero_grad()
     heard["after a step"] = message(lambda: kept.norm())
     return {**heard, "shown": " ".join(shown)}
-
-
-def on_one_rank(config: dict[str, Any]) -> None:
-    """A gradient that rank 1 alone reads."""
-    engine = make_engine(config, "Mlp")
-    engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
-    if engine.rank == 1:
-        engine.module.first.weight.grad.sort()
-    time.sleep(1.0)
 
 
 def unused_here(config: dict[str, Any]) -> dict[str, Any]:
