@@ -15,7 +15,7 @@ import zerolite
 from zerolite.comm import NullCommunicator, use_communicator
 
 LAYERS, PARAMETERS = 40, 160  # each step's instructions that no parameter causes are told by halving the layers
-MOST = 300  # instructions of a parameter
+MOST = 180  # instructions of a parameter
 
 
 class Layer(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,11 @@ class Run:
         self.indices = frozenset(slot.index for slot in slots)
         self.count = len(slots)
         self.held: dict[int, torch.Tensor] = {}  # gradients by index of the parameter
+        self.bucket = slots[0].bucket
+        # Whether hooks hold gradients of the pass under way without counting each. Those behind the first ``counted``
+        # are counted together.
+        self.open, self.counted = False, 0
+        self.shown: Mapping[int, torch.Tensor] | None = None  # what p.grad shows of them, by index of the parameter
         self._slots = tuple(slots)
         self._order = [slot.index for slot in slots]
         ends = [*(slot.start for slot in slots[1:]), high]

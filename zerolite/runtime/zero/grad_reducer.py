@@ -55,9 +55,10 @@ class GradReducer:
         self.layout = layout
         self.resting = resting
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
-        self.used: set[int] = set()  # parameters that got a gradient in this window
+        self._used: set[int] = set()
         self.hook_sums = HookSums()
-        self.shown = ShownGradients(options.shard, comm.rank)
+        self._shown = ShownGradients(options.shard, comm.rank)
+        self._some_open = False  # runs whose hooks hold gradients that have not been counted
         self.losses: list[torch.Tensor] = []  # of this rank's backwards, 0-dim fp32
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
         self.parameters: list[torch.nn.Parameter] = []
@@ -140,6 +141,20 @@ class GradReducer:
         self.order = order
         self._places = sorted(range(len(order)), key=order.__getitem__)
 
+    @property
+    def used(self) -> set[int]:
+        """The parameters that got a gradient in this window."""
+        if self._some_open:
+            self._close_runs()
+        return self._used
+
+    @property
+    def shown(self) -> ShownGradients:
+        """What ``p.grad`` shows."""
+        if self._some_open:
+            self._close_runs()
+        return self._shown
+
     # ---------------------------------------------------------------- hooks
 
     def attach(self, on_first_gradient: Callable[[int], None], on_gradient: Callable[[int], None] | None) -> None:
@@ -163,7 +178,8 @@ class GradReducer:
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The hook, which runs for every parameter in every backward."""
         gradient = parameter.grad
-        if not self._seen_gradient or type(gradient) is ShardedGradient:
+        first = not self._seen_gradient
+        if first or type(gradient) is ShardedGradient:
             gradient = self._take_first(slot, parameter, gradient)
         if self._on_gradient is not None:
             self._on_gradient(slot.index)
@@ -181,8 +197,8 @@ class GradReducer:
                 f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
                 "sparse gradients are not supported: build the embedding with sparse=False"
             )
-        self.shown.put(slot, parameter)
-        self.used.add(slot.index)
+        self._shown.put(slot, parameter)
+        self._used.add(slot.index)
         if slot.numel:
             if torch.is_grad_enabled():  # a backward with create_graph
                 with torch.no_grad():
@@ -190,6 +206,8 @@ class GradReducer:
             else:
                 self._accept(slot, gradient)
             self._count(slot)
+        if first:
+            self._open_runs()
 
     def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient in ``parameter.grad``, where the pass begins only now, or the parameter had one in it before."""
@@ -204,6 +222,43 @@ class GradReducer:
             self._on_first_gradient(slot.index)
             self._seen_gradient = True
         return gradient
+
+    def _open_runs(self) -> None:
+        """Let the hooks of small parameters hold gradients with the least Python, where nothing looks at each."""
+        if self._void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
+            return
+        for state in self._states:
+            for run in state.runs:
+                if run.shown is None:
+                    run.shown = self._shown.made(run.indices)
+                run.open = run.shown is not None and self.hook_sums.users.isdisjoint(run.indices)
+                run.counted = len(run.held)
+                self._some_open |= run.open
+
+    def _hold(self, run: Run) -> None:
+        """The hooks of ``run`` have held the last of its gradients."""
+        state = self._states[run.bucket]
+        self._close(state, run)
+        self._put_run(state, run)
+        if state.missing <= 0:
+            self._bucket_complete(run.bucket)
+
+    def _close_runs(self) -> None:
+        self._some_open = False
+        for state in self._states:
+            for run in state.runs:
+                self._close(state, run)
+
+    def _close(self, state: BucketState, run: Run) -> None:
+        """Count what the hooks of ``run`` hold, and let every further gradient be counted when it comes."""
+        if run.open:
+            run.open = False
+            held = list(run.held)[run.counted :]
+            self._used.update(held)
+            self._shown.note(held)
+            state.missing -= len(held)
+            for index in held:
+                self._fires[index] += 1
 
     # ---------------------------------------------------------------- a pass
 
@@ -265,6 +320,7 @@ class GradReducer:
             self._end_pass(complete)
 
     def _end_pass(self, complete: bool) -> None:
+        self._close_runs()
         if complete:
             self._learned = True  # of this rank alone: it decides when a bucket is launched in a pass, never whether
             if max(self._fires, default=0) > 1:
@@ -294,6 +350,8 @@ class GradReducer:
         """Move a gradient into its bucket, or hold it until it is moved with others."""
         index = slot.index
         state, run = self._states[slot.bucket], self._runs[index]
+        if run is not None:
+            self._close(state, run)
         if state.launched:
             self._note_late(state, slot)
         if run is not None:
@@ -338,13 +396,17 @@ class GradReducer:
             if self._learning:
                 self._plan.on_gradient(slot.bucket)
         elif state.missing <= 0:
-            if self._completed is not None:  # again at the end, if another contribution has come
-                self._completed.pop(slot.bucket, None)
-                self._completed[slot.bucket] = None
-            # When this rank launches is its own affair, as DDP's ranks do: the order of the buckets is fixed, and
-            # nothing else is launched on this communicator before the pass has ended.
-            if self._reducing and self._options.overlap and (self._learned or self._looks_for_late):
-                self._launch_ready()
+            self._bucket_complete(slot.bucket)
+
+    def _bucket_complete(self, bucket: int) -> None:
+        """All contributions to a bucket that this pass waits for have come."""
+        if self._completed is not None:  # again at the end, if another contribution has come
+            self._completed.pop(bucket, None)
+            self._completed[bucket] = None
+        # When this rank launches is its own affair, as DDP's ranks do: the order of the buckets is fixed, and nothing
+        # else is launched on this communicator before the pass has ended.
+        if self._reducing and self._options.overlap and (self._learned or self._looks_for_late):
+            self._launch_ready()
 
     def _put_run(self, state: BucketState, run: Run) -> None:
         """Move the gradients that a run holds into ``local``, all in one call."""
@@ -408,6 +470,7 @@ class GradReducer:
     def _put_held(self, state: BucketState) -> None:
         """Move the held gradients into ``local``, where none of them is yet: in one call if that is possible."""
         for run in state.runs:
+            self._close(state, run)
             if run.held:
                 self._put_run(state, run)
         held, state.held = state.held, {}
@@ -728,6 +791,7 @@ class GradReducer:
         self.hook_sums.forget(index)
         state.held.pop(index, None)
         if run is not None:
+            self._close(state, run)
             run.held.pop(index, None)
         if state.local is not None and index in state.written:
             zero_slot(state.local, state.bucket, slot)
@@ -833,9 +897,21 @@ class GradReducer:
 
 
 def _make_hook(known: weakref.ref[GradReducer], slot: Slot) -> Callable[[torch.Tensor], None]:
+    index = slot.index
+
     def hook(parameter: torch.Tensor) -> None:
         reducer = known()
-        if reducer is not None:
-            reducer._take(slot, parameter)
+        if reducer is None:
+            return
+        run = reducer._runs[index]
+        if run is not None and run.open and index not in run.held:
+            gradient = parameter.grad
+            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                run.held[index] = gradient
+                parameter.grad = run.shown[index]  # type: ignore[index]
+                if len(run.held) == run.count:
+                    reducer._hold(run)
+                return
+        reducer._take(slot, parameter)
 
     return hook

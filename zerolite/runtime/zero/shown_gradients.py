@@ -53,6 +53,16 @@ class ShownGradients:
         self._shown[slot.index] = held
         set_grad(parameter, held)
 
+    def made(self, indices: Iterable[int]) -> dict[int, torch.Tensor] | None:
+        """Return what :meth:`put` shows of each of these parameters, which stays the same; None before it has."""
+        known = {index: held for index in indices if (held := self._made[index]) is not None}
+        return known if len(known) == len(set(indices)) else None
+
+    def note(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters are shown, as :meth:`put` does it."""
+        for index in indices:
+            self._shown[index] = self._made[index]
+
     def _place(self, slot: Slot, parameter: torch.Tensor) -> Place:
         start, numel = self._layout.range_of(slot, self._rank) if self._sharded else (0, slot.numel)
         shape = getattr(parameter, "ds_shape", parameter.shape)
