@@ -53,7 +53,7 @@ class ShownGradients:
         self._shown[slot.index] = held
         set_grad(parameter, held)
 
-    def made(self, indices: Iterable[int]) -> dict[int, torch.Tensor] | None:
+    def made(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
         """Return what :meth:`put` shows of each of these parameters, which stays the same; None before it has."""
         known = {index: held for index in indices if (held := self._made[index]) is not None}
         return known if len(known) == len(set(indices)) else None
