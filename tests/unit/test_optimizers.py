@@ -10,6 +10,7 @@ import torch
 import zerolite
 from zerolite.config.errors import ConfigError
 from zerolite.ops import Lion
+from zerolite.ops.muon import MuonWithAdamW, muon_groups
 from zerolite.runtime.optimizers import (
     ELEMENTWISE,
     NOT_ELEMENTWISE,
@@ -253,7 +254,7 @@ def run_in_matrix_pieces(cls):
 
 
 def test_every_torch_optimizer_is_in_one_table():
-    assert set(TORCH_OPTIMIZERS.values()) | {Lion} == ELEMENTWISE | set(NOT_ELEMENTWISE)
+    assert set(TORCH_OPTIMIZERS.values()) | {Lion, MuonWithAdamW} == ELEMENTWISE | set(NOT_ELEMENTWISE)
     assert not ELEMENTWISE & set(NOT_ELEMENTWISE)
 
 
@@ -294,3 +295,39 @@ def test_a_graph_cannot_be_captured_on_the_cpu() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.1, "capturable": True}}
     with pytest.raises(ValueError, match=r"'capturable'\]: expected false on the CPU, where the CPU updates"):
         zerolite.initialize(torch.nn.Linear(2, 2), {"optimizer": optimizer})
+
+
+@pytest.mark.skipif("muon" in TORCH_OPTIMIZERS, reason="torch has Muon")
+def test_muon_says_which_torch_it_needs() -> None:
+    with pytest.raises(ConfigError, match="torch 2.9"):
+        resolve_optimizer("Muon")
+
+
+class Tagger(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.heads = torch.nn.MultiheadAttention(4, 2)
+        self.up = torch.nn.Linear(4, 8)
+        self.lm_head = torch.nn.Linear(4, 5)
+        self.tied = torch.nn.Linear(4, 5)
+        self.tied.weight = self.embed.weight
+
+
+def test_muon_is_for_matrices_in_hidden_layers() -> None:
+    model = Tagger()
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def muon(groups) -> set[str]:
+        return {names[id(p)] for group in groups for p in group["params"] if group["use_muon"]}
+
+    every = [{"params": list(model.parameters()), "lr": 0.5}]
+    groups = muon_groups(model, every)
+    assert muon(groups) == {"heads.in_proj_weight", "heads.out_proj.weight", "up.weight"}
+    assert [group["lr"] for group in groups] == [0.5, 0.5]
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    model.lm_head.weight.use_muon = True
+    assert muon(muon_groups(model, every)) == {"lm_head.weight"}
+    model.up.bias.use_muon = True
+    with pytest.raises(ValueError, match=r"'up.bias' of shape \(8,\)"):
+        muon_groups(model, every)

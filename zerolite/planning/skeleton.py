@@ -55,6 +55,8 @@ class Skeleton:
             strides = parameter.stride() if handle is None else handle.strides
             values = torch.empty_strided(shape, strides, dtype=parameter.dtype, device="cpu")
             made = torch.nn.Parameter(values, parameter.requires_grad)
+            if hasattr(parameter, "use_muon"):
+                made.use_muon = parameter.use_muon  # type: ignore[attr-defined]
             if handle is not None:
                 del values
                 partition(made, name, self._comm, self._device)

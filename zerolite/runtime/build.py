@@ -26,6 +26,7 @@ from zerolite.comm import (
     second_communicator,
 )
 from zerolite.config import ZeroliteConfig
+from zerolite.ops.muon import muon_groups
 from zerolite.runtime.accumulation import AccumulationWindow
 from zerolite.runtime.activation_checkpointing import attach
 from zerolite.runtime.activation_checkpointing.clock import describe
@@ -136,6 +137,8 @@ def build_engine(
     trains = optimizer is not None or resolved.optimizer is not None
     if trains:
         groups = param_groups_of(model, optimizer, model_parameters, staged is not None)
+        if optimizer is None and resolved.optimizer is not None and resolved.optimizer.type.lower() == "muon":
+            groups = muon_groups(model, groups)
     else:
         groups = freeze(model, resolved, model_parameters, arguments.lr_scheduler)
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
@@ -225,11 +228,16 @@ class _Assembly:
             )
         self.owned = trained if self.trains else list(self.model.parameters())
         check_parameters(self.owned, names, meta_allowed=self.policy.shard_parameters)
-        self.specs = self._specs_of(trained, names)
+        self.specs = self._specs_of(trained, names, groups)
         return trained
 
-    def _specs_of(self, trained: Parameters, names: dict[int, str]) -> list[ParameterSpec]:
-        specs = _parameter_specs(trained, names, self.precision, self.communication, self.whole)
+    def _specs_of(self, trained: Parameters, names: dict[int, str], groups: Groups) -> list[ParameterSpec]:
+        specs = _parameter_specs(trained, names, self.precision, self.communication)
+        # What Muon leaves to an elementwise optimizer can be divided.
+        whole = {id(p) for group in groups for p in group["params"] if self.whole and group.get("use_muon", True)}
+        for place, parameter in enumerate(trained):
+            if id(parameter) in whole:
+                specs[place] = dataclasses.replace(specs[place], kind=f"{specs[place].kind}, whole", whole=True)
         for place, parameter in enumerate(trained):
             if id(parameter) in self.ties:  # in a bucket of its own: the other stages cut theirs in the same parts
                 kind = f"{specs[place].kind}, shared as {self.ties[id(parameter)].key}"
@@ -424,7 +432,7 @@ class _Assembly:
     def _layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
         """Of parameters that are trained from now on."""
         self.fp32.attach()
-        added = self._specs_of(parameters, names)
+        added = self._specs_of(parameters, names, self.sharded.inner.param_groups)
         if self.partitioned is not None:
             return sliced_layout(self.partitioned, parameters, added, self.config, self.comm)
         numel = bucket_numel(self.specs, self.config, self.comm.world_size)
@@ -472,10 +480,9 @@ def _parameter_specs(
     names: dict[int, str],
     precision: Precision,
     communication: Callable[[torch.nn.Parameter], torch.dtype | None],
-    whole: bool,
 ) -> list[ParameterSpec]:
     return [
-        ParameterSpec(names[id(p)], whole_numel(p), f"{precision.compute_dtype(p)} sent as {communication(p)}", whole)
+        ParameterSpec(names[id(p)], whole_numel(p), f"{precision.compute_dtype(p)} sent as {communication(p)}")
         for p in trained
     ]
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zerolite.config.errors import ConfigError
 from zerolite.ops.lion import Lion
+from zerolite.ops.muon import MuonWithAdamW
 from zerolite.ops.rules import ONLY_HERE, unsupported
 from zerolite.runtime.keyword_params import check_keyword_params, nearest
 
@@ -40,10 +41,13 @@ NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
     TORCH_OPTIMIZERS[name.lower()]: why
     for name, why in _WHY_NOT_ELEMENTWISE.items()
     if name.lower() in TORCH_OPTIMIZERS
-}
+} | {MuonWithAdamW: _WHY_NOT_ELEMENTWISE["Muon"]}
 
 # Classes of other libraries, and what inherits from them.
-_WHOLE_NAMES = frozenset("adafactor muon lamb lars shampoo distributedshampoo soap came adammini".split())
+_WHOLE_NAMES = frozenset(
+    "adafactor muon muonwithauxadam singledevicemuon singledevicemuonwithauxadam lamb lars shampoo distributedshampoo "
+    "soap came adammini".split()
+)
 
 # These never work with an engine, at no stage.
 _UNUSABLE = {
@@ -60,7 +64,6 @@ _DEEPSPEED_ONLY = {
     "muadam": "Adam",
     "muadamw": "AdamW",
     "musgd": "SGD",
-    "muon": "AdamW",  # reached only where torch has no Muon
 }
 _COMPRESSION_KEYS = frozenset(
     "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler local_step_clipper "
@@ -104,6 +107,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -
     - "AdamW" is torch's AdamW with torch's weight decay of 0.01 (DeepSpeed: 0.01 with `torch_adam`, else 0.0).
     - "Lion" has DeepSpeed's defaults lr = 1e-3, betas = (0.9, 0.999) (the paper and `zerolite.ops.Lion`: 1e-4, (0.9,
       0.99)).
+    - "Muon" is `zerolite.ops.muon.MuonWithAdamW`: torch's Muon with AdamW for what is no matrix of a hidden layer.
     - `torch_adam` is accepted and has no effect: Adam is always torch's.
     - `"bias_correction": false` and `"fp32_optimizer_states": false` (moments in bf16), of Adam and AdamW, are
       zerolite's own and cannot be combined with torch's variants and implementations.
@@ -190,6 +194,11 @@ def check_usable(optimizer: Optimizer | type[Optimizer]) -> None:
 def _find_class(type_name: str) -> type[Optimizer]:
     known = {**TORCH_OPTIMIZERS, "lion": Lion}
     name = type_name.lower()
+    if name == "muon":
+        if name not in known:
+            sentence = f"'{type_name}' needs torch 2.9 or newer, whose Muon it is; this is torch {torch.__version__}"
+            raise ConfigError([("optimizer.type", sentence)])
+        return MuonWithAdamW
     if name in _UNUSABLE:
         raise ConfigError([("optimizer.type", f"'{type_name}' is not supported: {_UNUSABLE[name]}")])
     if name in known:

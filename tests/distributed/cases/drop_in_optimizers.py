@@ -89,6 +89,57 @@ def whole_parameters(run: Run, variant: tuple[str, str]) -> None:
     run.train()
 
 
+class MuonAndAdamW:
+    """What `"Muon"` by name means, as two optimizers of torch."""
+
+    def __init__(self, model: Any) -> None:
+        hidden, rest = [model[1].weight], [model[0].weight, model[1].bias, model.head.weight, model.head.bias]
+        self.parts = [
+            torch.optim.Muon(hidden, lr=0.02, momentum=0.9, weight_decay=0.01),
+            torch.optim.AdamW(rest, lr=0.01, weight_decay=0.01, betas=(0.9, 0.98)),
+        ]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+class Words(nn.Sequential):
+    """``tokens [B, T]`` -> logits, with an embedding, a hidden matrix and a head."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(models.VOCABULARY, 5), nn.Linear(5, 9))
+        self.head = nn.Linear(9, models.VOCABULARY)
+
+
+@case(
+    '`"Muon"` by name: Muon for matrices in hidden layers, AdamW for the rest (torch 2.9 or newer)',
+    ["names", "use_muon"],
+    words=["zero_optimization.stage", "Use stage 1 or 2"],
+    error=ValueError,
+    close=KERNELS,
+)
+def muon_by_name(run: Run, how: str) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        return whole_parameters(run, ("Adafactor", "config"))  # of the same kind
+
+    def build() -> nn.Module:
+        model = Words()
+        if how == "use_muon":
+            for name, parameter in model.named_parameters():
+                parameter.use_muon = name == "1.weight"  # type: ignore[attr-defined]
+        return model
+
+    params = {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "betas": [0.9, 0.98]}
+    own: Any = MuonAndAdamW if run.plain else None
+    run.start(build, optimizer=("Muon", params), own=own, loss=models.token_loss, batch=models.token_batch)
+    run.train()
+
+
 class OwnMomentum(torch.optim.Optimizer):
     """An optimizer class that zerolite does not know: signs of a momentum, with a count and a weight decay."""
 

@@ -1,0 +1,110 @@
+"""Muon for the matrices of hidden layers and AdamW for everything else, in one optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_NOT_HIDDEN = re.compile(r"(^|\.)([^.]*embed[^.]*|(lm_)?head|classifier|score)(\.|$)")
+"""Qualified names of parameters that are no hidden layer's."""
+
+
+class MuonWithAdamW(Optimizer):
+    """torch.optim.Muon over param groups with ``use_muon``, torch.optim.AdamW over the others. Needs torch 2.9."""
+
+    zerolite_elementwise = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+    ) -> None:
+        """lr, weight_decay: of both. muon_lr, adam_lr: of one of them, instead. betas, eps: AdamW's. The others are
+        Muon's. A group that does not say ``use_muon`` uses it if all its parameters are matrices."""
+        muon: Any = torch.optim.Muon
+        self._muon: Optimizer = muon(
+            [{"params": []}],
+            lr=lr if muon_lr is None else muon_lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        rate = lr if adam_lr is None else adam_lr
+        self._adamw = torch.optim.AdamW([{"params": []}], lr=rate, weight_decay=weight_decay, betas=betas, eps=eps)
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError for a parameter with ``use_muon`` that is no matrix."""
+        group = dict(param_group)
+        given = group["params"]
+        group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        other = next((tuple(p.shape) for p in group["params"] if p.dim() != 2), None)
+        uses = group.setdefault("use_muon", other is None)
+        if uses and other is not None:
+            raise ValueError(f"Muon updates matrices, and got use_muon for a parameter of shape {other}")
+        super().add_param_group({**(self._muon if uses else self._adamw).defaults, **group})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, uses in ((self._muon, True), (self._adamw, False)):
+            part.param_groups = [group for group in self.param_groups if bool(group["use_muon"]) is uses]
+            part.state = self.state
+            step: Any = type(part).step
+            if part.param_groups:  # without torch's wrapper, whose hooks are of the whole step
+                step.__wrapped__(part)
+        return loss
+
+
+def muon_groups(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``groups`` with each one that does not say ``use_muon`` in two: what Muon updates, and the rest.
+
+    Where parameters have an attribute ``use_muon``, it decides, and those without it are of the rest. Otherwise Muon
+    updates matrices that belong to no embedding and whose qualified names have no part such as "lm_head", "head",
+    "classifier", "score" or one with "embed". Raises ValueError for a parameter marked so that is no matrix.
+    """
+    chosen: dict[int, bool] = {}
+    marked = any(hasattr(parameter, "use_muon") for parameter in model.parameters())
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, embeddings)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one by all of its names
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if marked:
+            hidden = bool(getattr(parameter, "use_muon", False))
+            if hidden and len(shape) != 2:
+                raise ValueError(
+                    f"zerolite.initialize: expected use_muon of matrices, got it of parameter '{name}' of shape "
+                    f"{shape}; set its use_muon to False"
+                )
+        else:
+            hidden = len(shape) == 2 and id(parameter) not in tables and not _NOT_HIDDEN.search(name)
+        chosen[id(parameter)] = hidden and chosen.get(id(parameter), True)
+    result: list[dict[str, Any]] = []
+    for group in groups:
+        if "use_muon" in group:
+            result.append(dict(group))
+            continue
+        for uses in (True, False):
+            members = [p for p in group["params"] if chosen[id(p)] is uses]
+            result.append({**group, "params": members, "use_muon": uses})
+    return result
