@@ -72,7 +72,7 @@ class MuonWithAdamW(Optimizer):
             part.state = self.state
             step: Any = type(part).step
             if part.param_groups:  # without torch's wrapper, whose hooks are of the whole step
-                step.__wrapped__(part)
+                (step.__wrapped__ if getattr(step, "hooked", False) else step)(part)
         return loss
 
 
