@@ -93,6 +93,13 @@ def test_unfrozen_parameters_and_state_dicts(pools: Pools, stage: int) -> None:
         torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2])
+def test_gradients_in_the_loop(pools: Pools, stage: int) -> None:
+    wanted, found = (pools(2).run(f"{CASES}:look_at_gradients", {"config": settings(s, None)}) for s in (0, stage))
+    for here, there in zip(found, wanted, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-7)
+
+
 ADAMW = ("AdamW", {"lr": 0.01, "foreach": True})
 
 

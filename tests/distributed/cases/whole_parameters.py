@@ -117,3 +117,19 @@ def refusal(config: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def look_at_gradients(config: dict[str, Any]) -> dict[str, Any]:
+    """A loop that clips, scales and reads ``p.grad``."""
+    engine = make(config, "ConvNet")
+    seen = []
+    for step in range(STEPS):
+        engine.backward(LOSSES["ConvNet"](engine, BATCHES["ConvNet"](step, 0, dist.get_rank())))
+        parameters = list(engine.module.parameters())
+        seen.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5)))
+        for parameter in parameters:
+            parameter.grad.mul_(0.5).clamp_(-0.01, 0.01)
+        seen.append([torch.tensor(parameter.grad.tolist()) for parameter in parameters])
+        parameters[0].grad = seen[-1][0] * 2
+        engine.step()
+    return {"seen": seen, **held(engine)}
