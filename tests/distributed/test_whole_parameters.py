@@ -132,6 +132,14 @@ def test_checkpoints_load_at_other_worlds_and_stages(
         torch.testing.assert_close(rank["after"], alone["after"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 1, marks=SLOW), pytest.param(0, 1, marks=SLOW)])
+def test_a_step_goes_on_from_its_middle(pools: Pools, tmp_path: Path, before: int, after: int) -> None:
+    configs = [settings(stage, MUON, accumulation=2) for stage in (before, after)]
+    kwargs = {"before": configs[0], "after": configs[1], "directory": str(tmp_path)}
+    for rank in pools(2).run(f"{CASES}:interrupted", kwargs):
+        torch.testing.assert_close(rank["interrupted"], rank["whole"], rtol=1e-5, atol=1e-6)
+
+
 def test_stage_3_says_what_to_do(pools: Pools) -> None:
     for made, words in ((settings(3), "Adafactor"), (settings(3, ADAMW, zero=WHOLE), "whole_parameters")):
         (sentence,) = pools(1).run(f"{CASES}:refusal", {"config": made})

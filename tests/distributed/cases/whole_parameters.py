@@ -133,3 +133,22 @@ def look_at_gradients(config: dict[str, Any]) -> dict[str, Any]:
         parameters[0].grad = seen[-1][0] * 2
         engine.step()
     return {"seen": seen, **held(engine)}
+
+
+def interrupted(before: dict[str, Any], after: dict[str, Any], directory: str) -> dict[str, Any]:
+    """A run that is saved between the two micro-batches of a step and goes on in another engine, and one that is not
+    interrupted."""
+    results = {}
+    for name in ("whole", "interrupted"):
+        engine = make(before, "OddModel")
+        for micro in range(4):
+            engine.backward(LOSSES["OddModel"](engine, BATCHES["OddModel"](micro // 2, micro % 2, dist.get_rank())))
+            engine.step()
+            if micro == 2 and name == "interrupted":
+                engine.save_checkpoint(Path(directory), tag="middle")
+                del engine
+                engine = make(after, "OddModel")
+                engine.load_checkpoint(Path(directory), tag="middle")
+        results[name] = held(engine)
+        del engine
+    return results
