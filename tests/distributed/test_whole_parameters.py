@@ -93,6 +93,14 @@ def test_unfrozen_parameters_and_state_dicts(pools: Pools, stage: int) -> None:
         torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(MUON[0] != "Muon", reason="torch has no Muon")
+def test_a_group_is_added_to_muon(pools: Pools) -> None:
+    wanted, found = (pools(2).run(f"{CASES}:grow_by_group", {"config": settings(s, MUON)}) for s in (0, 2))
+    for here, there in zip(found, wanted, strict=True):
+        assert here["lr"] == [0.02, 0.02, 0.03, 0.02] and len(here["states"]) == 4
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2])
 def test_gradients_in_the_loop(pools: Pools, stage: int) -> None:
     wanted, found = (pools(2).run(f"{CASES}:look_at_gradients", {"config": settings(s, None)}) for s in (0, stage))

@@ -110,7 +110,8 @@ class Growth:
                 )
             if problem is not None:
                 raise ValueError(f"engine.optimizer.add_param_group: expected parameters to train, got {problem}")
-        torch.optim.Optimizer.add_param_group(self._optimizer.inner, {**group, "params": parameters})
+        inner = self._optimizer.inner
+        type(inner).add_param_group(inner, {**group, "params": parameters})
         resting = {id(p) for p in self._resting}
         self._resting += [p for p in parameters if id(p) not in resting]
         self.wake()

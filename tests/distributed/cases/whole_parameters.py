@@ -152,3 +152,17 @@ def interrupted(before: dict[str, Any], after: dict[str, Any], directory: str) -
         results[name] = held(engine)
         del engine
     return results
+
+
+def grow_by_group(config: dict[str, Any]) -> dict[str, Any]:
+    """A run of Muon by name that trains another layer from some step on, its matrix with Muon."""
+    model = models.build(models.Mlp)
+    model.first.requires_grad_(False)
+    engine = zerolite.initialize(model, config)
+    train_engine(engine, "Mlp", 1)
+    model.first.weight.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [model.first.weight], "lr": 0.03, "use_muon": True})
+    model.first.bias.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [model.first.bias]})
+    train_engine(engine, "Mlp", 2)
+    return {"lr": engine.get_lr(), **held(engine)}
