@@ -122,3 +122,12 @@ def test_a_rank_that_has_left_a_join_misses_no_change(pools: Pools, stage: int, 
         assert_same_bits(going["parameters"], gone["parameters"], "of both ranks")
     else:
         assert "rank 1 has finished its batches" in going["error"] and "rank 1 has finished" in gone["error"]
+
+
+@pytest.mark.slow
+def test_parts_of_layers_have_no_gradient_in_p_grad(pools: Pools) -> None:
+    setting = config(1, tensor_parallel={"size": 2, "plan": "auto"})
+    for rank in pools(2).run(f"{CASES}:with_parts", {"config": setting}):
+        assert len(rank["said"]) == 2 and rank["norm"] > 0
+        for said in rank["said"]:
+            assert "tensor_parallel" in said and "engine.clip_gradients(max_norm)" in said

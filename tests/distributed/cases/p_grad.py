@@ -164,3 +164,18 @@ def joined(config: dict[str, Any], how: str) -> dict[str, Any]:
     except RuntimeError as raised:
         error = str(raised)
     return {"norms": norms, "error": error, "parameters": {} if error else snapshot(engine)}
+
+
+def with_parts(config: dict[str, Any]) -> dict[str, Any]:
+    """Layers are cut over the ranks: what using p.grad says, and the norm by the call that it names."""
+    engine = make_engine(config, "example_gpt")
+    engine.backward(models.token_loss(engine, models.token_batch(0, 0, 0)))
+    said = []
+    for use in (lambda: nn.utils.clip_grad_norm_(engine.parameters(), 1.0), lambda: next(engine.parameters()).grad + 1):
+        try:
+            use()
+        except RuntimeError as error:
+            said.append(str(error))
+    norm = engine.clip_gradients(1.0)
+    engine.step()
+    return {"said": said, "norm": norm}

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types as _torch_optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_types
 from torch.utils._pytree import tree_map
 
 from zerolite.comm import wait_for_result
@@ -531,3 +533,7 @@ _OUTSIDE_DISPATCH: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((_Tensor.__array__, _Tensor.__dlpack__), _from_whole),
     **dict.fromkeys((_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage), _from_memory),
 }
+
+# clip_grad_norm_ and torch's optimizers then call one function for all gradients. DTensor does the same.
+_torch_clip_types.append(ShardedGradient)
+_torch_optimizer_types.append(ShardedGradient)
