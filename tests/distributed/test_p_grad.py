@@ -131,3 +131,13 @@ def test_parts_of_layers_have_no_gradient_in_p_grad(pools: Pools) -> None:
         assert len(rank["said"]) == 2 and rank["norm"] > 0
         for said in rank["said"]:
             assert "tensor_parallel" in said and "engine.clip_gradients(max_norm)" in said
+
+
+@pytest.mark.parametrize(
+    "stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_a_gradient_that_is_kept_is_not_that_of_the_next_step(pools: Pools, stage: int) -> None:
+    zero = PARTITIONED["moving"] if stage == 3 else {}
+    for heard in pools(2).run(f"{CASES}:kept", {"config": config(stage, zero=zero)}):
+        assert len(heard["messages"]) == heard["count"]
+        assert all("clone what is to outlive the step" in message for message in heard["messages"])

@@ -127,7 +127,7 @@ class GradientChanges:
     def expose(self, index: int) -> None:
         """The user is given the memory of a reduced gradient, and may write to it at any time."""
         bucket = self._bucket(index)
-        reduced = self._reducer.reduced(bucket)
+        reduced = self._reducer.lend(bucket)
         self._exposed.setdefault(bucket, (reduced, reduced._version))
 
     def written(self) -> bool:

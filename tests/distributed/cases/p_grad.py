@@ -179,3 +179,27 @@ def with_parts(config: dict[str, Any]) -> dict[str, Any]:
     norm = engine.clip_gradients(1.0)
     engine.step()
     return {"said": said, "norm": norm}
+
+
+def kept(config: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of a step that are looked at after the next backward."""
+    engine = make_engine(config, "Mlp")
+    parameters = list(engine.parameters())
+    known: list[list[Any]] = []
+    messages: list[str] = []
+    for step in range(3):
+        engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
+        for p, (gradient, alias, clone, product, row, values) in zip(parameters, known, strict=False):
+            for used in (gradient, alias):
+                try:
+                    (p.grad - used).abs().max()
+                except RuntimeError as error:
+                    messages.append(str(error))
+            assert torch.equal(clone * 2.0, product) and torch.equal(clone, values) and torch.equal(row, values[:1])
+            assert not torch.equal(p.grad, values)
+        known = [
+            [p.grad, p.grad.detach(), p.grad.clone(), p.grad * 2.0, p.grad[:1], zerolite.get_full_grad(p)]
+            for p in parameters
+        ]
+        engine.step()
+    return {"messages": messages, "count": 2 * 2 * len(parameters)}

@@ -58,6 +58,7 @@ class GradReducer:
         self._used: set[int] = set()
         self.hook_sums = HookSums()
         self._shown = ShownGradients(options.shard, comm.rank)
+        self._lent: set[int] = set()  # buckets of which the user may have views
         self._some_open = False  # runs whose hooks hold gradients that have not been counted
         self.losses: list[torch.Tensor] = []  # of this rank's backwards, 0-dim fp32
         self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
@@ -227,9 +228,10 @@ class GradReducer:
         """Let the hooks of small parameters hold gradients with the least Python, where nothing looks at each."""
         if self._void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
+        fresh = self._shown.renewed()  # what the user has kept of a step is not shown again
         for state in self._states:
             for run in state.runs:
-                if run.shown is None:
+                if run.shown is None or fresh:
                     run.shown = self._shown.made(run.indices)
                 run.open = run.shown is not None and self.hook_sums.users.isdisjoint(run.indices)
                 run.counted = len(run.held)
@@ -764,6 +766,11 @@ class GradReducer:
             state.reduced is not None for state in self._states
         )
 
+    def lend(self, bucket: int) -> torch.Tensor:
+        """Return the memory of a bucket's mean gradient for the user, who may keep it: it is not used again."""
+        self._lent.add(bucket)
+        return self.reduced(bucket)
+
     def fragment(self, index: int) -> Fragment:
         """Return which elements of a parameter :meth:`part` has."""
         return self._fragments[index]
@@ -867,8 +874,9 @@ class GradReducer:
     def release(self, bucket: int) -> None:
         """Drop the gradient of a bucket that has been consumed."""
         reduced, self._states[bucket].reduced = self._states[bucket].reduced, None
-        if reduced is not None and not self._options.shard:
+        if reduced is not None and not self._options.shard and bucket not in self._lent:
             self._give_back(reduced)
+        self._lent.discard(bucket)
 
     def clear(self) -> None:
         """Drop everything: the window's gradients were consumed or are not wanted."""
@@ -888,8 +896,7 @@ class GradReducer:
             self._pool.clear()  # between steps no rank holds more than its part
         self._passes_in_local = self._passes_in_window = 0
         self._announced = False
-        self.shown.hide(self.parameters)
-        self.shown.factors.clear()
+        self.shown.retire(self.parameters)
         self.hook_sums.clear()
         self.used.clear()
         self.probes.clear()

@@ -60,10 +60,11 @@ class GradientSource(Protocol):
         """Return the gradient's own memory in the parameter's shape, or None if no rank has it whole."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Place:
     """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
-    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape."""
+    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``aliased``: there are
+    further tensors of the same gradient (``p.grad.detach()``). ``used``: it was that of an earlier step."""
 
     name: str
     index: int
@@ -73,6 +74,8 @@ class Place:
     numel: int
     sharded: bool
     known: weakref.ref[Any]
+    aliased: bool = False
+    used: bool = False
 
     @property
     def source(self) -> GradientSource:
@@ -113,6 +116,16 @@ class ShardedGradient(torch.Tensor):
         gradient.place, gradient.part, gradient.arrived = place, part, None
         return gradient
 
+    @property
+    def source(self) -> GradientSource:
+        """What knows the values. Raises RuntimeError for the gradient of an earlier step."""
+        if self.part is None and self.place.used:
+            raise RuntimeError(
+                f"the gradient of parameter '{self.place.name}' cannot be used here: a step has used it, or it was "
+                "dropped; take p.grad after the next backward, and clone what is to outlive the step"
+            )
+        return self.place.source
+
     def collect(self) -> torch.Tensor | None:
         """Return what autograd has added, once."""
         arrived, self.arrived = self.arrived, None
@@ -120,16 +133,16 @@ class ShardedGradient(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """Return this rank's part."""
-        return self.place.source.read(self.place.index) if self.part is None else self.part
+        return self.source.read(self.place.index) if self.part is None else self.part
 
     def open(self) -> torch.Tensor:
         """Return this rank's part to be written to, until :meth:`close`."""
-        return self.place.source.open(self.place.index) if self.part is None else self.part
+        return self.source.open(self.place.index) if self.part is None else self.part
 
     def close(self, part: torch.Tensor) -> None:
         """Take what has been written to ``part``."""
         if self.part is None:
-            self.place.source.close(self.place.index, part)
+            self.source.close(self.place.index, part)
 
     def store(self, whole: torch.Tensor) -> None:
         """Take this rank's part of ``whole``, in the parameter's shape."""
@@ -288,10 +301,10 @@ def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], l
     """Return all values of each, and those of them that are copies."""
     found: dict[int, torch.Tensor] = {}
     copies: list[torch.Tensor] = []
-    for source in dict.fromkeys(gradient.place.source for gradient in gradients):
+    for source in dict.fromkeys(gradient.source for gradient in gradients):
         rest = []
         for gradient in gradients:
-            if gradient.place.source is source:
+            if gradient.source is source:
                 kept = source.whole(gradient.place.index) if gradient.part is None else None
                 whole = gradient.part if kept is None and not gradient.place.sharded else kept
                 if whole is None:
@@ -340,6 +353,7 @@ def _accumulate(function: Any, held: Any, gradient: torch.Tensor, **ignored: Any
 
 
 def _alias(function: Any, gradient: ShardedGradient, *ignored: Any) -> Any:
+    gradient.place.aliased = True
     return ShardedGradient.of(gradient.place, gradient, gradient.part)
 
 
@@ -363,7 +377,7 @@ def _is_number(value: Any) -> bool:
 def _multiply(function: Any, gradient: Any, factor: Any) -> Any:
     if not isinstance(gradient, ShardedGradient) or gradient.part is not None or not _is_number(factor):
         return NotImplemented
-    gradient.place.source.multiply([gradient.place.index], factor)
+    gradient.source.multiply([gradient.place.index], factor)
     return gradient
 
 
@@ -376,14 +390,14 @@ def _divide(function: Any, gradient: Any, divisor: Any) -> Any:
 def _multiply_all(function: Any, gradients: Any, factor: Any) -> Any:
     if not _are_pending(gradients) or isinstance(factor, (list, tuple)) or not _is_number(factor):
         return NotImplemented
-    gradients[0].place.source.multiply([g.place.index for g in gradients], factor)
+    gradients[0].source.multiply([g.place.index for g in gradients], factor)
     return None
 
 
 def _are_pending(gradients: Any) -> bool:
     """Return True for the gradients themselves of one engine, and nothing else."""
     return all(isinstance(g, ShardedGradient) and g.part is None for g in gradients) and (
-        len({id(g.place.source) for g in gradients}) == 1
+        len({id(g.source) for g in gradients}) == 1
     )
 
 
@@ -393,7 +407,7 @@ def _unscale(function: Any, gradients: Any, found_inf: torch.Tensor, inverse_sca
     others = [g for g in gradients if not isinstance(g, ShardedGradient)]
     if not _are_pending(ours):
         raise RuntimeError("GradScaler.unscale_: expected the gradients of one engine's parameters; unscale each apart")
-    source, indices = ours[0].place.source, [g.place.index for g in ours]
+    source, indices = ours[0].source, [g.place.index for g in ours]
     source.check_finite(indices, found_inf)
     source.multiply(indices, inverse_scale)
     if others:
@@ -419,7 +433,7 @@ def _norm_all(function: Any, tensors: Any, order: Any = 2, dtype: Any = None) ->
 def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
     """Norms over all ranks, 0-dim float64, for which one collective at most is launched. In fp32 the total that
     ``clip_grad_norm_`` makes of them would not clip with the bits of ``gradient_clipping`` in the config."""
-    source = gradients[0].place.source
+    source = gradients[0].source
     if order == 2 and _are_pending(gradients):
         return source.norms([g.place.index for g in gradients])
     parts = [g.read() for g in gradients]
@@ -453,7 +467,7 @@ def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Callable[...
         own = function(part, **kwargs) if part.numel() else None
         dtype = function(part.new_ones(1), **kwargs).dtype if own is None else own.dtype
         value = torch.full((), neutral, device=part.device) if own is None else own
-        over_ranks = gradient.place.source.combine((value.double() * sign).reshape(1), largest)
+        over_ranks = gradient.source.combine((value.double() * sign).reshape(1), largest)
         return (over_ranks * sign).reshape(()).to(dtype)
 
     return rule

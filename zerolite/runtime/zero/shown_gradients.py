@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,14 @@ from zerolite.runtime.zero.sharded_grad import GradientSource, Place, ShardedGra
 
 Factor = float | torch.Tensor
 """A number by which gradients are multiplied; as a tensor 0-dim float64."""
+
+
+def _references(items: list[Any], index: int) -> int:
+    return sys.getrefcount(items[index])
+
+
+_two_lists = [object()]
+_OWN_REFERENCES = _references(list(_two_lists), 0)  # to what is in two lists, and nowhere else
 
 
 class ShownGradients:
@@ -30,6 +39,8 @@ class ShownGradients:
         self._sharded, self._rank = sharded, rank
         self._made: list[ShardedGradient | None] = []  # by index of the parameter, to be used again
         self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
+        self._handed_out: set[int] = set()  # indices of gradients to which a caller of `made` has a reference
+        self._renewed = False
         self._known: weakref.ref[Any] = weakref.ref(self)
         self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
         self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
@@ -54,9 +65,21 @@ class ShownGradients:
         set_grad(parameter, held)
 
     def made(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
-        """Return what :meth:`put` shows of each of these parameters, which stays the same; None before it has."""
+        """Return what :meth:`put` shows of each of these parameters, which stays the same until :meth:`renewed`; None
+        before it has."""
         known = {index: held for index in indices if (held := self._made[index]) is not None}
-        return known if len(known) == len(set(indices)) else None
+        if len(known) < len(set(indices)):
+            return None
+        self._handed_out.update(known)
+        return known
+
+    def renewed(self) -> bool:
+        """Return True if what :meth:`made` has returned since the last call is no longer shown: the caller asks for all
+        of it anew."""
+        renewed, self._renewed = self._renewed, False
+        if renewed:
+            self._handed_out.clear()
+        return renewed
 
     def note(self, indices: Iterable[int]) -> None:
         """The gradients of these parameters are shown, as :meth:`put` does it."""
@@ -87,6 +110,19 @@ class ShownGradients:
                 if parameter.grad is not None:
                     parameter.grad = None
         self._shown = [None] * len(parameters)
+
+    def retire(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Hide all gradients, which a step has used. One that the user still has shows those of no later step."""
+        shown: list[Any] = self._shown
+        self.hide(parameters)
+        self.factors.clear()
+        for index in range(len(shown)):
+            if shown[index] is None or shown[index] is not self._made[index]:
+                continue
+            own = _OWN_REFERENCES + (index in self._handed_out)
+            if shown[index].place.aliased or _references(shown, index) > own:
+                shown[index].place.used = self._renewed = True
+                self._made[index] = None
 
     def is_shown(self, index: int) -> bool:
         return self._shown[index] is not None
