@@ -63,8 +63,8 @@ class GradientSource(Protocol):
 @dataclass(eq=False)
 class Place:
     """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
-    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``aliased``: there are
-    further tensors of the same gradient (``p.grad.detach()``). ``used``: it was that of an earlier step."""
+    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``used``: it was the
+    gradient of an earlier step."""
 
     name: str
     index: int
@@ -74,7 +74,6 @@ class Place:
     numel: int
     sharded: bool
     known: weakref.ref[Any]
-    aliased: bool = False
     used: bool = False
 
     @property
@@ -100,12 +99,15 @@ class ShardedGradient(torch.Tensor):
     """See the module. ``part``: None for the gradient itself; for what an elementwise operation has made of it, this
     rank's part of the result, so that ``p.grad.isfinite().all()`` gathers nothing.
 
+    ``origin``: of ``p.grad.detach()``, the tensor in ``p.grad``, which thereby is known to be kept.
+
     A backward that begins unannounced finds it in ``p.grad``, and autograd adds to it: ``arrived`` is then what came.
     """
 
     place: Place
     part: torch.Tensor | None
     arrived: torch.Tensor | None
+    origin: ShardedGradient | None = None
 
     @staticmethod
     def of(place: Place, like: torch.Tensor, part: torch.Tensor | None = None) -> ShardedGradient:
@@ -353,8 +355,9 @@ def _accumulate(function: Any, held: Any, gradient: torch.Tensor, **ignored: Any
 
 
 def _alias(function: Any, gradient: ShardedGradient, *ignored: Any) -> Any:
-    gradient.place.aliased = True
-    return ShardedGradient.of(gradient.place, gradient, gradient.part)
+    alias = ShardedGradient.of(gradient.place, gradient, gradient.part)
+    alias.origin = gradient if gradient.origin is None else gradient.origin
+    return alias
 
 
 def _like(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:

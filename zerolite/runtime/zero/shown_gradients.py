@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import weakref
@@ -18,12 +19,8 @@ Factor = float | torch.Tensor
 """A number by which gradients are multiplied; as a tensor 0-dim float64."""
 
 
-def _references(items: list[Any], index: int) -> int:
-    return sys.getrefcount(items[index])
-
-
 _two_lists = [object()]
-_OWN_REFERENCES = _references(list(_two_lists), 0)  # to what is in two lists, and nowhere else
+_OWN_REFERENCES = next(map(sys.getrefcount, list(_two_lists)))  # to what is in two lists, and nowhere else
 
 
 class ShownGradients:
@@ -39,7 +36,7 @@ class ShownGradients:
         self._sharded, self._rank = sharded, rank
         self._made: list[ShardedGradient | None] = []  # by index of the parameter, to be used again
         self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
-        self._handed_out: set[int] = set()  # indices of gradients to which a caller of `made` has a reference
+        self._references: list[int] = []  # to each of those that were made, as far as they are the engine's
         self._renewed = False
         self._known: weakref.ref[Any] = weakref.ref(self)
         self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
@@ -55,12 +52,14 @@ class ShownGradients:
         more: list[None] = [None] * (len(layout.slots) - len(self._made))
         self._made += more
         self._shown += more
+        self._references += [sys.maxsize] * len(more)
 
     def put(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Show the gradient of a parameter."""
         held = self._made[slot.index]
         if held is None:
             held = self._made[slot.index] = ShardedGradient.of(self._place(slot, parameter), parameter)
+            self._references[slot.index] = _OWN_REFERENCES
         self._shown[slot.index] = held
         set_grad(parameter, held)
 
@@ -70,7 +69,8 @@ class ShownGradients:
         known = {index: held for index in indices if (held := self._made[index]) is not None}
         if len(known) < len(set(indices)):
             return None
-        self._handed_out.update(known)
+        for index in known:
+            self._references[index] = _OWN_REFERENCES + 1
         return known
 
     def renewed(self) -> bool:
@@ -78,7 +78,7 @@ class ShownGradients:
         of it anew."""
         renewed, self._renewed = self._renewed, False
         if renewed:
-            self._handed_out.clear()
+            self._references = [_OWN_REFERENCES if known < sys.maxsize else known for known in self._references]
         return renewed
 
     def note(self, indices: Iterable[int]) -> None:
@@ -104,7 +104,11 @@ class ShownGradients:
                     self.put(self._layout.slots[index], parameters[index])
 
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Set every ``p.grad`` to None, for the next backward."""
+        """Set every ``p.grad`` to None, for the next backward, if any is shown."""
+        if any(map(operator.is_not, self._shown, itertools.repeat(None))):
+            self._hide(parameters)
+
+    def _hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         with opened():
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -114,14 +118,14 @@ class ShownGradients:
     def retire(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Hide all gradients, which a step has used. One that the user still has shows those of no later step."""
         shown: list[Any] = self._shown
-        self.hide(parameters)
+        self._hide(parameters)
         self.factors.clear()
-        for index in range(len(shown)):
-            if shown[index] is None or shown[index] is not self._made[index]:
-                continue
-            own = _OWN_REFERENCES + (index in self._handed_out)
-            if shown[index].place.aliased or _references(shown, index) > own:
-                shown[index].place.used = self._renewed = True
+        if not any(map(operator.gt, map(sys.getrefcount, shown), self._references)):  # no Python per parameter
+            return
+        for index, references in enumerate(map(sys.getrefcount, shown)):
+            held = self._made[index]
+            if held is not None and held is shown[index] and references > self._references[index]:
+                held.place.used = self._renewed = True
                 self._made[index] = None
 
     def is_shown(self, index: int) -> bool:
