@@ -116,7 +116,7 @@ def test_every_buffer_of_a_collective_begins_on_16_bytes(pools: Pools, world: in
         for precision in ("fp32", "bf16")
     ]
     for found in pools(1).run(f"{CASES}:unaligned", {"configs": settings, "world": world})[0]:
-        assert found["all_gather"] >= 9 and found["reduce_scatter"] >= 9
+        assert found["all_gather"] >= 9 and found["reduce_scatter"] >= 6
         assert found["unaligned"] == 0, found
 
 
@@ -125,7 +125,11 @@ def test_every_buffer_of_a_collective_begins_on_16_bytes(pools: Pools, world: in
 PLANNED = 2  # the first step that follows a plan
 STEPS = 5  # the plan of the first step is adopted in the second, or in the third with an evaluation in between
 SIZES = (7, 13, 11, 5, 3)
-MOVING = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+MOVING = {  # no prefetch: a gather for each unit
+    "stage3_param_persistence_threshold": 0,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
 SHORT = {**MOVING, "stage3_max_reuse_distance": 0}  # released after every use
 Call = tuple[str, int, str, int, str, int]
 
@@ -146,7 +150,9 @@ def bucket(numels: list[int], world: int) -> int:
 
 
 def tower_buckets(world: int) -> list[int]:
-    return [bucket([a * b, b], world) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    """Elements of each reduction: the last two layers have at most reduce_bucket_size together."""
+    *large, third, fourth = ([a * b, b] for a, b in zip(SIZES, SIZES[1:], strict=False))
+    return [*(bucket(numels, world) for numels in large), bucket([*third, *fourth], world)]
 
 
 def stage3(pools: Pools, world: int, zero: dict[str, Any], accumulation: int = 1, **case: Any) -> dict[str, Any]:
@@ -193,6 +199,13 @@ def test_stage_3_gathers_twice_and_reduces_once(pools: Pools, world: int, accumu
             assert call[3] == call[1] * BYTES.get(call[2], 8)
 
 
+def test_stage_3_prefetches_of_one_answer_are_one_launch(pools: Pools) -> None:
+    # The root has no parameters: at its begin all layers are asked for, in forward and in backward.
+    result = stage3(pools, 2, {**SHORT, "stage3_prefetch_bucket_size": 10**6})
+    assert gathers(result["windows"][0]) == tower_units(2) + tower_units(2)[::-1], "on demand"
+    assert gathers(result["windows"][-1]) == [sum(tower_units(2))] * 2
+
+
 def test_stage_3_on_one_process_sends_nothing(pools: Pools) -> None:
     result = stage3(pools, 1, SHORT)
     assert result["windows"] == [[]] * STEPS
@@ -219,19 +232,15 @@ def test_stage_3_what_stays_whole_is_gathered_once_per_step(pools: Pools) -> Non
     assert result["persistent"] == biases
     for window in result["windows"]:
         assert gathers(window) == [*(weights + weights[::-1]) * 3, biases]
-        assert [call[5] for call in window if call[4] == "parameters"][-1] == 4
-    # Their gradients are reduced together, when all have come; the first backward that follows a plan learns when.
-    moving = [bucket([a * b], 2) for a, b in zip(SIZES, SIZES[1:], strict=False)][::-1]
-    small = bucket(list(SIZES[1:]), 2)
-    backward = [*moving[:-1], small, moving[-1]]
-    unknown = [*moving, small]
-    assert [reductions(window) for window in result["windows"][:2]] == [unknown * 3] * 2
-    assert reductions(result["windows"][2]) == [*unknown, *backward, *backward]
-    assert [reductions(window) for window in result["windows"][3:]] == [backward * 3] * (STEPS - 3)
-    # Everything stays whole: the weights move when they change, and never else.
+        assert [call[5] for call in window if call[4] == "parameters"][-1] == 1, "they lie side by side"
+    # Their gradients are reduced with those of the layer that backward leaves last. The last two weights are small.
+    first, second, *last = [[a * b] for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    expected = [bucket(sum(last, []), 2), bucket(second, 2), bucket([*first, *SIZES[1:]], 2)]
+    assert [reductions(window) for window in result["windows"]] == [expected * 3] * STEPS
+    # Everything stays whole: the parameters move when they change, and never else; a bucket has at most 100 elements.
     result = stage3(pools, 2, {"stage3_param_persistence_threshold": 1000}, accumulation=3)
     for window in result["windows"]:
-        assert gathers(window) == [sum(tower_units(2))]
+        assert gathers(window) == [bucket([11, 55, 5, 15, 3], 2) + bucket([91, 13, 143], 2)]
         assert len(reductions(window)) % 3 == 0
 
 
@@ -256,11 +265,12 @@ def test_stage_3_frozen_base(pools: Pools) -> None:
     units = [[whole(a * b, 2) + whole(b, 2), whole(2 * a, 2), whole(2 * b, 2)] for a, b in pairs]
     forward = [numel for unit in units for numel in unit]
     once = forward[0]  # no gradient comes to the first frozen layer: neither its weights nor its input need one
-    adapters = sorted(bucket([2 * size], 2) for pair in pairs for size in pair)
+    thin = [2 * size for pair in pairs for size in pair]
+    adapters = [bucket(thin[4:], 2), bucket(thin[:4], 2)]  # each of at most 100 elements
     for window in result["windows"]:
         assert gathers(window)[: len(forward)] == forward
         assert Counter(gathers(window)) == Counter(forward * 2) - Counter([once])
-        assert sorted(reductions(window)) == adapters
+        assert reductions(window) == adapters
 
 
 @pytest.mark.parametrize("functional", [False, True], ids=["tied", "called"])
@@ -269,11 +279,12 @@ def test_stage_3_tied_weights_are_one(pools: Pools, functional: bool) -> None:
     result = stage3(pools, 2, MOVING, model="Tied", sizes={"functional": functional})
     assert gathers(result["windows"][-1]) == [weight, middle]
     for window in result["windows"]:
-        assert sorted(reductions(window)) == [bucket([25], 2), bucket([55], 2)]
+        assert reductions(window) == [bucket([25, 55], 2)]
     result = stage3(pools, 2, SHORT, model="Tied", sizes={"functional": functional})
-    # Each use is a gather of its own, unless the root uses the weight: then it lives as long as the root's forward.
+    # Each use is a gather of its own, unless the root uses the weight: then it lives as long as the root's forward. The
+    # backward of an embedding needs none.
     forward = [weight, middle] if functional else [weight, middle, weight]
-    expected = forward * 2 if functional else forward + forward[::-1]
+    expected = forward * 2 if functional else [*forward, weight, middle]
     assert gathers(result["windows"][-1]) == expected
 
 

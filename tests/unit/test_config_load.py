@@ -307,7 +307,7 @@ def test_defaults() -> None:
         "zero_optimization.stage3_model_persistence_threshold": None,
         "zero_optimization.stage3_max_live_parameters": 10**9,
         "zero_optimization.stage3_max_reuse_distance": 10**9,
-        "zero_optimization.stage3_module_granularity_threshold": 2**20,
+        "zero_optimization.stage3_module_granularity_threshold": None,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
         "zero_optimization.leaf_modules": (),
         "zero_optimization.leaf_module.classes": (),
@@ -660,7 +660,7 @@ def test_only_booleans_are_booleans(path: str, value: Any) -> None:
 @pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
 def test_null_only_where_it_means_something(path: str) -> None:
     default = get(load_config({}), path)
-    if default is None or path.endswith((".stage3_module_granularity_threshold", ".sub_group_size", ".stages")):
+    if default is None or path.endswith((".sub_group_size", ".stages")):
         assert get(load_config(nested(path, None)), path) == default
     else:
         assert list(errors_of(nested(path, None))) == [path]
@@ -835,7 +835,7 @@ def test_sizes_of_stage_3(key: str) -> None:
 def test_null_limits_of_stage_3() -> None:
     keys = ["stage3_model_persistence_threshold", "stage3_module_granularity_threshold"]
     zero = load_config({"zero_optimization": dict.fromkeys(keys)}).zero_optimization
-    assert [getattr(zero, key) for key in keys] == [None, 1_048_576]
+    assert [getattr(zero, key) for key in keys] == [None, None]
     errors = errors_of({"zero_optimization": dict.fromkeys(keys, "all")})
     meanings = ["no limit", "chosen by zerolite"]
     for key, means in zip(keys, meanings, strict=True):

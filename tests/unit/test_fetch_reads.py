@@ -21,7 +21,7 @@ def replay(plan, limit, disk):
     gathered = on_demand = 0
     for index, (event, fetch, released) in enumerate(zip(plan.trace, plan.fetches, plan.releases, strict=True)):
         in_flight = [p for p in in_flight if p not in fetch.release]
-        for p in [p for launch in (fetch.launch, *fetch.prefetch) for p in launch if p in disk]:
+        for p in [p for launch in (fetch.launch, fetch.prefetch) for p in launch if p in disk]:
             gathered += 1
             if ahead:
                 assert ahead.pop(0) == p, "gathered in another order than read"
@@ -88,11 +88,11 @@ def test_reads_run_ahead_by_as_much_as_the_buffers_hold():
 def test_a_gather_ahead_of_its_use_waits_until_its_read_can_have_begun():
     limits = FetchLimits(INFINITE, INFINITE, 0, 20)
     everything = reads(3, limits, {})
-    assert everything[0] == ((), ((0,), (1,), (2,)))
+    assert everything[0] == ((), (0, 1, 2))
     assert all(read == () for read, _ in everything)
     entered = reads(3, limits, dict.fromkeys(range(3), 5))
     assert entered[0] == ((0, 1, 2, 2), ())
-    assert entered[1] == ((), ((1,), (2,)))  # two of four buffers for gathers in flight
+    assert entered[1] == ((), (1, 2))  # two of four buffers for gathers in flight
     only_one = reads(3, limits, {1: 5})
-    assert only_one[0] == ((1, 1), ((0,),))  # in order: what comes after it waits too
-    assert only_one[1][1] == ((1,), (2,))
+    assert only_one[0] == ((1, 1), (0,))  # in order: what comes after it waits too
+    assert only_one[1][1] == (1, 2)

@@ -63,11 +63,14 @@ class Machine:
             self.drop(fetch.release)
             if fetch.launch:
                 self.start(fetch.launch)
-            ahead = self.size(self.flight - self.own(event))
-            for launch in fetch.prefetch:
+            if fetch.prefetch:
+                # Overshot by the last unit only; where the unit itself has none, the first one is not ahead.
+                largest = max(self.size(self.own(unit)) for unit in range(len(self.units)))
+                over = largest if self.own(event) else 2 * largest
+                ahead = self.size(self.flight - self.own(event))
                 assert ahead < self.limits.prefetch_numel
-                ahead += self.size(launch)
-                self.start(launch)
+                assert ahead + self.size(set(fetch.prefetch)) < self.limits.prefetch_numel + max(over, 1)
+                self.start(fetch.prefetch)
             assert set(fetch.launch) <= set(fetch.wait) <= self.flight
             assert set(fetch.wait) == self.own(event) & self.flight
             self.flight -= set(fetch.wait)
@@ -297,12 +300,12 @@ def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
     fetches = plan(chain(3), units, numels, limits).fetches
     entered = [fetch for event, fetch in zip(chain(3), fetches, strict=True) if event >= 0]
     assert entered == [
-        Fetch((), (), ((0,),), ()),  # unit 0: without parameters, starts the first layer
-        Fetch((), (), ((1,),), (0,)),
-        Fetch((), (), ((2,),), (1,)),
+        Fetch((), (), (0, 1), ()),  # unit 0: without parameters, starts the first layer, and the one ahead with it
+        Fetch((), (), (), (0,)),
+        Fetch((), (), (2,), (1,)),
         Fetch((), (), (), (2,)),  # the turn: the next use is of the same layer, which is released before
-        Fetch((), (2,), ((1,),), (2,)),
-        Fetch((), (), ((0,),), (1,)),
+        Fetch((), (2,), (1,), (2,)),
+        Fetch((), (), (0,), (1,)),
         Fetch((), (), (), (0,)),
     ]
 
@@ -310,10 +313,11 @@ def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
 def test_the_prefetch_limit_is_overshot_by_the_last_unit_only():
     units, numels, limits = chain_case(5, FetchLimits(25, INFINITE, 0))
     fetches = plan(chain(5), units, numels, limits).fetches
-    assert fetches[0].prefetch == ((0,), (1,), (2,))
-    assert fetches[1].prefetch == ((3,),)
+    assert fetches[0].prefetch == (0, 1, 2, 3)  # the first is needed at once
+    assert fetches[1].prefetch == ()
+    assert fetches[3].prefetch == (4,)
     limits = FetchLimits(20, INFINITE, 0)
-    assert plan(chain(5), units, numels, limits).fetches[0].prefetch == ((0,), (1,))
+    assert plan(chain(5), units, numels, limits).fetches[0].prefetch == (0, 1, 2)
     limits = FetchLimits(0, INFINITE, 0)
     assert all(not fetch.prefetch for fetch in plan(chain(5), units, numels, limits).fetches)
 
@@ -324,7 +328,7 @@ def test_prefetch_stops_at_the_first_unit_that_does_not_fit():
     fetches = plan(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 40, 0)).fetches
     assert fetches[0] == Fetch((), (0,), (), (0,))
     assert fetches[2] == Fetch((), (1,), (), (1,))  # larger than the limit, and still served; unit 2 must wait
-    assert plan(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 61, 0)).fetches[0].prefetch == ((1,), (2,))
+    assert plan(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 61, 0)).fetches[0].prefetch == (1, 2)
 
 
 def test_reuse_distance_counts_what_is_entered_in_between():

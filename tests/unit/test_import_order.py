@@ -154,6 +154,7 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
     "zerolite.runtime.zero.flat_update": 6,
     "zerolite.runtime.zero.piecewise_update": 6,
     "zerolite.runtime.zero.update_sweep": 6,
+    "zerolite.runtime.zero.units": 5,
     "zerolite.runtime.zero.module_hooks": 6,
     "zerolite.runtime.zero.sharded_optimizer": 7,
     "zerolite.runtime.zero.partition_parameters": 7,

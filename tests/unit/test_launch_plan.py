@@ -8,10 +8,11 @@ from zerolite.runtime.zero.launch_plan import LaunchPlan
 class Passes:
     """Runs passes: ``(unit, buckets whose gradients come before the unit's backward ends)`` each."""
 
-    def __init__(self, units: list[int | None]) -> None:
+    def __init__(self, units: list[list[int]]) -> None:
         self.number, self.length = 0, 0
         self.ends = 0
-        self.plan = LaunchPlan(units, lambda: self.number, lambda: self.ends == self.length)
+        uncertain = [bucket for bucket, of_bucket in enumerate(units) if not of_bucket]
+        self.plan = LaunchPlan(units, uncertain, lambda: self.number, lambda: self.ends == self.length)
 
     def run(self, events: list[tuple[int, list[int]]], number: int = 0, length: int = 0) -> list[list[int]]:
         """What is launched at each end. number, length: of the schedule's plan that the events follow."""
@@ -33,14 +34,14 @@ TWICE = [(0, [0]), (1, [1]), (0, [0])]
 
 
 def test_a_bucket_is_launched_when_its_unit_ends_for_the_first_time() -> None:
-    passes = Passes([0, 1, None])
+    passes = Passes([[0], [1], []])
     assert passes.run(TWICE) == [[0], [1], []]
     assert passes.run(TWICE) == [[0], [1], []]  # nothing is learned without a plan
     assert not passes.plan.settled
 
 
 def test_a_plan_teaches_which_end_is_late_enough() -> None:
-    passes = Passes([0, 1, None])
+    passes = Passes([[0], [1], []])
     passes.run(TWICE, number=1, length=3)
     assert passes.run(TWICE, number=1, length=3) == [[], [1], [0]]
     assert passes.plan.settled
@@ -49,7 +50,7 @@ def test_a_plan_teaches_which_end_is_late_enough() -> None:
 def test_a_pass_that_stops_on_its_way_through_a_plan_teaches_nothing() -> None:
     """A GAN's discriminator: the generator's loss goes through it once, its own twice; the short pass looks like the
     beginning of the long one."""
-    passes = Passes([0, 1, None])
+    passes = Passes([[0], [1], []])
     passes.run(TWICE[:2], number=1, length=3)
     assert not passes.plan.settled
     assert passes.run(TWICE, number=1, length=3) == [[0], [1], []]
@@ -57,6 +58,18 @@ def test_a_pass_that_stops_on_its_way_through_a_plan_teaches_nothing() -> None:
 
 
 def test_an_unused_bucket_stays_with_its_unit() -> None:
-    passes = Passes([0, 1, None])
+    passes = Passes([[0], [1], []])
     passes.run([(0, []), (1, [1])], number=1, length=2)
     assert passes.run([(0, [0]), (1, [1])], number=1, length=2) == [[0], [1]]
+
+
+def test_a_bucket_of_several_units_waits_for_the_last_of_them() -> None:
+    passes = Passes([[0, 1], [2]])
+    events = [(2, [1]), (1, [0]), (0, [])]  # unit 0 is frozen, or unused
+    assert passes.run(events) == [[1], [], [0]]
+    passes.run(events, number=1, length=3)
+    assert passes.run(events, number=1, length=3) == [[1], [], [0]]
+    assert passes.plan.settled
+    assert passes.run([(2, [1]), (0, [0])]) == [[1], []], "unit 1 never ends: with the pass"
+    passes.run([(2, [1]), (1, [0])], number=2, length=2)
+    assert passes.run([(2, [1]), (1, [0])], number=2, length=2) == [[1], []]

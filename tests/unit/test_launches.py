@@ -16,6 +16,7 @@ from zerolite.comm.null import NullCommunicator
 from zerolite.comm.wire import DryWire
 from zerolite.config import load_config
 from zerolite.runtime.build import Arguments, build_engine
+from zerolite.runtime.zero import grad_reducer
 
 CPU = torch.device("cpu")
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
@@ -140,6 +141,14 @@ def test_a_reduction_waits_for_another_only_where_its_memory_is_needed(
         comm.log.clear()
         train(engine, accumulation)
         assert len(comm.launched()) == 8 and most_in_flight(comm.log) == flying
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_large_bucket_travels_alone(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_reducer, "ALONE_NUMEL", 1)
+    comm = Simulated(0, 4)
+    train(make_engine(comm, stack(), stage, zero={"stage3_module_granularity_threshold": 0}), 1)
+    assert len(comm.launched()) == 8 and most_in_flight(comm.log) == 1
 
 
 def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() -> None:

@@ -20,7 +20,8 @@ Elements = Annotated[int, BeforeValidator(Integer(0))]
 MAX_ZERO_STAGE = 3
 Stage = Literal[0, 1, 2, 3, "auto"]
 AUTO_GRANULARITY = 1_048_576
-"""Elements of a module that is gathered as one unit, where the configuration leaves the choice to zerolite."""
+"""Elements of a module that is gathered as one unit whatever it is, where the configuration leaves the choice to
+zerolite."""
 
 
 class _Block(BaseModel):
@@ -126,12 +127,13 @@ class ZeroConfig(_Block):
         "used again. 0: released after every use.",
     )
     stage3_module_granularity_threshold: Annotated[
-        int, BeforeValidator(Integer(0, nullable=True, null_means="chosen by zerolite", null_value=AUTO_GRANULARITY))
+        int | None, BeforeValidator(Integer(0, nullable=True, null_means="chosen by zerolite"))
     ] = Field(
-        default=AUTO_GRANULARITY,
+        default=None,
         description="Stage 3: a module that holds, with all modules in it, at most so many elements is gathered as one "
-        'unit. null or `"auto"`: chosen by zerolite, which is the default. 0: every module that owns parameters is a '
-        "unit.",
+        'unit. null or `"auto"`: 1048576, and repeated blocks (several children of one class in a `ModuleList` or '
+        "`Sequential`) are units too, where two fit into `stage3_max_live_parameters`. 0: every module that owns "
+        "parameters is a unit.",
     )
     stage3_gather_16bit_weights_on_model_save: Bool = Field(
         default=False,

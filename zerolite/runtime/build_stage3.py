@@ -12,6 +12,7 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.config.zero import AUTO_GRANULARITY
 from zerolite.runtime.engine import Engine
 from zerolite.runtime.full_state import guard_state_dict
 from zerolite.runtime.precision import Precision
@@ -21,11 +22,11 @@ from zerolite.runtime.zero.fetch_plan import FetchLimits
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.launch_plan import LaunchPlan
 from zerolite.runtime.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
-from zerolite.runtime.zero.module_hooks import LeafRule, leaf_rule
 from zerolite.runtime.zero.partitioned_parameter import handle_of, move_shard
 from zerolite.runtime.zero.publisher import Publisher
 from zerolite.runtime.zero.stage3 import PartitionedModel, Stage3Options, bucket_groups, units_of_buckets
 from zerolite.runtime.zero.tiers import Tiers
+from zerolite.runtime.zero.units import LeafRule, leaf_rule
 
 
 def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig, world_size: int) -> int:
@@ -75,17 +76,20 @@ def sliced_layout(
     comm: Communicator,
 ) -> PartitionLayout:
     """A bucket for each unit's share of ``parameters``."""
-    groups = bucket_groups(parameters, partitioned.plans, bucket_numel(specs, config, comm.world_size))
+    together = not config.zero_optimization.offload_param.enabled
+    limit = bucket_numel(specs, config, comm.world_size)
+    groups = bucket_groups(parameters, partitioned.plans, limit, together)
     return PartitionLayout.build_sliced(specs, groups, comm.world_size)
 
 
 def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
     zero = config.zero_optimization
-    leaf = zero.leaf_module
+    leaf, granularity = zero.leaf_module, zero.stage3_module_granularity_threshold
     return Stage3Options(
         persistence=zero.stage3_param_persistence_threshold,
         model_persistence=zero.stage3_model_persistence_threshold,
-        granularity=zero.stage3_module_granularity_threshold,
+        granularity=AUTO_GRANULARITY if granularity is None else granularity,
+        blocks=granularity is None,
         is_leaf=leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes),
         limits=FetchLimits(
             prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
@@ -152,8 +156,8 @@ def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
     read ahead from where they are now."""
     partitioned.coordinator.look_at_disk()
     schedule = partitioned.coordinator.schedule
-    units = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
-    reducer.follow(LaunchPlan(units, lambda: schedule.plan_number, lambda: schedule.plan_done))
+    units, uncertain = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
+    reducer.follow(LaunchPlan(units, uncertain, lambda: schedule.plan_number, lambda: schedule.plan_done))
 
 
 def watch_writes(pipeline: StepPipeline, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -24,6 +24,7 @@ from zerolite.memory_items import COMPUTE, GATHERED, HOST, STAGING, listeners
 from zerolite.runtime import build
 from zerolite.runtime.offload import tiers_of
 from zerolite.runtime.zero.layout import part_numel
+from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.runtime.zero.shard_reader import Arrival, ShardReader
 from zerolite.runtime.zero.swap_file import SwapFile
@@ -289,8 +290,8 @@ def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
 
 
 def reads(config: dict[str, Any], steps: int = 4) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """By step, what was read and what was gathered of what rests on disk, in order: ("read", "gather" or "end" of a
-    gather, parameter numbers)."""
+    """By step, what was read and what was gathered of what rests on disk, in order: "read" or "gather" with numbers of
+    parameters, "end" of a gather with as many numbers, and "use" where a module may begin to compute."""
     engine = zerolite.initialize(models.build(models.Chain, depth=6, width=32), config)
     found = []
     with _watched(engine) as events:
@@ -308,6 +309,7 @@ def _watched(engine: Any) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     numbers = {id(handle): index for index, handle in enumerate(engine.coordinator.handles)}
     fulls = {id(handle.full): index for index, handle in enumerate(engine.coordinator.handles)}
     ahead, gather, end = ShardReader.ahead, Communicator.gather_shards, Arrival.end
+    execute = PartitionedParameterCoordinator._execute
 
     def watched_ahead(self: ShardReader, members: Any) -> None:
         if members:
@@ -319,10 +321,15 @@ def _watched(engine: Any) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
         return gather(self, members, *args, **kwargs)
 
     def watched_end(self: Arrival) -> None:
-        events.append(("end", ()))
+        events.append(("end", tuple(range(len(self.shards)))))
         end(self)
 
+    def watched_execute(self: PartitionedParameterCoordinator, fetch: Any) -> None:
+        execute(self, fetch)
+        events.append(("use", ()))
+
     with (
+        mock.patch.object(PartitionedParameterCoordinator, "_execute", watched_execute),
         mock.patch.object(Arrival, "end", watched_end),
         mock.patch.object(ShardReader, "ahead", watched_ahead),
         mock.patch.object(Communicator, "gather_shards", watched_gather),

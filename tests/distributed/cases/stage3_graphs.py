@@ -215,6 +215,8 @@ class CheckpointedNested(Checkpointed):
 class CheckpointedInside(Checkpointed):
     """A module whose own parameters surround a checkpoint, whose function closes over one of them, several times."""
 
+    zero = {"reduce_bucket_size": 1}  # a bucket for each unit
+
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__(call)
         self.scale = nn.Parameter(torch.ones(WIDTH))

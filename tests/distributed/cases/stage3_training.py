@@ -28,7 +28,9 @@ def train(
         result = train_engine(engine, model, steps, loop)
     stage3 = config["zero_optimization"]["stage"] == 3
     if stage3:
-        result["partition"] = partition_facts(engine) | {"gathers": calls.count("all_gather", "parameters")}
+        gathers = calls.select("all_gather", "parameters")
+        counts = {"gathers": len(gathers), "gathered": sum(call.tensors for call in gathers)}
+        result["partition"] = partition_facts(engine) | counts
     engine.eval()
     # torch runs a transformer layer as one kernel where no module has hooks, so not at stage 3; that rounds elsewhere.
     torch.backends.mha.set_fastpath_enabled(False)

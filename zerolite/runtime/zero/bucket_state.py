@@ -15,6 +15,8 @@ from zerolite.runtime.zero.layout import Bucket
 HALF = (torch.float16, torch.bfloat16)
 IN_FLIGHT = 2
 """Reductions that may be under way at once where the buckets that travel are memory that would otherwise be free."""
+ALONE_NUMEL = 1 << 27
+"""Elements from which such a bucket travels alone: a second one would cost half a gigabyte in fp32, and more."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Fetch(NamedTuple):
 
     release: tuple[int, ...]  # drop these first; one of them may still be in flight
     launch: tuple[int, ...]  # gather these now, in one launch
-    prefetch: tuple[tuple[int, ...], ...]  # then start these, one launch per inner tuple
+    prefetch: tuple[int, ...]  # then start these, in one launch: the sooner needed ones first
     wait: tuple[int, ...]  # at last wait for these: launched now or in flight
     read: tuple[int, ...] = ()  # before that, start to read these from disk, for gathers of later answers
 
@@ -194,7 +194,8 @@ class _Planner:
         self.frontier = 0  # every ENTER before this index is provided for
 
     def enter(self, index: int, unit: int) -> Fetch:
-        return self.state.enter(unit)._replace(prefetch=self._prefetch(index))
+        needs_nothing = not self.state.units[unit]
+        return self.state.enter(unit)._replace(prefetch=self._prefetch(index, needs_nothing))
 
     def leave(self, index: int, unit: int) -> tuple[int, ...]:
         state = self.state
@@ -207,9 +208,12 @@ class _Planner:
                 released.extend(state.release((p,)))
         return tuple(released)
 
-    def _prefetch(self, now: int) -> tuple[tuple[int, ...], ...]:
-        """Starts the units of the ENTERs after `now`, in order, up to the first that must wait."""
-        state, launches = self.state, []
+    def _prefetch(self, now: int, needs_nothing: bool) -> tuple[int, ...]:
+        """Starts the units of the ENTERs after `now`, in order, up to the first that must wait, in one launch.
+        needs_nothing: the unit that is entered has no parameters, so the first of the others is needed at once, and
+        does not count as ahead."""
+        state = self.state
+        started: list[int] = []
         ahead = state.size(state.flight)
         self.frontier = max(self.frontier, now + 1)
         while self.frontier < len(self.trace) and ahead < self.limits.prefetch_numel:
@@ -220,12 +224,13 @@ class _Planner:
                 size = state.size(missing)
                 if state.total + size > self.limits.max_live_numel or not self._is_read(missing, now):
                     break
-                ahead += size
+                if started or not needs_nothing:
+                    ahead += size
                 state.start(missing)
                 state.due.update((p, self.frontier) for p in missing)
-                launches.append(missing)
+                started += missing
             self.frontier += 1
-        return tuple(launches)
+        return tuple(started)
 
     def _is_read(self, parameters: Sequence[int], now: int) -> bool:
         """Whether what of these is on disk can have been read by now. Gathers in flight may have half of the buffers:
@@ -279,7 +284,7 @@ def _plan_reads(
     gathers = [
         (index, needed)
         for index, fetch in enumerate(fetches)
-        for launch in (fetch.launch, *fetch.prefetch)
+        for launch in (fetch.launch, fetch.prefetch)
         if (needed := tuple(p for p in launch if p in on_disk))
     ]
     in_hand = launched = read = 0  # elements; gathers launched, and read for, so far

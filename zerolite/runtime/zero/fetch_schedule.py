@@ -191,7 +191,7 @@ class FetchSchedule:
         state = Residency(self._units, self._numels, self._limits.max_live_numel)
         for event, fetch, releases in zip(plan.trace[:position], plan.fetches, plan.releases, strict=False):
             state.release(fetch.release)
-            for launch in (fetch.launch, *fetch.prefetch):
+            for launch in (fetch.launch, fetch.prefetch):
                 state.start(launch)
             state.settle(fetch.wait)
             if event >= 0:

@@ -28,7 +28,15 @@ from zerolite.comm import Communicator
 from zerolite.memory_items import BUCKETS, GRADIENTS, listeners, own
 from zerolite.runtime.commands import Command, Commands, unannounced
 from zerolite.runtime.zero.bucket_filler import BucketFiller, Run, many_small, runs_of
-from zerolite.runtime.zero.bucket_state import HALF, IN_FLIGHT, BucketPool, BucketState, ReductionOptions, WindowSums
+from zerolite.runtime.zero.bucket_state import (
+    ALONE_NUMEL,
+    HALF,
+    IN_FLIGHT,
+    BucketPool,
+    BucketState,
+    ReductionOptions,
+    WindowSums,
+)
 from zerolite.runtime.zero.buffer import destinations, zero_slot
 from zerolite.runtime.zero.hook_sums import HookSums
 from zerolite.runtime.zero.launch_plan import LaunchPlan
@@ -579,9 +587,10 @@ class GradReducer:
 
     def _make_room(self, state: BucketState) -> None:
         """Wait, in the order of launches, until the reduction of ``state`` may be launched: for one of the same bucket,
-        and where buckets cost memory only while they travel, until fewer than IN_FLIGHT are under way."""
+        and where buckets cost memory only while they travel, until fewer than IN_FLIGHT are under way, and none beside
+        a large one."""
         unbound = self._in_place(state) and not self.resting.away(state.bucket.index)
-        most = len(self._states) if unbound else IN_FLIGHT
+        most = len(self._states) if unbound else 1 if state.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or state.pending is not None):
             self._complete(self._in_flight.pop(0))
 

@@ -4,37 +4,45 @@ Pure: standard library only. A bucket launched when *its own gradients* are ther
 where ranks use different parameters, between different gathers: then rank 0 could wait for a reduction that rank 1
 launches only after a gather, and rank 1 for that gather. So buckets follow the ends of uses, which are the same on
 all ranks. Which end is late enough for a bucket is learned for each plan of the schedule, whose events the ranks have
-compared. Before, it is the first end of its own unit. A gradient that comes later (a module used several times) is
-reduced once more at the end of the pass, and the ranks agree on what is late with one small collective. Steps that
-follow a plan for which the ends are known need none.
+compared. Before, it is the first end of its own units, of the last of them. A gradient that comes later (a module used
+several times) is reduced once more at the end of the pass, and the ranks agree on what is late with one small
+collective. Steps that follow a plan for which the ends are known need none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 End = tuple[int, int]  # a unit, and the how-manieth end of its backward uses in the pass
 
 
 class LaunchPlan:
-    """units: for each bucket the unit that it belongs to, or None for one that is launched when the pass ends as long
-    as nothing is learned: it stays whole, or several units have it.
+    """units: for each bucket the units that it belongs to, for whose first ends it waits in any case. uncertain: the
+    buckets that are launched when the pass ends as long as nothing is learned: some of their parameters stay whole, or
+    belong to several units.
     plan_number: of the schedule's plan that the events follow, 0 if none; plan_done: whether they have reached its end;
     the same on all ranks."""
 
     def __init__(
-        self, units: Sequence[int | None], plan_number: Callable[[], int], plan_done: Callable[[], bool]
+        self,
+        units: Sequence[Collection[int]],
+        uncertain: Collection[int],
+        plan_number: Callable[[], int],
+        plan_done: Callable[[], bool],
     ) -> None:
         self._plan_number = plan_number
         self._plan_done = plan_done
         self._done = False  # whether the last end was the plan's last event
         self._number = 0  # the plan that the events of this pass follow: asked while they come, it ends before the pass
-        self._default: dict[End, list[int]] = {}
-        for bucket, unit in enumerate(units):
-            if unit is not None:
-                self._default.setdefault((unit, 1), []).append(bucket)
+        self._units = units
+        self._uncertain = frozenset(uncertain)
+        self._buckets: dict[int, list[int]] = {}  # that wait for a unit, where nothing is learned
+        for bucket, of_bucket in enumerate(units):
+            for unit in () if bucket in self._uncertain else of_bucket:
+                self._buckets.setdefault(unit, []).append(bucket)
+        self._missing: list[int] = []  # units that each bucket waits for in this pass
         self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number
-        self._due: dict[End, list[int]] = self._default
+        self._due: dict[End, list[int]] | None = None  # None: nothing is learned
         self._ends: list[End] = []  # of this pass
         self._counts: dict[int, int] = {}
         self.arrivals = [-1] * len(units)  # ends before each bucket's last gradient in this pass; -1: no gradient
@@ -42,15 +50,15 @@ class LaunchPlan:
     def begin_pass(self) -> None:
         """Before the first gradient of a backward."""
         self._number = self._plan_number()
-        self._due = self._learned.get(self._number, self._default)
+        self._due = self._learned.get(self._number)
+        self._missing = [len(units) for units in self._units]
         self._ends, self._counts, self._done = [], {}, False
         self.arrivals = [-1] * len(self.arrivals)
 
     @property
     def settled(self) -> bool:
         """Whether this pass follows a plan whose launches are known, so that no gradient can be late."""
-        number = self._number
-        return bool(number) and number in self._learned and self._due is self._learned[number]
+        return self._due is not None and self._due is self._learned.get(self._number)
 
     def on_gradient(self, bucket: int) -> None:
         """A gradient of ``bucket`` has come."""
@@ -62,7 +70,16 @@ class LaunchPlan:
         self._counts[unit] = count
         self._ends.append((unit, count))
         self._number, self._done = self._plan_number(), self._plan_done()
-        return self._due.get((unit, count), ())
+        if self._due is not None:
+            return self._due.get((unit, count), ())
+        return self._complete_with(unit) if count == 1 else ()
+
+    def _complete_with(self, unit: int) -> list[int]:
+        """The buckets that waited for this unit alone."""
+        waiting = self._buckets.get(unit, ())
+        for bucket in waiting:
+            self._missing[bucket] -= 1
+        return [bucket for bucket in waiting if not self._missing[bucket]]
 
     def learn(self, arrivals: Sequence[int]) -> None:
         """What all ranks together have seen in the pass that ends: the largest ``arrivals``. A pass that stopped on its
@@ -70,12 +87,13 @@ class LaunchPlan:
         if not self._number or not self._done:
             return
         due: dict[End, list[int]] = {}
-        own = {bucket: end for end, buckets in self._default.items() for bucket in buckets}
+        first_ends = {unit: index for index, (unit, count) in enumerate(self._ends) if count == 1}
         for bucket, arrival in enumerate(arrivals):
-            if arrival < 0:  # unused: if it is used one day, then in its unit
-                end = own.get(bucket)
-            else:
-                end = self._ends[arrival] if arrival < len(self._ends) else None
-            if end is not None:
-                due.setdefault(end, []).append(bucket)
+            # Not before its units, whatever has come: what is frozen now may get a gradient one day. A unit that is
+            # not used may be, at the end of a pass that departs from the plan only there.
+            ends = [first_ends.get(unit, len(self._ends)) for unit in self._units[bucket]]
+            last = max([arrival, *ends])
+            unknown = arrival < 0 and bucket in self._uncertain
+            if 0 <= last < len(self._ends) and not unknown:
+                due.setdefault(self._ends[last], []).append(bucket)
         self._learned[self._number] = due

@@ -15,7 +15,6 @@ from zerolite.accelerator import address, host_values
 from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import broadcast_into, content_hash, differing
 from zerolite.runtime.zero.buffer import dense_strides, flattened
-from zerolite.runtime.zero.module_hooks import external_parameters
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
@@ -26,6 +25,7 @@ from zerolite.runtime.zero.partitioned_parameter import (
     refresh,
     users_attributes,
 )
+from zerolite.runtime.zero.units import external_parameters
 
 _off: Callable[[], Any] = torch._C.DisableTorchFunction  # no mode sees the torch functions that run inside
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,20 @@ _current_graph_task = torch._C._current_graph_task_id
 
 
 class Unit:
-    """What is gathered as one: a module or a subtree."""
+    """What is gathered as one: a module or a subtree. ``uses`` is how many of its uses are open, in which its values
+    are there; ``inside`` the module in it that was called without it, in the use under way."""
 
-    __slots__ = ("index", "name")
+    __slots__ = ("index", "inside", "name", "uses")
 
     def __init__(self, index: int, name: str) -> None:
         self.index = index
         self.name = name
+        self.uses = 0
+        self.inside: torch.nn.Module | None = None
+
+    def reset(self) -> None:
+        """No use is open any more."""
+        self.uses, self.inside = 0, None
 
 
 class Use:
@@ -95,15 +102,18 @@ class PartitionedParameterCoordinator:
         handles: Sequence[PartitionedParameter],
         unit_names: Sequence[str],
         units: Sequence[Sequence[int]],
+        tables: Collection[int],
         limits: FetchLimits,
         reader: ShardReader,
     ) -> None:
+        """tables: the units whose backward needs no values (``UnitPlan.is_table``)."""
         self.handles = list(handles)
         self.units = [Unit(index, name) for index, name in enumerate(unit_names)]
         self._index = {id(handle): index for index, handle in enumerate(self.handles)}
         persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
         self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
         self.reader = reader
+        self._tables = set(tables)
         self._stack: list[Use] = []  # forward uses under way
         self._backward: list[Use] = []  # backward uses under way
         self._recomputed: list[Use] = []  # forward uses that ended inside a backward and are still needed
@@ -148,15 +158,20 @@ class PartitionedParameterCoordinator:
             if self.before_external is not None:
                 self.before_external(unit, index)
             self.schedule.add_parameter(unit, index)
+            if unit in self._tables:  # its values are needed from now on, in a backward that is under way too
+                self._tables.remove(unit)
+                self.units[unit].uses += sum(use.unit.index == unit for use in self._backward)
 
     # ---------------------------------------------------------------- forward
 
     def enter_forward(self, unit: Unit) -> None:
-        """Before the unit's forward, recomputations in backward included."""
+        """Begin a use of ``unit``: before its forward, recomputations in backward included, or before the forward of
+        a module inside it that is called without the unit."""
         if not self._stack:
             self._begin_outermost()
         self._clock += 1
         self._stack.append(Use(unit, self._clock))
+        unit.uses += 1
         self._execute(self.schedule.enter(unit.index))
 
     def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: Any) -> None:
@@ -186,6 +201,7 @@ class PartitionedParameterCoordinator:
     def _end(self, use: Use) -> None:
         self._clock += 1
         use.end = self._clock
+        use.unit.uses -= 1
 
     def _begin_outermost(self) -> None:
         if self._tasks:
@@ -289,14 +305,28 @@ class PartitionedParameterCoordinator:
                 del open_uses[position]
                 self._end_backward_use(last)
         open_uses.insert(position, use)
-        self._execute(self.schedule.enter(use.unit.index))
+        if use.unit.index in self._tables:
+            for index in self.schedule.parameters_of(use.unit.index):
+                self.handles[index].show_shape()
+        else:
+            use.unit.uses += 1
+            self._execute(self.schedule.enter(use.unit.index))
 
     def _end_backward_use(self, use: Use) -> None:
         if self._recomputed:
             self._close_recomputed(use.unit)
-        if not self._second_order:
-            self._release(self.schedule.leave(use.unit.index))
+        if use.unit.index in self._tables:
+            self._hide_shapes(use.unit)
+        else:
+            use.unit.uses -= 1
+            if not self._second_order:
+                self._release(self.schedule.leave(use.unit.index))
         self.on_use_end(use.unit.index)
+
+    def _hide_shapes(self, unit: Unit) -> None:
+        for index in self.schedule.parameters_of(unit.index):
+            if self.handles[index].status is NOT_AVAILABLE:
+                self.handles[index].drop()
 
     def _close_recomputed(self, unit: Unit | None) -> None:
         """End the recomputed forward uses of ``unit`` (None: all)."""
@@ -344,6 +374,10 @@ class PartitionedParameterCoordinator:
         """End everything under way and release all that nobody holds: after an exception, and when values have
         changed. Called on all ranks."""
         self._step_open = self._second_order = False
+        for use in (*self._stack, *self._backward):
+            use.unit.reset()
+            if use.unit.index in self._tables:
+                self._hide_shapes(use.unit)
         self._stack.clear()
         self._backward.clear()
         self._recomputed.clear()
@@ -362,8 +396,7 @@ class PartitionedParameterCoordinator:
         stay. Called on all ranks, by the publisher."""
         self.sweep()
         stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.on_written is not None]
-        if stale:
-            refresh(stale)
+        refresh(stale)
 
     @torch.no_grad()
     def collect_writes(self) -> None:
@@ -459,8 +492,8 @@ class PartitionedParameterCoordinator:
                 self._release(release)
             if starting:
                 self._launch(starting)
-            for ahead in prefetch:
-                self._launch(ahead)
+            if prefetch:
+                self._launch(prefetch)
             if read:
                 self.reader.ahead([self.handles[index] for index in read])
             for index in needed:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator, Pending
-from zerolite.memory_items import COMPUTE, DEVICE, GATHERED, PERSISTENT, listeners, own, resize
+from zerolite.memory_items import BUCKETS, COMPUTE, DEVICE, GATHERED, PERSISTENT, listeners, own, resize
 from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.layout import part_numel
 from zerolite.runtime.zero.released_parameter import close, open_again
@@ -283,6 +283,15 @@ class PartitionedParameter:
         if self.status is AVAILABLE:
             self.drop()
 
+    def show_shape(self) -> None:
+        """Give a parameter that is not available its shape, without memory: autograd compares the gradient's with it.
+        Ends with :meth:`drop`, or when the parameter is gathered."""
+        parameter = self.ref()
+        if self.status is NOT_AVAILABLE and parameter is not None:
+            open_again(parameter)
+            parameter.data = self.empty.new_empty(()).expand(self.shape)
+            close(parameter)
+
     def drop(self) -> None:
         """The whole values are gone, whatever there was."""
         self.launch = None
@@ -408,8 +417,54 @@ def gather(members: Sequence[PartitionedParameter]) -> None:
             finish(member.launch)
 
 
+@torch.no_grad()
 def refresh(handles: Sequence[PartitionedParameter]) -> None:
-    """Gather new values into parameters that are available: one launch per communicator. Called on all ranks."""
+    """Gather new values into parameters of one communicator that are available, in one launch. Shards that lie side by
+    side travel as one tensor. Called on all ranks, in the same order."""
+    near: list[PartitionedParameter] = []
     for handle in handles:
-        handle.status = NOT_AVAILABLE
-    gather(handles)
+        if handle.storage is not None and handle.tier.place == DEVICE:
+            near.append(handle)
+        else:
+            handle.status = NOT_AVAILABLE
+    gather([handle for handle in handles if handle.status is NOT_AVAILABLE])
+    if near:
+        _gather_rows(_rows(near))
+
+
+def _rows(handles: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:
+    """Return ``handles`` in runs whose shards follow each other in one memory. Runs are in the order of ``handles``,
+    which is the same on all ranks; addresses are not."""
+    rows: list[list[PartitionedParameter]] = []
+    latest: dict[Any, tuple[list[PartitionedParameter], int]] = {}  # by memory: its last run, and where that ends
+    for handle in handles:
+        shard = handle.shard
+        memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())
+        row, end = latest.get(memory, ([], -1))
+        if start != end:
+            row = []
+            rows.append(row)
+        row.append(handle)
+        latest[memory] = (row, start + shard.numel())
+    return rows
+
+
+def _gather_rows(rows: Sequence[list[PartitionedParameter]]) -> None:
+    """Gather each run as one tensor, and copy it into the whole values of its members; a run of one, straight there."""
+    first = rows[0][0]
+    manager = first.manager() if first.manager is not None else None
+    if manager is not None:
+        manager.schedule.note_gather(first.key, sum(map(len, rows)))
+    world = first.comm.world_size
+    with undispatched():
+        shards = [row[0].shard.as_strided((sum(member.shard.numel() for member in row),), (1,)) for row in rows]
+        fulls = [
+            row[0].full if len(row) == 1 else own(shard.new_empty(world * shard.numel()), BUCKETS)
+            for row, shard in zip(rows, shards, strict=True)
+        ]
+        first.comm.gather_shards(fulls, shards, "parameters", first.key).wait()
+        for row, full in zip(rows, fulls, strict=True):
+            if len(row) > 1:
+                parts = [member.shard.numel() for member in row]
+                wholes = [member.full.view(world, part) for member, part in zip(row, parts, strict=True)]
+                torch.split_with_sizes_copy(full.view(world, -1), parts, dim=1, out=wholes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,24 +13,27 @@ from zerolite.comm import Communicator
 from zerolite.memory_items import COMPUTE, DEVICE
 from zerolite.runtime.zero.fetch_plan import FetchLimits
 from zerolite.runtime.zero.layout import PartitionLayout
-from zerolite.runtime.zero.module_hooks import UnitPlan, attach, plan_units
+from zerolite.runtime.zero.module_hooks import attach
 from zerolite.runtime.zero.partition_parameters import partition_model
 from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.runtime.zero.partitioned_parameter import PartitionedParameter, gather, handle_of, whole_numel
 from zerolite.runtime.zero.shard_reader import ShardReader
 from zerolite.runtime.zero.tiers import HostTier, Tiers
 from zerolite.runtime.zero.transfers import Transfers
+from zerolite.runtime.zero.units import LeafRule, UnitPlan, plan_units
 
 
 @dataclass(frozen=True)
 class Stage3Options:
     """Sizes in elements. persistence: parameters of at most so many stay whole, up to model_persistence in all (None:
-    no limit). granularity: subtrees of at most so many are one unit; is_leaf(name, module): so is this one."""
+    no limit). granularity: subtrees of at most so many are one unit; is_leaf(name, module): so is this one; blocks: so
+    are repeated blocks."""
 
     persistence: int
     model_persistence: int | None
     granularity: int
-    is_leaf: Callable[[str, torch.nn.Module], bool]
+    blocks: bool
+    is_leaf: LeafRule
     limits: FetchLimits
 
 
@@ -76,7 +78,8 @@ class PartitionedModel:
             if handle.numel <= options.persistence and (left is None or handle.numel <= left):
                 handle.persistent = True
                 left = None if left is None else left - handle.numel
-        self.plans = plan_units(self.model, options.is_leaf, options.granularity)
+        max_live = options.limits.max_live_numel if options.blocks else 0
+        self.plans = plan_units(self.model, options.is_leaf, options.granularity, max_live)
         self._limits = options.limits
         return self.plans
 
@@ -105,7 +108,10 @@ class PartitionedModel:
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         units = [[index_of[id(parameter)] for parameter in plan.parameters] for plan in self.plans]
         names = [plan.name for plan in self.plans]
-        self.coordinator = PartitionedParameterCoordinator(self.handles, names, units, self._limits, self.reader)
+        tables = [index for index, plan in enumerate(self.plans) if plan.is_table]
+        self.coordinator = PartitionedParameterCoordinator(
+            self.handles, names, units, tables, self._limits, self.reader
+        )
         self.hooks: list[Any] = attach(self.model, self.plans, self.coordinator)
         return self.coordinator
 
@@ -127,43 +133,67 @@ def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype,
         start += member.shard.numel()
 
 
-def bucket_groups(trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan], limit: int) -> list[list[int]]:
-    """Indices into ``trained`` by what is reduced together: the parameters of a unit; those that stay whole in groups
-    of at most ``limit`` elements (or one parameter)."""
+def bucket_groups(
+    trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan], limit: int, together: bool = False
+) -> list[list[int]]:
+    """Return indices into ``trained`` by what is reduced together: units that follow each other, and parameters that
+    stay whole, in groups of at most ``limit`` elements (or one unit, or one parameter).
+
+    together: the first group of those that stay whole joins the first group of units, because the gradients of both are
+    complete at the end of a backward only. Their shards are then placed alike. Parameters without elements always join.
+    """
     unit_of = _first_units(plans)
-    groups: list[list[int]] = []
     of_unit: dict[int, list[int]] = {}
-    free: list[int] | None = None  # the group that small parameters fill
-    size = 0
+    whole: list[list[int]] = []
+    empty: list[int] = []
+    numels = [whole_numel(parameter) for parameter in trained]
     for index, parameter in enumerate(trained):
-        numel = whole_numel(parameter)
         unit = unit_of.get(id(parameter))
         if unit is not None:
-            if unit not in of_unit:
-                of_unit[unit] = []
-                groups.append(of_unit[unit])
-            of_unit[unit].append(index)
-            continue
-        if free is None or size + numel > limit:
-            free, size = [], 0
-            groups.append(free)
-        free.append(index)
-        size += numel
+            of_unit.setdefault(unit, []).append(index)
+        elif numels[index]:
+            whole.append([index])
+        else:
+            empty.append(index)
+    units, staying = _joined(list(of_unit.values()), numels, limit), _joined(whole, numels, limit)
+    if together and units and staying:
+        units[0] += staying.pop(0)
+    groups = units + staying or [[]]
+    groups[0] += empty
+    return sorted(sorted(group) for group in groups if group)
+
+
+def _joined(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> list[list[int]]:
+    """``runs`` of indices, neighbours joined as long as they have at most ``limit`` elements together."""
+    groups: list[list[int]] = []
+    size = limit
+    for run in runs:
+        more = sum(numels[index] for index in run)
+        if not groups or size + more > limit:
+            groups.append([])
+            size = 0
+        groups[-1] = [*groups[-1], *run]
+        size += more
     return groups
 
 
 def units_of_buckets(
     layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan]
-) -> list[int | None]:
-    """The unit of each bucket made from :func:`bucket_groups`; None for parameters that stay whole, or that several
-    units have."""
-    unit_of = _first_units(plans)
-    counts = Counter(id(parameter) for plan in plans for parameter in plan.parameters)
-    units: list[int | None] = []
+) -> tuple[list[set[int]], set[int]]:
+    """Return the units of each bucket made from :func:`bucket_groups`, and the buckets with parameters that stay whole
+    or that several units have: when their gradients are complete the units do not tell."""
+    units_of: dict[int, list[int]] = {}
+    for index, plan in enumerate(plans):
+        for parameter in plan.parameters:
+            units_of.setdefault(id(parameter), []).append(index)
+    units: list[set[int]] = []
+    uncertain: set[int] = set()
     for bucket in layout.buckets:
-        members = [id(trained[slot.index]) for slot in bucket.slots]
-        units.append(None if any(counts[member] > 1 for member in members) else unit_of.get(members[0]))
-    return units
+        found = [units_of.get(id(trained[slot.index]), []) for slot in bucket.slots]
+        units.append({having[0] for having in found if len(having) == 1})
+        if any(len(having) != 1 for having in found):
+            uncertain.add(bucket.index)
+    return units, uncertain
 
 
 def _first_units(plans: Sequence[UnitPlan]) -> dict[int, int]:

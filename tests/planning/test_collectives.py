@@ -1,0 +1,69 @@
+"""How many collectives a step of stage 3 launches, counted by the plan; FSDP2's number is counted by benchmarks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerolite.planning import plan
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.o(self.q(y) * self.k(y) + self.v(y))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """The shapes of Llama-2-7B by default; ``words [B, T]`` -> loss."""
+
+    def __init__(self, layers: int = 32, width: int = 4096, hidden: int = 11008, words: int = 32000) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Block(width, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), words.flatten())
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def of_fsdp2(layers: int) -> int:
+    """With `fully_shard` on each block and the root, and clipping: gathers of all in forward and of the blocks in
+    backward, reduce-scatters of all, an all-reduce of the norm."""
+    return (layers + 1) + layers + (layers + 1) + 1
+
+
+@pytest.mark.parametrize("world", [8, 96])
+@pytest.mark.parametrize("layers", [6, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_step_launches_at_most_as_many_collectives_as_fsdp2(layers: int, world: int) -> None:
+    sizes = (layers,) if layers == 32 else (layers, 512, 1376, 4000)
+    made = plan(lambda: Llama(*sizes), CONFIG, world, batch=lambda: torch.zeros(1, 16, dtype=torch.long))
+    assert sum(made.collectives.values()) <= of_fsdp2(layers)
+    assert made.collectives["reduce_scatter"] <= layers + 2 and made.collectives["all_reduce"] == 1
+    assert sum(entry.unaligned for entry in made.traffic) == 0
+    if layers == 32:
+        assert made.collectives == {"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}

@@ -1,0 +1,128 @@
+"""What stage 3 gathers as one: repeated blocks, small subtrees, what the user names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from zerolite.comm import NullCommunicator
+from zerolite.runtime.zero.partition_parameters import partition
+from zerolite.runtime.zero.units import UnitPlan, leaf_rule, plan_units
+
+INFINITE = 1 << 40
+nothing = leaf_rule(())
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Block(nn.Module):
+    """16 + 64 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4, bias=False)
+        self.feed = Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.feed(self.mix(x))
+
+
+class Experts(nn.Module):
+    """16 + 3 × 64 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4, bias=False)
+        self.experts = nn.ModuleList(Feed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[0](self.mix(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: int = 6, make: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(make() for _ in range(blocks))
+        self.head = nn.Linear(4, 7, bias=False)
+
+
+def units(model: nn.Module, max_live: int = INFINITE, leaves: list[str] | None = None) -> list[UnitPlan]:
+    comm = NullCommunicator(0, 2)
+    for name, parameter in model.named_parameters():
+        partition(parameter, name, comm, torch.device("cpu"))
+    plans = plan_units(model, leaf_rule(leaves) if leaves else nothing, 0, max_live)
+    # Every parameter has a unit, and no module is in two.
+    assert {id(p) for plan in plans for p in plan.parameters} == {id(p) for p in model.parameters()}
+    modules = [id(module) for plan in plans for module in (plan.module, *plan.inside)]
+    assert len(modules) == len(set(modules))
+    return plans
+
+
+def names(plans: list[UnitPlan]) -> list[str]:
+    return [plan.name for plan in plans if plan.parameters]
+
+
+BLOCKS = [f"blocks.{index}" for index in range(6)]
+
+
+def test_a_repeated_block_is_one_unit() -> None:
+    plans = units(Stack())
+    assert names(plans) == ["embed", *BLOCKS, "head"]
+    assert [type(module) for module in plans[2].inside] == [nn.Linear, Feed, nn.Linear, nn.Linear]
+    assert names(units(nn.Sequential(*(Block() for _ in range(5))))) == ["0", "1", "2", "3", "4"]
+
+
+def test_without_blocks_every_module_that_owns_parameters_is_one() -> None:
+    plans = units(Stack(), max_live=0)
+    assert names(plans)[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]
+
+
+def test_two_blocks_fit_into_the_limit_and_a_larger_one_is_divided() -> None:
+    assert names(units(Stack(), max_live=160))[1] == "blocks.0"
+    assert names(units(Stack(), max_live=159))[1:3] == ["blocks.0.mix", "blocks.0.feed"]
+    assert names(units(Stack(), max_live=127))[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]
+
+
+def test_a_block_has_at_most_a_fourth_of_the_model() -> None:
+    outer = Stack(blocks=2, make=lambda: nn.Sequential(*(Block() for _ in range(4))))
+    assert names(units(outer))[1:4] == ["blocks.0.0", "blocks.0.1", "blocks.0.2"]
+
+
+def test_experts_stay_together_as_long_as_they_fit_once() -> None:
+    assert names(units(Stack(make=Experts), max_live=208)) == ["embed", *BLOCKS, "head"]
+    divided = names(units(Stack(make=Experts), max_live=207))
+    assert divided[1:5] == ["blocks.0.mix", *(f"blocks.0.experts.{index}" for index in range(3))]
+
+
+def test_what_is_asked_for_inside_a_block_is_a_unit_of_its_own() -> None:
+    plans = units(Stack(), leaves=["Feed"])
+    assert names(plans)[1:3] == ["blocks.0", "blocks.0.feed"]
+    assert [type(module) for module in plans[2].inside] == [nn.Linear]
+
+
+def test_tied_weights_belong_to_both_and_a_shared_module_to_the_first() -> None:
+    model = Stack()
+    model.blocks[3].mix = model.blocks[1].mix
+    model.head.weight = model.embed.weight
+    plans = {plan.name: plan for plan in units(model)}
+    assert any(p is model.blocks[1].mix.weight for p in plans["blocks.3"].parameters)
+    assert model.blocks[1].mix not in plans["blocks.3"].inside
+    assert plans["embed"].parameters == plans["head"].parameters
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
+def test_containers_without_a_forward_are_no_units(container: type) -> None:
+    model = Stack(blocks=6, make=lambda: container([Feed()]) if container is nn.ModuleList else container(Feed()))
+    assert names(units(model))[1] == ("blocks.0.0" if container is nn.ModuleList else "blocks.0")
