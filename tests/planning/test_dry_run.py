@@ -230,8 +230,8 @@ def test_bad_numbers_and_configs() -> None:
         plan(stack, config(train_batch_size=7), 4)
     with pytest.raises(PlanError, match="one stage, 0 to 3"):
         plan(stack, config(zero_optimization={"stage": "auto"}), 4)
-    with pytest.raises(ConfigError, match="optimizer"):
-        plan(stack, {"train_micro_batch_size_per_gpu": 1}, 4)
+    with pytest.raises(ConfigError, match="scheduler"):
+        plan(stack, {"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": "WarmupLR"}}, 4)
     with pytest.raises(
         PlanError, match="a loss or a floating tensor from the model, got a tensor of torch.int64; give a loss"
     ):

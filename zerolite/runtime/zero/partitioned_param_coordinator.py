@@ -202,6 +202,8 @@ class PartitionedParameterCoordinator:
         self._clock += 1
         use.end = self._clock
         use.unit.uses -= 1
+        if not use.unit.uses:
+            use.unit.inside = None
 
     def _begin_outermost(self) -> None:
         if self._tasks:
