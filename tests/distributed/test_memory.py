@@ -59,8 +59,9 @@ def test_resident_and_peak_bytes_of_stage_3(pools: Pools, world: int, shared_mem
     resident = (14 * trained + (2 * numel if adapters else 0)) / world / numel
     peak = resident + (2 * trained / world + 2 * live + 2 * 2 * layer) / numel
     if shared_memory:
-        # Three regions per process, mapped by all of them: for gathers as large as a shard, for reductions as a bucket.
-        mapped = 3 * world * (2 * layer / world + 2 * reduced) / numel
+        # Three regions per process, mapped by all of them: for gathers as large as the shards of the first launch of a
+        # backward or forward, the layer that is needed at once and two ahead; for reductions as a bucket.
+        mapped = 3 * world * (2 * 3 * layer / world + 2 * reduced) / numel
         resident, peak = resident + mapped, peak + mapped
     for result in pools(world).run(f"{CASES}:resident_and_peak", case, timeout=300):
         assert result["resident"] == pytest.approx(resident, rel=TOLERANCE)

@@ -56,8 +56,11 @@ def check(pools: Pools, world: int, kind: str, nodes: int | None = None, first: 
     """The last rank's plan, and the ``first``'s."""
     case = {"kind": kind, "shared_memory": nodes in (None, 1), **setting}
     ranks = pools(world).run(f"{CASES}:measured", case, timeout=180)
+    peak = (
+        PEAK if setting.get("precision", "fp32") == "fp32" else 0.03
+    )  # 16-bit products of a CPU take more inside themselves
     for rank in {0, world - 1} if first else {world - 1}:
-        assert_right(planned(kind, world, rank, nodes, **setting), ranks[rank])
+        assert_right(planned(kind, world, rank, nodes, **setting), ranks[rank], peak)
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ def sliced_layout(
     config: ZeroliteConfig,
     comm: Communicator,
 ) -> PartitionLayout:
-    """A bucket for each unit's share of ``parameters``."""
+    """A bucket for each unit's share of ``parameters``; small ones have one together."""
     together = not config.zero_optimization.offload_param.enabled
-    limit = bucket_numel(specs, config, comm.world_size)
+    limit = bucket_numel(specs, config, world_size=1)  # does not grow with the ranks: gradients of a bucket are whole
     groups = bucket_groups(parameters, partitioned.plans, limit, together)
     return PartitionLayout.build_sliced(specs, groups, comm.world_size)
 
