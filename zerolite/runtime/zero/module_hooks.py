@@ -144,8 +144,8 @@ def attach(
                 begin = _EnterInside(coordinator, unit, [coordinator.units[index] for index in having])
                 end = _LeaveInside(coordinator, unit)
                 handles.append(begin.install(module.register_forward_pre_hook, prepend=True))
-                # Not always called: Dynamo would compile each module anew. After an exception the unit around it, or the
-                # next forward, ends the use.
+                # Not always called: Dynamo would compile each module anew. After an exception the unit around it, or
+                # the next forward, ends the use.
                 handles.append(end.install(module.register_forward_hook))
     for module in model.modules():
         if owns_released(module) and id(module) not in traced:
