@@ -12,8 +12,9 @@ process of its own, which sleeps while another runs. Each of its turns stands ne
 and after it in alternate rounds, and ratios are taken within such a pair.
 
 zerolite-3: stage 3 with stage3_param_persistence_threshold 0. "-modules": a unit per module that owns parameters
-(stage3_module_granularity_threshold 0) instead of one for the whole small stack; "-reshard": also gathered anew for
-every use (stage3_max_reuse_distance 0). "-w64": as rank 0 of 64 ranks, with a communicator that sends nothing. What
+(stage3_module_granularity_threshold 0), each with a gather and a reduction of its own (stage3_prefetch_bucket_size 1,
+reduce_bucket_size 1), instead of one for the whole small stack; "-reshard": also gathered anew for every use
+(stage3_max_reuse_distance 0). "-w64": as rank 0 of 64 ranks, with a communicator that sends nothing. What
 that one does instead of sending (it copies shards, so that numbers stay finite) is the "fake ms", which "x plain" and
 "us a layer" leave out. "x plain CPU" compares processor time, all threads, collectives included: where other work keeps
 the machine busy it is the one to read.

@@ -172,8 +172,12 @@ def build_zerolite(model: nn.Sequential, stage: int, fake: bool = False, **zero:
         return _engine_loop(zerolite.initialize(model, config), clock)
 
 
-# A unit per module that owns parameters, and every unit gathered for every use.
-MODULES = {"stage3_module_granularity_threshold": 0}
+# A unit per module that owns parameters, with a gather and a reduction of its own; and gathered for every use.
+MODULES = {
+    "stage3_module_granularity_threshold": 0,
+    "stage3_prefetch_bucket_size": 1,
+    "reduce_bucket_size": 1,
+}
 RESHARD = {**MODULES, "stage3_max_reuse_distance": 0}
 
 
