@@ -59,7 +59,7 @@ def test_compiled_after_initialize_compiles_once(pools: Pools, what: str, stage:
     _, _, plain = run(pools, 2, "recompiled", what="nothing", stage=stage)[0]
     for leaf in (True, False) if stage == 3 else (False,):
         for graphs, ran, loss in run(pools, 2, "recompiled", what=what, stage=stage, leaf=leaf):
-            assert sum(graphs) <= 8 and not any(graphs[2:]), graphs
+            assert sum(graphs) <= 12 and not any(graphs[2:]), graphs  # parts of a block, with weights in flight or not
             assert len(set(ran[2:])) == 1 and ran[-1] >= 10, ran
             assert loss == pytest.approx(plain, rel=1e-6)
 
