@@ -117,7 +117,9 @@ def _of_other_communicators(engine: Engine) -> int:
     """Bytes of the communicators that only the rest of the grid uses, which the engine's report leaves out."""
     known = holdings(engine.memory_parts)
     topology = engine.topology
-    kept = [tensor for comm in (topology.tensor, topology.pipe, topology.model) for tensor in comm.memory()]
+    kept = [
+        tensor for comm in (topology.tensor, topology.pipe, topology.model, topology.world) for tensor in comm.memory()
+    ]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
     return sum(nbytes for key, nbytes in storages.items() if key not in known)
 
