@@ -84,6 +84,23 @@ def test_a_repeated_block_is_one_unit() -> None:
     assert names(units(nn.Sequential(*(Block() for _ in range(5))))) == ["0", "1", "2", "3", "4"]
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.embed(x), self.embed.weight)
+
+
+def test_only_an_embedding_by_itself_needs_no_values_in_backward() -> None:
+    assert [plan.is_table for plan in units(Stack())] == [False, True, *[False] * 7]
+    assert not any(plan.is_table for plan in units(Tied(), leaves=["Tied"]))
+    hooked = Stack()
+    hooked.embed.register_forward_hook(lambda module, args, output: output * module.weight.sum())
+    assert not any(plan.is_table for plan in units(hooked))
+
+
 def test_without_blocks_every_module_that_owns_parameters_is_one() -> None:
     plans = units(Stack(), max_live=0)
     assert names(plans)[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]

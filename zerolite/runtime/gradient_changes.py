@@ -83,18 +83,26 @@ class GradientChanges:
         assigned, self._assigned = self._assigned, {}
         for index, value in assigned.items():
             gradient, part = _whole(value), self._reducer.part(index)
+            # Rounded on all ranks: what overflows here must be in the statistics, which then skip the step.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            gradient = (gradient.to(wide) * divisor).to(self._reducer.mean_dtype(index))
             if part is not None:
                 flat = flattened(gradient.to(part.device), self._reducer.strides[index])
                 fragment = self._reducer.fragment(index)
-                values = flat.narrow(0, fragment.param_start, fragment.numel) * divisor
+                values = flat.narrow(0, fragment.param_start, fragment.numel)
                 part.copy_(values.as_strided(part.shape, part.stride()))
             self._reducer.used.add(index)
             self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
             self._forget(self._bucket(index))
-            stats.replace(index, gradient, divisor)
+            stats.replace(index, gradient, 1.0)
         if assigned:
             self._buffer.tiers.written_in_place()
         self._exposed = {bucket: (reduced, reduced._version) for bucket, (reduced, _) in self._exposed.items()}
+
+    def forget(self, index: int) -> None:
+        """Another value has been set: a tensor that the user has put into ``p.grad`` before does not count."""
+        if self._assigned.pop(index, None) is not None:
+            self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
 
     # ---------------------------------------------------------------- factors
 
@@ -123,6 +131,11 @@ class GradientChanges:
         return common
 
     # ---------------------------------------------------------------- memory that the user has
+
+    @property
+    def exposed(self) -> bool:
+        """True if the user has the memory of a reduced gradient."""
+        return bool(self._exposed)
 
     def expose(self, index: int) -> None:
         """The user is given the memory of a reduced gradient, and may write to it at any time."""

@@ -114,6 +114,8 @@ class PendingGradients:
         if isinstance(factor, torch.Tensor) and factor.device != self._device:
             factor = float(factor)
         self._reducer.shown.multiply(indices, factor)
+        if self._pipeline.changes.exposed:  # the user may write to that memory, or read it, before the update
+            self._pipeline.changes.apply_factors()
 
     @torch.no_grad()
     def norms(self, indices: Sequence[int]) -> list[torch.Tensor]:

@@ -281,6 +281,7 @@ class StepPipeline:
         """Somebody has put another value into the reduced gradient of a parameter, or taken it out."""
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
         self._reducer.shown.factors.pop(index, None)
+        self.changes.forget(index)
         self._collector.forget(self._buffer.layout.slots[index].bucket)
         self._stats = None
 
@@ -313,10 +314,17 @@ class StepPipeline:
     def look_at_grads(self, before_backward: bool = False) -> None:
         """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
         all parameters is :meth:`zero_grad` in other words, a call that all ranks make."""
+        self._forget_if_written()
         found = self.changes.found()
         if found and self.changes.all_dropped(found):
             self.zero_grad()
             return
+        if found and self._across is not None:
+            name = self._buffer.layout.slots[next(iter(found))].name
+            raise RuntimeError(
+                f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
+                "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
+            )
         if found:
             with self.commands(Command.OTHER):  # a rank that has left engine.join() would not know
                 self.changes.take(found)

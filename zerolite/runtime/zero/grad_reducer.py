@@ -784,6 +784,10 @@ class GradReducer:
         """Return which elements of a parameter :meth:`part` has."""
         return self._fragments[index]
 
+    def mean_dtype(self, index: int) -> torch.dtype:
+        """Return the dtype of a parameter's mean gradient, the same on all ranks. Valid after :meth:`finish`."""
+        return self._reduced_dtype(self._states[self.layout.slots[index].bucket])
+
     def part(self, index: int) -> torch.Tensor | None:
         """Return this rank's part of a parameter's mean gradient where it rests, a view: flat, or at stage 0 in the
         parameter's shape. None if this rank owns nothing of it. Valid after :meth:`finish`."""
@@ -819,8 +823,16 @@ class GradReducer:
         """Take ``gradient`` as one that a backward has brought to this rank, between two passes."""
         slot = self.layout.slots[index]
         self.used.add(index)
-        if slot.numel:
-            self._put(self._states[slot.bucket], slot, gradient)
+        if not slot.numel:
+            return
+        state, run = self._states[slot.bucket], self._runs[index]
+        if run is not None:
+            if state.local is None:
+                self._open_local(state, gradient)
+            if state.written.isdisjoint(run.indices):  # the others of the run may get no gradient here
+                assert state.local is not None
+                state.local[run.low : run.high].zero_()
+        self._put(state, slot, gradient)
 
     # ---------------------------------------------------------------- what a checkpoint of a window keeps
 

@@ -160,7 +160,9 @@ class PartitionedParameterCoordinator:
             self.schedule.add_parameter(unit, index)
             if unit in self._tables:  # its values are needed from now on, in a backward that is under way too
                 self._tables.remove(unit)
-                self.units[unit].uses += sum(use.unit.index == unit for use in self._backward)
+                for use in [use for use in self._backward if use.unit.index == unit]:
+                    use.unit.uses += 1
+                    self._execute(self.schedule.enter(unit))
 
     # ---------------------------------------------------------------- forward
 

@@ -287,7 +287,7 @@ class PartitionedParameter:
         """Give a parameter that is not available its shape, without memory: autograd compares the gradient's with it.
         Ends with :meth:`drop`, or when the parameter is gathered."""
         parameter = self.ref()
-        if self.status is NOT_AVAILABLE and parameter is not None:
+        if self.status is not AVAILABLE and parameter is not None:
             open_again(parameter)
             parameter.data = self.empty.new_empty(()).expand(self.shape)
             close(parameter)

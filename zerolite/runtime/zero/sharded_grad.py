@@ -410,11 +410,11 @@ def _unscale(function: Any, gradients: Any, found_inf: torch.Tensor, inverse_sca
     others = [g for g in gradients if not isinstance(g, ShardedGradient)]
     if not _are_pending(ours):
         raise RuntimeError("GradScaler.unscale_: expected the gradients of one engine's parameters; unscale each apart")
+    if others:  # before statistics are collected, which take over the tensors among them that the user has assigned
+        function(others, found_inf, inverse_scale)
     source, indices = ours[0].source, [g.place.index for g in ours]
     source.check_finite(indices, found_inf)
     source.multiply(indices, inverse_scale)
-    if others:
-        function(others, found_inf, inverse_scale)
 
 
 def _norm(function: Any, gradient: ShardedGradient, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -30,11 +30,13 @@ class UnitPlan:
 
     @property
     def is_table(self) -> bool:
-        """True if the unit has nothing but embeddings, whose backward needs no values of the weight. Subclasses may
-        compute more."""
-        owners = [module for module in (self.module, *self.inside) if owns_released(module)]
-        tables = {id(module.weight) for module in owners if type(module) is torch.nn.Embedding}
-        return bool(self.parameters) and {id(parameter) for parameter in self.parameters} == tables
+        """True if the unit is an embedding and nothing else, whose backward needs no values of the weight. Subclasses,
+        methods put on the module and hooks may compute more."""
+        module = self.module
+        if type(module) is not torch.nn.Embedding or "forward" in vars(module):
+            return False
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        return not hooked and [id(p) for p in self.parameters] == [id(module._parameters["weight"])]
 
 
 LeafRule = Callable[[str, torch.nn.Module], bool]
