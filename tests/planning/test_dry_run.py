@@ -193,22 +193,20 @@ def test_what_the_engine_refuses_is_a_sentence() -> None:
     with pytest.raises(PlanError, match="the engine refuses this job: .*parameter"):
         plan(nn.ReLU, config(), 2)
     adafactor = {"type": "Adafactor", "params": {"lr": 1e-3}}
-    with pytest.raises(PlanError, match="the engine refuses this job: .*stage 0"):
-        plan(stack, config(optimizer=adafactor), 2)
+    with pytest.raises(PlanError, match="the engine refuses this job: .*Adafactor"):
+        plan(stack, config(zero_optimization={"stage": 3}, optimizer=adafactor), 2)
 
 
 @pytest.mark.slow
-def test_an_optimizer_may_read_its_counts_and_may_work_at_stage_0_only() -> None:
+def test_an_optimizer_may_read_its_counts_and_may_need_whole_parameters() -> None:
     for name in ("Adafactor", "ASGD"):
         made = plan(stack, config(zero_optimization={"stage": 0}, optimizer={"type": name, "params": {}}), 2)
         assert made.at_rest["optimizer_states"] > 0
     adafactor = {"type": "Adafactor", "params": {}}
     compared = compare(lambda: nn.Linear(8, 8), config(optimizer=adafactor), 2, device_memory=10**9)
-    assert [name for name, _ in compared.rows] == ["stage 0"]
-    assert compared.chosen == 0
-    assert [line.partition(": the engine refuses this job")[0] for line in compared.left_out] == [
-        f"stage {stage} is left out" for stage in (1, 2, 3)
-    ]
+    stages = {name.partition(",")[0] for name, _ in compared.rows}
+    assert stages == {"stage 0", "stage 1", "stage 2"}
+    assert any("stage 3" in line and "the engine refuses this job" in line for line in compared.left_out)
     with pytest.raises(PlanError, match="constructor"):
         compare(needs_values_here, config(), 2)
 
