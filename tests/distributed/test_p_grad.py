@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.cases.p_grad_loops import LOOPS
 from tests.distributed.configs import ADAMW, PARTITIONED, SGD, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
 
 CASES = "tests.distributed.cases.p_grad"
+COMPARE = "tests.distributed.cases.p_grad_loops:compare"
 FAST = [(0, "fp32", "", 1), (1, "bf16", "cpu", 1), (2, "fp16", "", 2), (3, "fp32", "nvme", 1)]
 EVERY = itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), ("", "cpu", "nvme"), (1, 2))
 
@@ -131,6 +133,10 @@ def test_parts_of_layers_have_no_gradient_in_p_grad(pools: Pools) -> None:
         assert len(rank["said"]) == 2 and rank["norm"] > 0
         for said in rank["said"]:
             assert "tensor_parallel" in said and "engine.clip_gradients(max_norm)" in said
+        assert len(rank["replaced"]) == 4
+        for said in rank["replaced"]:
+            assert "'blocks.0.attention.project.weight' was replaced" in said, rank["replaced"]
+            assert "zerolite.set_full_grad(p, value)" in said
 
 
 @pytest.mark.parametrize(
@@ -141,3 +147,39 @@ def test_a_gradient_that_is_kept_is_not_that_of_the_next_step(pools: Pools, stag
     for heard in pools(2).run(f"{CASES}:kept", {"config": config(stage, zero=zero)}):
         assert len(heard["messages"]) == heard["count"]
         assert all("clone what is to outlive the step" in message for message in heard["messages"])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_loop_is_that_of_plain_pytorch(pools: Pools, tmp_path: Path, name: str, world: int) -> None:
+    for wrong in pools(world).run(COMPARE, {"names": [name], "directory": str(tmp_path)}, timeout=120.0):
+        assert not wrong, "\n".join(f"{where}: {what}" for where, what in wrong.items())
+
+
+def at(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    return config(stage, precision, zero=PARTITIONED["moving"] if stage == 3 else {}, **more)
+
+
+def test_a_tensor_in_p_grad_is_refused_until_it_is_cleared_where_backwards_have_weights(pools: Pools) -> None:
+    for stage in range(4):
+        for found in pools(2).run(
+            f"{CASES}:assigned_with_weights", {"config": at(stage, optimizer=("SGD", {"lr": 0.5}))}
+        ):
+            assert len(found["refusals"]) == 6
+            for said in found["refusals"]:
+                assert "'first.weight'" in said and "the mean weight" in said and "engine.zero_grad()" in said
+            torch.testing.assert_close(found["moved"], 0.5 * found["own"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_norms_of_two_engines_at_once_are_those_of_each(pools: Pools, world: int) -> None:
+    for stages in ((0, 2), (2, 0), (3, 1)):
+        for pairs in pools(world).run(f"{CASES}:of_two_engines", {"first": at(stages[0]), "second": at(stages[1])}):
+            for asked, wanted in zip(pairs[::2], pairs[1::2], strict=True):
+                assert asked == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_assigned_tensor_that_overflows_is_noticed_on_all_ranks(pools: Pools) -> None:
+    for stage in range(4):
+        for found in pools(2).run(f"{CASES}:overflow_of_an_assigned", {"config": at(stage, "fp16")}):
+            assert found["skipped"] == [1, 1] and found["norm"] >= 1.0, stage

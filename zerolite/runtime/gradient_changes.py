@@ -31,7 +31,7 @@ class GradientChanges:
         self._stats = stats
         self._forget = forget
         self._assigned: dict[int, torch.Tensor] = {}  # what the user has put into p.grad, by index of the parameter
-        self._exposed: dict[int, tuple[torch.Tensor, int]] = {}  # buckets the user can write to, and their versions
+        self._exposed: dict[int, tuple[torch.Tensor, int]] = {}  # by id: what the user can write to, and its version
 
     def clear(self) -> None:
         """The gradients have been used, or dropped."""
@@ -64,16 +64,18 @@ class GradientChanges:
                 stats.replace(index, None, 1.0)
         self._buffer.tiers.written_in_place()
 
-    def add(self, scale: Callable[[], float], weighted: bool | None) -> None:
+    def add(self, scale: Callable[[], float], weighted: bool) -> None:
         """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
         scale: of losses. Raises RuntimeError where backwards have weights."""
+        if weighted and self._assigned:  # they stay, so that the next backward raises too
+            name = self._buffer.layout.slots[min(self._assigned)].name
+            raise RuntimeError(
+                f"p.grad of parameter '{name}' was assigned before a backward with a weight, but the mean weight, by "
+                "which the step divides, is known only after the last backward. Assign it after that; to go on now, "
+                "set it to None or call engine.zero_grad()"
+            )
         assigned, self._assigned = self._assigned, {}
         for index, value in assigned.items():
-            if weighted:
-                raise RuntimeError(
-                    f"p.grad of parameter '{self._buffer.layout.slots[index].name}' was assigned between backwards "
-                    "that have weights, whose mean is known only after the last one; assign it after that"
-                )
             self._reducer.add(index, _whole(value) * scale())
 
     @torch.no_grad()
@@ -97,12 +99,18 @@ class GradientChanges:
             stats.replace(index, gradient, 1.0)
         if assigned:
             self._buffer.tiers.written_in_place()
-        self._exposed = {bucket: (reduced, reduced._version) for bucket, (reduced, _) in self._exposed.items()}
+        self._exposed = {key: (tensor, tensor._version) for key, (tensor, _) in self._exposed.items()}
 
-    def forget(self, index: int) -> None:
-        """Another value has been set: a tensor that the user has put into ``p.grad`` before does not count."""
-        if self._assigned.pop(index, None) is not None:
-            self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
+    def set_by_call(self, index: int, given: bool) -> None:
+        """``zerolite.set_full_grad`` has set the gradient of a parameter, or dropped it: neither a tensor that the user
+        has put into ``p.grad`` before nor a factor counts."""
+        self._assigned.pop(index, None)
+        shown, parameter = self._reducer.shown, self._reducer.parameters[index]
+        shown.replace(index, None)
+        if given:
+            shown.put(self._buffer.layout.slots[index], parameter)
+        else:
+            shown.put_back(self._buffer.layout.slots[index], parameter)
 
     # ---------------------------------------------------------------- factors
 
@@ -137,15 +145,16 @@ class GradientChanges:
         """True if the user has the memory of a reduced gradient."""
         return bool(self._exposed)
 
-    def expose(self, index: int) -> None:
-        """The user is given the memory of a reduced gradient, and may write to it at any time."""
-        bucket = self._bucket(index)
-        reduced = self._reducer.lend(bucket)
-        self._exposed.setdefault(bucket, (reduced, reduced._version))
+    def expose(self, index: int, gradient: torch.Tensor) -> None:
+        """The user is given the memory of a reduced gradient, and may write to it at any time. gradient: what stands
+        for it in the operation that gives it. Autograd takes its result for a view of that, and counts there what is
+        written to the view."""
+        for tensor in (self._reducer.lend(self._bucket(index)), gradient):
+            self._exposed.setdefault(id(tensor), (tensor, tensor._version))
 
     def written(self) -> bool:
         """Return True if somebody has written to exposed memory since statistics were collected."""
-        return any(reduced._version != version for reduced, version in self._exposed.values())
+        return any(tensor._version != version for tensor, version in self._exposed.values())
 
     def _bucket(self, index: int) -> int:
         return self._buffer.layout.slots[index].bucket

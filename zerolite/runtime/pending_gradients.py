@@ -17,7 +17,7 @@ from zerolite.comm import Communicator
 from zerolite.runtime.commands import Command
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
-from zerolite.runtime.zero.sharded_grad import Place
+from zerolite.runtime.zero.sharded_grad import Place, ShardedGradient
 from zerolite.runtime.zero.shown_gradients import Factor
 
 Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.Tensor]]
@@ -82,8 +82,9 @@ class PendingGradients:
             kept.copy_(part if scale is None else part / scale)
         self._pipeline.on_gradient_changed(index)
 
-    def whole(self, index: int) -> torch.Tensor | None:
+    def whole(self, gradient: ShardedGradient) -> torch.Tensor | None:
         """Return the memory in which a gradient is kept, if that is all of it, as ``p.grad`` shows it."""
+        index = gradient.place.index
         if self._reducer.keeps_shards:
             return None
         self._finish([index])
@@ -93,7 +94,7 @@ class PendingGradients:
         wanted = self._device, parameter.dtype
         if part is None or (part.device, part.dtype) != wanted or self._scale(index) is not None:
             return None
-        self._pipeline.changes.expose(index)
+        self._pipeline.changes.expose(index, gradient)
         return part
 
     def _part(self, index: int) -> torch.Tensor:

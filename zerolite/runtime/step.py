@@ -177,7 +177,6 @@ class StepPipeline:
         self._max_norm = self._options.max_norm
         self._loss_scale: float | None = None
         self._mean_weight: torch.Tensor | None = None
-        self.changes.clear()
         self._flush_factor = 1.0
         self._updated = False
 
@@ -195,7 +194,7 @@ class StepPipeline:
             self.zero_grad()
         if self._reducer.pass_open:
             return
-        self.look_at_grads(before_backward=True)
+        self._add_assigned(weighted=weight is not None)
         self.on_begin()
         self._check_weighted(weight is not None)
         reducing = self._reducer.will_reduce()
@@ -275,13 +274,13 @@ class StepPipeline:
 
     def pending(self) -> frozenset[int]:
         """Parameters with a gradient that no step has used, on any rank."""
+        self.look_at_grads()
         return frozenset() if self._window.empty or self._updated else self.stats().get().used
 
     def on_gradient_set(self, index: int, given: bool) -> None:
         """Somebody has put another value into the reduced gradient of a parameter, or taken it out."""
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
-        self._reducer.shown.factors.pop(index, None)
-        self.changes.forget(index)
+        self.changes.set_by_call(index, given)
         self._collector.forget(self._buffer.layout.slots[index].bucket)
         self._stats = None
 
@@ -311,9 +310,18 @@ class StepPipeline:
                 "the engine scales the loss itself; leave one of them out"
             )
 
-    def look_at_grads(self, before_backward: bool = False) -> None:
+    def look_at_grads(self) -> None:
         """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
         all parameters is :meth:`zero_grad` in other words, a call that all ranks make."""
+        self._take_replaced()
+        if self._stats is not None:
+            self.changes.assign(self._stats, self.divisor_on_device(self._stats))
+
+    def _take_replaced(self) -> None:
+        """Drop gradients that were set to None, and note tensors, which count as :meth:`look_at_grads` or
+        :meth:`_add_assigned` says."""
+        if self._reducer.pass_open:  # a backward that has raised, with the sums of the user's hooks still in p.grad
+            self.end_backward(complete=False)
         self._forget_if_written()
         found = self.changes.found()
         if found and self.changes.all_dropped(found):
@@ -328,11 +336,24 @@ class StepPipeline:
         if found:
             with self.commands(Command.OTHER):  # a rank that has left engine.join() would not know
                 self.changes.take(found)
-        if before_backward:
-            self.changes.add(self.window_scale, self._window.weighted)
-            self.changes.apply_factors()
-        elif self._stats is not None:
-            self.changes.assign(self._stats, self.divisor_on_device(self._stats))
+
+    def _add_assigned(self, weighted: bool) -> None:
+        """Before a backward: what the user has put into ``p.grad`` counts like a gradient of this rank's."""
+        self._take_replaced()
+        self.changes.add(self.window_scale, weighted or self._window.weighted is True)
+        self.changes.apply_factors()
+
+    def _settle_assigned(self) -> None:
+        """Between two calls of the engine, of which the next one may be a step or a backward: afterwards the sums of
+        the window hold what the user has put into ``p.grad``. All ranks collect statistics or none, whatever is in
+        their ``p.grad``, because the mean weight is in them."""
+        self._take_replaced()
+        if self._updated or self._across is not None or not self._reducer.sent:
+            self._add_assigned(weighted=False)
+            return
+        self.stats()
+        self.look_at_grads()
+        self.changes.apply_factors()
 
     def stats(self) -> StatsVector:
         self.check_here()
@@ -376,6 +397,7 @@ class StepPipeline:
         """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
+        self.look_at_grads()
         with self.commands(Command.CLIP, bits_of(max_norm)):
             self._max_norm = float(max_norm)
             self.changes.apply_factors()
@@ -518,6 +540,7 @@ class StepPipeline:
         """Drop the window: its gradients, clip and scale."""
         with unannounced(Command.ZERO_GRAD) if self._window.empty else self.commands(Command.ZERO_GRAD):
             self.on_zero_grad()
+            self.changes.clear()  # first: the reducer looks at which gradients are still referred to
             self._reducer.clear()
             self._window.reset()
             self._begin_window()
@@ -603,7 +626,7 @@ class StepPipeline:
         """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
         ``publish``, and while ``engine.offload_states()`` holds."""
         self.check_here()
-        self.look_at_grads(before_backward=True)
+        self._settle_assigned()
         self.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
         if self._unpublished:
             raise RuntimeError(

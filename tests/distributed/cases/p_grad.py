@@ -80,6 +80,15 @@ def said(config: dict[str, Any]) -> list[str]:
     return [f"{warning.filename.rsplit('/', 1)[-1]}: {warning.message}" for warning in caught]
 
 
+def message(call: Any) -> str:
+    """What the RuntimeError of ``call`` says, "" if there is none."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def refused(config: dict[str, Any]) -> dict[str, str]:
     """What is said where there is no gradient to be used."""
     engine = make_engine(config, "Mlp")
@@ -87,13 +96,6 @@ def refused(config: dict[str, Any]) -> dict[str, str]:
 
     def backward() -> None:
         engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
-
-    def message(call: Any) -> str:
-        try:
-            call()
-        except RuntimeError as error:
-            return str(error)
-        return ""
 
     heard: dict[str, str] = {}
     backward()
@@ -167,18 +169,27 @@ def joined(config: dict[str, Any], how: str) -> dict[str, Any]:
 
 
 def with_parts(config: dict[str, Any]) -> dict[str, Any]:
-    """Layers are cut over the ranks: what using p.grad says, and the norm by the call that it names."""
+    """Layers are cut over the ranks: what using and replacing p.grad says, and the norm by the call that it names."""
     engine = make_engine(config, "example_gpt")
-    engine.backward(models.token_loss(engine, models.token_batch(0, 0, 0)))
-    said = []
-    for use in (lambda: nn.utils.clip_grad_norm_(engine.parameters(), 1.0), lambda: next(engine.parameters()).grad + 1):
-        try:
-            use()
-        except RuntimeError as error:
-            said.append(str(error))
+    weight: Any = engine.module.get_parameter("blocks.0.attention.project.weight")
+
+    def backward() -> None:
+        engine.backward(models.token_loss(engine, models.token_batch(0, 0, 0)))
+
+    backward()
+    said = [
+        message(lambda: nn.utils.clip_grad_norm_(engine.parameters(), 1.0)),
+        message(lambda: next(engine.parameters()).grad + 1),
+    ]
     norm = engine.clip_gradients(1.0)
     engine.step()
-    return {"said": said, "norm": norm}
+    replaced = []
+    for use in (engine.step, backward, lambda: engine.clip_gradients(1.0), engine.offload_states):
+        backward()
+        weight.grad = torch.zeros_like(weight)
+        replaced.append(message(use))
+        engine.zero_grad()
+    return {"said": said, "norm": norm, "replaced": replaced}
 
 
 def kept(config: dict[str, Any]) -> dict[str, Any]:
@@ -203,3 +214,71 @@ def kept(config: dict[str, Any]) -> dict[str, Any]:
         ]
         engine.step()
     return {"messages": messages, "count": 2 * 2 * len(parameters)}
+
+
+def assigned_with_weights(config: dict[str, Any]) -> dict[str, Any]:
+    """Backwards have weights: a tensor in p.grad is refused by each further one, and is the gradient otherwise."""
+    engine = make_engine(config, "Mlp")
+    weight: Any = engine.module.first.weight
+    own = torch.linspace(-1, 1, 91).view(13, 7)
+
+    def backward() -> None:
+        engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)), weight=3 + engine.rank)
+
+    refusals = []
+    for before in (backward, lambda: None):
+        before()
+        weight.grad = own
+        refusals += [message(backward), message(backward)]
+        weight.grad = None
+        backward()
+        weight.grad = own
+        refusals.append(message(backward))
+        engine.zero_grad()
+    backward()
+    before_step = snapshot(engine)["first.weight"]
+    weight.grad = own
+    engine.offload_states()
+    engine.reload_states()
+    engine.step()
+    return {"refusals": refusals, "moved": before_step - snapshot(engine)["first.weight"], "own": own}
+
+
+def of_two_engines(first: dict[str, Any], second: dict[str, Any]) -> list[list[float]]:
+    """Norms of the gradients of two engines, asked for at once and one by one; then one clips all of them."""
+    engines = [make_engine(first, "Mlp"), make_engine(second, "Mlp")]
+    pairs = []
+    for engine in engines:
+        engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+    gradients = [p.grad for engine in engines for p in engine.module.parameters()]
+    for order in (2.0, 1.0, float("inf"), 0.0):
+        pairs.append([float(n) for n in torch._foreach_norm(gradients, order)])
+        pairs.append([float(g.norm(order)) for g in gradients])
+    norm = float(nn.utils.clip_grad_norm_([p for engine in engines for p in engine.module.parameters()], 0.01))
+    pairs.append([0.01 * n / (norm + 1e-6) for n in pairs[0]])
+    pairs.append([float(g.norm()) for g in gradients])
+    scaler, found_inf = torch.amp.GradScaler("cpu", init_scale=4.0), torch.zeros(1)
+    assert scaler.is_enabled()
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, torch.tensor(0.25))
+    pairs.append([0.25 * n for n in pairs[-1]])
+    pairs.append([float(g.norm()) for g in gradients])
+    for engine in engines:
+        engine.step()
+    return pairs
+
+
+def overflow_of_an_assigned(config: dict[str, Any]) -> dict[str, Any]:
+    """fp16: what one element of an assigned tensor, in the last rank's part, becomes times the loss scale."""
+    engine = make_engine(config, "Mlp")
+    before = snapshot(engine)
+    skipped = []
+    for large in (1e4, 1.0):
+        engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+        own = torch.zeros(13, 7, dtype=torch.float16)
+        own[12, 6] = large
+        engine.module.first.weight.grad = own
+        engine.step()
+        skipped.append(engine.skipped_steps)
+        if large > 1.0:
+            assert all(torch.equal(value, before[name]) for name, value in snapshot(engine).items())
+    return {"skipped": skipped, "norm": engine.get_global_grad_norm()}

@@ -438,16 +438,16 @@ class GradReducer:
                 self._put(state, self.layout.slots[index], gradient)
         state.written.update(held)
 
-    def _put(self, state: BucketState, slot: Slot, gradient: torch.Tensor) -> None:
+    def _put(self, state: BucketState, slot: Slot, gradient: torch.Tensor, factor: float | None = None) -> None:
         """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
-        accumulate_dtype."""
+        accumulate_dtype. factor: by which it is multiplied, by default that of the pass."""
         if state.local is None:
             self._open_local(state, gradient)
         first = slot.index not in state.written
         if not first:
             self._widen(state)
         assert state.local is not None
-        factor = self._factor
+        factor = self._factor if factor is None else factor
         strides = self.strides[slot.index]
         for place, values in destinations(state.local, state.bucket, slot, gradient, strides):
             if not first:
@@ -502,7 +502,8 @@ class GradReducer:
     def _memory_for(self, state: BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised full bucket; where it can be and its reduction is next, one that travels without a copy."""
         options = self._options
-        exchanged = options.shard and options.use_reduce_scatter and self._reducing
+        in_pass = self._reducing and (self._pass_open or self._launching)  # between passes others may launch before it
+        exchanged = options.shard and options.use_reduce_scatter and in_pass
         if exchanged and options.communication_dtype(state.bucket) in (None, dtype):
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else.
@@ -775,6 +776,12 @@ class GradReducer:
             state.reduced is not None for state in self._states
         )
 
+    @property
+    def sent(self) -> bool:
+        """Whether all gradients of the window have been launched, if there are any; equal on all ranks between passes,
+        and alike where one of them has waited for its reductions."""
+        return not self._passes_in_local and any(s.reduced is not None or s.pending is not None for s in self._states)
+
     def lend(self, bucket: int) -> torch.Tensor:
         """Return the memory of a bucket's mean gradient for the user, who may keep it: it is not used again."""
         self._lent.add(bucket)
@@ -786,7 +793,7 @@ class GradReducer:
 
     def mean_dtype(self, index: int) -> torch.dtype:
         """Return the dtype of a parameter's mean gradient, the same on all ranks. Valid after :meth:`finish`."""
-        return self._reduced_dtype(self._states[self.layout.slots[index].bucket])
+        return self.place_of_reduced(self.layout.slots[index].bucket).dtype
 
     def part(self, index: int) -> torch.Tensor | None:
         """Return this rank's part of a parameter's mean gradient where it rests, a view: flat, or at stage 0 in the
@@ -820,7 +827,8 @@ class GradReducer:
 
     @torch.no_grad()
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take ``gradient`` as one that a backward has brought to this rank, between two passes."""
+        """Take ``gradient`` as one that a backward has brought to this rank, between two passes. It is multiplied by
+        nothing that is particular to a pass: neither divided by the micro-batches nor by the ranks that go on."""
         slot = self.layout.slots[index]
         self.used.add(index)
         if not slot.numel:
@@ -832,7 +840,7 @@ class GradReducer:
             if state.written.isdisjoint(run.indices):  # the others of the run may get no gradient here
                 assert state.local is not None
                 state.local[run.low : run.high].zero_()
-        self._put(state, slot, gradient)
+        self._put(state, slot, gradient, self._options.arrival_factor)
 
     # ---------------------------------------------------------------- what a checkpoint of a window keeps
 

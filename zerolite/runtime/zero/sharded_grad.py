@@ -56,7 +56,7 @@ class GradientSource(Protocol):
     def wholes(self, places: Sequence[Place], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return whole tensors, each in its parameter's shape, from all ranks' ``parts``, in one collective."""
 
-    def whole(self, index: int) -> torch.Tensor | None:
+    def whole(self, gradient: ShardedGradient) -> torch.Tensor | None:
         """Return the gradient's own memory in the parameter's shape, or None if no rank has it whole."""
 
 
@@ -178,6 +178,9 @@ class ShardedGradient(torch.Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # what is made in it can be no view of p.grad, nor be updated after it
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(function, types, args, kwargs)
         if function in _ACCUMULATION and torch._C._current_graph_task_id() != -1:
             return _accumulate(function, *args)
         rule = _RULES.get(function)
@@ -303,16 +306,15 @@ def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], l
     """Return all values of each, and those of them that are copies."""
     found: dict[int, torch.Tensor] = {}
     copies: list[torch.Tensor] = []
-    for source in dict.fromkeys(gradient.source for gradient in gradients):
+    for source, ours in _by_source(gradients):
         rest = []
-        for gradient in gradients:
-            if gradient.source is source:
-                kept = source.whole(gradient.place.index) if gradient.part is None else None
-                whole = gradient.part if kept is None and not gradient.place.sharded else kept
-                if whole is None:
-                    rest.append(gradient)
-                else:
-                    found[id(gradient)] = whole
+        for gradient in ours:
+            kept = source.whole(gradient) if gradient.part is None else None
+            whole = gradient.part if kept is None and not gradient.place.sharded else kept
+            if whole is None:
+                rest.append(gradient)
+            else:
+                found[id(gradient)] = whole
         if rest:
             made = source.wholes([g.place for g in rest], [g.read() for g in rest])
             found.update(zip(map(id, rest), made, strict=True))
@@ -404,17 +406,28 @@ def _are_pending(gradients: Any) -> bool:
     )
 
 
+def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[GradientSource, list[ShardedGradient]]]:
+    """Return the gradients of each engine."""
+    found: dict[GradientSource, list[ShardedGradient]] = {}
+    for gradient in gradients:
+        found.setdefault(gradient.source, []).append(gradient)
+    return list(found.items())
+
+
 def _unscale(function: Any, gradients: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """GradScaler's ``unscale_``."""
     ours = [g for g in gradients if isinstance(g, ShardedGradient)]
-    others = [g for g in gradients if not isinstance(g, ShardedGradient)]
-    if not _are_pending(ours):
-        raise RuntimeError("GradScaler.unscale_: expected the gradients of one engine's parameters; unscale each apart")
-    if others:  # before statistics are collected, which take over the tensors among them that the user has assigned
+    made = [g for g in ours if g.part is not None]  # p.grad = p.grad * mask
+    others = [g.part if isinstance(g, ShardedGradient) else g for g in gradients]
+    others = [tensor for tensor in others if tensor is not None]
+    if others:  # before statistics are collected, which take over what the user has put into p.grad
         function(others, found_inf, inverse_scale)
-    source, indices = ours[0].source, [g.place.index for g in ours]
-    source.check_finite(indices, found_inf)
-    source.multiply(indices, inverse_scale)
+    for source in dict.fromkeys(g.source for g in made):  # other ranks have other parts
+        found_inf.copy_(source.combine(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
+    for source, pending in _by_source([g for g in ours if g.part is None]):
+        indices = [g.place.index for g in pending]
+        source.check_finite(indices, found_inf)
+        source.multiply(indices, inverse_scale)
 
 
 def _norm(function: Any, gradient: ShardedGradient, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -434,10 +447,16 @@ def _norm_all(function: Any, tensors: Any, order: Any = 2, dtype: Any = None) ->
 
 
 def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
-    """Norms over all ranks, 0-dim float64, for which one collective at most is launched. In fp32 the total that
-    ``clip_grad_norm_`` makes of them would not clip with the bits of ``gradient_clipping`` in the config."""
-    source = gradients[0].source
-    if order == 2 and _are_pending(gradients):
+    """Norms over all ranks, 0-dim float64, for which one collective for each engine at most is launched. In fp32 the
+    total that ``clip_grad_norm_`` makes of them would not clip with the bits of ``gradient_clipping`` in the config."""
+    found: dict[int, torch.Tensor] = {}
+    for source, ours in _by_source(gradients):
+        found.update(zip(map(id, ours), _norms_of_one(source, ours, order), strict=True))
+    return [found[id(gradient)] for gradient in gradients]
+
+
+def _norms_of_one(source: GradientSource, gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
+    if order == 2 and all(g.part is None for g in gradients):
         return source.norms([g.place.index for g in gradients])
     parts = [g.read() for g in gradients]
     if math.isinf(order):

@@ -1,0 +1,397 @@
+"""Loops that use ``p.grad`` in unusual places, written once for an engine and for plain PyTorch (see drop_in.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerolite
+from tests import models
+from tests.distributed.cases.drop_in import STAGES, Case, Run, _outcome
+
+CLIPPED = 2e-7  # a clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double
+
+LOOPS: dict[str, tuple[Case, tuple[int, ...]]] = {}
+
+
+def loop(
+    variants: Sequence[Any] = (), stages: Sequence[int] = STAGES, **more: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a loop. more: ``close`` and ``reordered`` of :class:`Case`."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        name = function.__name__
+        settings = {"close": 0.0, "reordered": False, "bf16": 0.0, "several": False, **more}
+        LOOPS[name] = Case(name, function, tuple(variants), ("moving",), (), (), **settings), tuple(stages)
+        return function
+
+    return register
+
+
+def compare(names: Sequence[str], directory: str) -> dict[str, str]:
+    """What has become of each loop, variant and stage, where it is not what plain PyTorch does."""
+    wrong: dict[str, str] = {}
+    warnings.simplefilter("ignore")
+    for name in names:
+        the_case, stages = LOOPS[name]
+        Run.directory = directory  # type: ignore[attr-defined]
+        for number, variant in enumerate(the_case.variants or (None,)):
+            arguments = (variant,) if the_case.variants else ()
+            wanted = Run(None)
+            the_case.function(wanted, *arguments)
+            reference = (wanted.parameters(), wanted.seen)
+            for stage in stages:
+                where = f"{name}, {variant}, stage {stage}"
+                Run.directory = f"{directory}/{name}-{number}-{stage}"  # type: ignore[attr-defined]
+                Path(Run.directory).mkdir(exist_ok=True)  # type: ignore[attr-defined]
+                outcome = _outcome(the_case, arguments, stage, "moving", reference)
+                if outcome != "works":
+                    wrong[where] = outcome
+            gc.collect()
+    return wrong
+
+
+def own_gradient(run: Run, name: str = "first.weight") -> torch.Tensor:
+    shape = run.initial[name].shape
+    return torch.linspace(-1, 1, shape.numel()).view(shape)
+
+
+# ---------------------------------------------------------------- between an assignment and the step
+
+
+def save(run: Run, how: str) -> None:
+    """A call that stands between two steps of the loop, and leaves the gradients as they are."""
+    if run.plain:
+        return
+    if how == "offload_states":
+        run.engine.offload_states()
+        run.engine.reload_states()
+        return
+    run.engine.save_checkpoint(run.directory, "midway")  # type: ignore[attr-defined]
+    if how == "load":
+        run.engine.zero_grad()
+        run.engine.load_checkpoint(run.directory, "midway")  # type: ignore[attr-defined]
+
+
+SAVED = [
+    (1, "after", "save"),
+    (2, "between", "load"),
+    (1, "without", "offload_states"),
+    (2, "between", "offload_states"),
+]
+
+
+@loop(SAVED, reordered=True)
+def assigned_before_a_checkpoint(run: Run, variant: tuple[int, str, str]) -> None:
+    accumulation, when, how = variant
+    run.start(accumulation=accumulation)
+    run.train(accumulation)
+    weight, bias = run.module.first.weight, run.module.first.bias
+    if when != "without":
+        run.backward(run.loss(5))
+        run.average()
+    weight.grad = own_gradient(run)
+    bias.grad = None
+    save(run, how)
+    if when == "between":
+        run.step()
+        run.backward(run.loss(6))
+    run.average()
+    if how != "load":
+        run.see(weight.grad, bias.grad is None)
+    run.step()
+    run.train(accumulation, start=7)
+
+
+# ---------------------------------------------------------------- memory that the user has, stage 0
+
+
+def _views(gradient: Any, how: str) -> Any:
+    return {
+        "view": lambda: gradient.view(-1),
+        "row": lambda: gradient[0],
+        "of detach": lambda: gradient.detach().view(-1),
+        "of data": lambda: gradient.data.t(),
+    }[how]()
+
+
+IN_INFERENCE_MODE: list[Callable[[Any], Any]] = [
+    lambda g: [g.detach(), g.data, g.view(-1).clone(), g[0].clone(), g.t() + 1.0, torch.ops.aten.alias(g)],
+    lambda g: [g.norm().double(), g.clone(), g * 2, g.to(torch.float64), g.cpu(), *g.chunk(2)],
+    lambda g: [g.mul_(0.5), g.add_(1.0), g.__setitem__(0, 1.0), g.abs().max()],
+    lambda g: [g.add_(torch.ones(13, 7, requires_grad=True))],
+]
+
+
+@loop(range(len(IN_INFERENCE_MODE)), close=CLIPPED)
+def used_in_inference_mode(run: Run, number: int) -> None:
+    """During an evaluation, say; the step follows outside."""
+    run.start()
+    for step in range(2):
+        run.backward(run.loss(step))
+        run.average()
+        with torch.inference_mode():
+            run.see(IN_INFERENCE_MODE[number](run.module.first.weight.grad))
+            run.see([p.grad.isfinite().all() for p in run.module.parameters()])
+        run.module.first.weight.grad.mul_(0.75)
+        run.see(run.module.first.weight.grad.requires_grad)
+        run.torch_step()
+
+
+@loop(["view", "row", "of detach", "of data"], stages=(0,), close=CLIPPED)
+def view_written_after_a_norm(run: Run, how: str) -> None:
+    run.start(clip=0.3)
+    for step in range(2):
+        run.backward(run.loss(step))
+        run.average()
+        view = _views(run.module.first.weight.grad, how)
+        run.see(run.module.first.weight.grad.norm().double())
+        view.mul_(1000.0)
+        run.see([p.grad.norm().double() for p in run.module.parameters()])
+        view.mul_(0.1)
+        if run.plain:
+            nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)
+        run.torch_step()
+
+
+@loop(["view", "row", "of detach", "of data"], stages=(0,))
+def multiplied_under_a_view(run: Run, how: str) -> None:
+    run.start()
+    for step in range(2):
+        run.backward(run.loss(step))
+        run.average()
+        gradient = run.module.first.weight.grad
+        gradient.mul_(0.75)
+        view = _views(gradient, how)
+        run.see(view)
+        gradient.mul_(0.5)
+        run.see(view)
+        torch._foreach_mul_([p.grad for p in run.module.parameters()], 0.25)
+        run.see(view)
+        run.torch_step()
+
+
+# ---------------------------------------------------------------- assigned between backwards
+
+
+@loop(["divided", "sums"], reordered=True)
+def assigned_between_backwards(run: Run, how: str) -> None:
+    """With ``divide_plain_backward`` the engine divides the gradients of a backward, and nothing else."""
+    divided = how == "divided"
+    run.start(accumulation=2, more={"divide_plain_backward": divided} if not run.plain else None)
+    for step in range(2):
+        for micro in range(2):
+            loss = run.loss(step, micro)
+            (loss / 2 if run.plain and divided else loss).backward()
+            run.average()
+            if not micro:
+                run.module.first.weight.grad = own_gradient(run)
+                run.module.second.bias.grad = run.module.second.bias.grad * 3.0
+        run.average()
+        run.see([p.grad for p in run.module.parameters()])
+        run.torch_step()
+
+
+@loop(["no_sync", "sync"], reordered=True)
+def assigned_before_other_collectives(run: Run, how: str) -> None:
+    """What is assigned waits for the next reduction, and other collectives come before it."""
+    run.start()
+    for step in range(2):
+        run.backward(run.loss(step, 0))
+        run.average()
+        run.see(run.module.first.weight.grad)
+        for name in ("first.weight", "second.weight", "second.bias"):
+            run.module.get_parameter(name).grad = own_gradient(run, name)
+        quiet = run.engine.no_sync() if how == "no_sync" and not run.plain else contextlib.nullcontext()
+        with quiet:
+            run.backward(run.loss(step, 1))
+            if not run.plain:
+                zerolite.get_full_master(list(run.module.parameters()))
+            run.backward(run.loss(step, 2))
+        run.average()
+        run.torch_step()
+
+
+@loop()
+def neighbours_of_an_assigned_tensor(run: Run) -> None:
+    """On one rank a parameter gets a tensor of the user's own, and its neighbours, small ones that are moved together,
+    no gradient; on the others they all get one. Memory that nobody has written holds no number here."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        run.start(models.TwoBranches, zero={"leaf_modules": ["TwoBranches"]} if run.stage == 3 else None)
+        for step in range(2):
+            branch = "right" if run.rank == 0 else "left"
+            run.module.left.bias.grad = own_gradient(run, "left.bias")
+            x, y = run.batch(step)
+            run.backward(nn.functional.mse_loss(run(x, branch), y))
+            run.average()
+            run.see([p.grad for p in run.module.left.parameters()])
+            run.torch_step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---------------------------------------------------------------- scalers
+
+
+@loop(["mask", "tensor", "both", "not finite", "not finite here", "kept"], close=CLIPPED)
+def unscaled_after_a_change(run: Run, how: str) -> None:
+    run.start()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for step in range(3):
+        scaler.scale(run.loss(step)).backward()
+        run.average()
+        first, second = run.module.first, run.module.second
+        if how in ("mask", "both", "kept"):
+            mask = (torch.arange(91) % 2).view(13, 7).float()
+            first.weight.grad = first.weight.grad * mask
+            second.bias.grad = second.bias.grad + 0.5  # of which the last of three ranks has nothing
+        if how in ("tensor", "both"):
+            second.weight.grad = own_gradient(run, "second.weight")
+        if how == "not finite" and step == 1:
+            first.weight.grad = first.weight.grad * torch.full((13, 7), float("inf"))
+        if how == "not finite here" and step == 1:  # in the last rank's part
+            mask = torch.ones(13, 7)
+            mask[12, 6] = float("inf")
+            first.weight.grad = first.weight.grad * mask
+        kept = first.weight.grad
+        scaler.unscale_(run.optimizer)
+        if how == "kept":
+            run.see(kept)
+        run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        run.see(scaler.get_scale())
+
+
+# ---------------------------------------------------------------- after an exception
+
+
+class _Boom(Exception):
+    pass
+
+
+def _boom(gradient: torch.Tensor) -> None:
+    raise _Boom
+
+
+@loop(["step", "offload_states"])
+def failed_backward(run: Run, how: str) -> None:
+    """A backward that raises before any gradient leaves what the one before has brought, as the mean over ranks, also
+    where hooks of the user's own see this rank's sum in ``p.grad``."""
+    run.start()
+    handle = run.module.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+    for step in range(2):
+        run.loss(step, 0).backward()
+        run.average()
+        x, y = run.batch(step, 1)
+        output = run(x)
+        output.register_hook(_boom)
+        with contextlib.suppress(_Boom):
+            nn.functional.mse_loss(output, y).backward()
+        if how == "offload_states":
+            save(run, how)
+        run.torch_step()
+    handle.remove()
+
+
+# ---------------------------------------------------------------- set_full_grad and its like
+
+
+@loop(["assigned", "shown", "set again", "after a norm"], close=CLIPPED)
+def dropped_by_call(run: Run, how: str) -> None:
+    run.start()
+    run.train(1)
+    run.backward(run.loss(1))
+    run.average()
+    weight = run.module.first.weight
+    if how == "after a norm":
+        run.see(nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
+    if how != "shown":
+        weight.grad = own_gradient(run)
+    if run.plain:
+        weight.grad = None
+    else:
+        zerolite.set_full_grad(weight, None)
+    run.see([p.grad is None for p in run.module.parameters()])
+    if how == "set again":
+        if run.plain:
+            weight.grad = own_gradient(run) * 0.5
+        else:
+            zerolite.set_full_grad(weight, own_gradient(run) * 0.5)
+        run.see(weight.grad)
+    run.see(nn.utils.clip_grad_norm_(list(run.module.parameters()), 0.3))
+    run.torch_step()
+    run.train(1, start=2)
+
+
+@loop(["zero_grad", "none", "set_full_grad"])
+def assigned_and_dropped(run: Run, how: str) -> None:
+    """A tensor in ``p.grad`` does not outlive what takes its place."""
+    run.start()
+    run.train(1)
+    run.backward(run.loss(1))
+    run.average()
+    weight = run.module.first.weight
+    weight.grad = own_gradient(run) * 1e3
+    if not run.plain and how == "none":
+        save(run, "offload_states")
+    elif not run.plain and how == "zero_grad":
+        run.engine.reduce_gradients()  # looks at it, and keeps it for the statistics
+    if how == "zero_grad":
+        run.optimizer.zero_grad()
+        run.backward(run.loss(2))
+        run.average()
+    elif how == "none":
+        weight.grad = None
+    elif run.plain:
+        weight.grad = own_gradient(run)
+    else:
+        zerolite.set_full_grad(weight, own_gradient(run))
+    run.see([p.grad is None or p.grad.clone() for p in run.module.parameters()])
+    run.torch_step()
+
+
+@loop(["full", "clip"], close=CLIPPED)
+def read_after_an_assignment(run: Run, how: str) -> None:
+    """Statistics that have been collected before an assignment do not stand for it."""
+    run.start()
+    run.train(1)
+    run.backward(run.loss(1))
+    run.average()
+    run.see(nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
+    run.module.first.weight.grad = own_gradient(run)
+    gradients = [p.grad for p in run.module.parameters()]
+    if run.plain:
+        run.see(gradients if how == "full" else float(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)))
+    elif how == "full":
+        run.see(zerolite.get_full_grad(list(run.module.parameters())))
+    else:
+        run.see(run.engine.clip_gradients(0.3))
+    run.torch_step()
+
+
+# ---------------------------------------------------------------- parameters that rest elsewhere
+
+
+@loop(["cpu", "nvme"], stages=(3,), close=CLIPPED)
+def parameters_offloaded(run: Run, device: str) -> None:
+    path = {"nvme_path": run.directory, "max_in_cpu": 0} if device == "nvme" else {}  # type: ignore[attr-defined]
+    run.start(zero=None if run.plain else {"offload_param": {"device": device, **path}})
+    for step in range(3):
+        run.backward(run.loss(step))
+        run.average()
+        run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
+        run.module.first.weight.grad.mul_(0.75)
+        run.module.second.bias.grad.add_(1.0)
+        run.see([p.grad for p in run.module.parameters()], run.module.second.weight.grad[1:, ::2].clone())
+        run.torch_step()
