@@ -23,6 +23,10 @@ FAST = [(0, "fp32", "", 1), (1, "bf16", "cpu", 1), (2, "fp16", "", 2), (3, "fp32
 EVERY = itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), ("", "cpu", "nvme"), (1, 2))
 
 
+def at(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    return config(stage, precision, zero=PARTITIONED["moving"] if stage == 3 else {}, **more)
+
+
 def settings(stage: int, precision: str, offload: str, micros: int, directory: Path, clip: float) -> dict[str, Any]:
     zero: dict[str, Any] = dict(PARTITIONED["moving"]) if stage == 3 else {}
     if offload:
@@ -55,7 +59,26 @@ def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
             assert got["launched"] == want["launched"]
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_step_launches_what_it_would_without_p_grad_whether_that_is_used_or_not(pools: Pools) -> None:
+    """A reduction for each bucket of gradients, statistics, and the gathers of parameters: no call and no byte more."""
+    statistics = [("all_reduce", "stats", 160)]
+    buckets = [512, 256, 512]  # bytes of the gradients of Mlp on two ranks, in the order in which they come
+    reduced = [("reduce_scatter", "gradients", nbytes) for nbytes in buckets]
+    gathered = [("all_gather", "parameters", nbytes) for nbytes in buckets]
+    units = [("all_gather", "parameters", nbytes) for nbytes in (896, 384, 512)]  # forward: together; backward: each
+    wanted = [
+        [("all_reduce", "gradients", nbytes) for nbytes in buckets] + statistics,
+        reduced + statistics + gathered,
+        reduced + statistics + gathered,
+        units + [("reduce_scatter", "gradients", nbytes) for nbytes in (384, 512)] + statistics,
+    ]
+    for ranks in pools(2).run(f"{CASES}:launched", {"configs": [at(stage) for stage in range(4)]}):
+        for calls, expected in zip(ranks, wanted, strict=True):
+            for use, launched in calls.items():
+                assert launched == expected, use
+
+
+@pytest.mark.parametrize("stage", range(4))
 def test_norms_and_factors_allocate_nothing_of_a_gradients_size(pools: Pools, stage: int) -> None:
     width = 512  # a weight's part on two ranks: 512 KiB
     for largest in pools(2).run(f"{CASES}:allocated", {"config": config(stage, "fp32", 1, 0.0, ADAMW), "width": width}):
@@ -154,10 +177,6 @@ def test_a_gradient_that_is_kept_is_not_that_of_the_next_step(pools: Pools, stag
 def test_a_loop_is_that_of_plain_pytorch(pools: Pools, tmp_path: Path, name: str, world: int) -> None:
     for wrong in pools(world).run(COMPARE, {"names": [name], "directory": str(tmp_path)}, timeout=120.0):
         assert not wrong, "\n".join(f"{where}: {what}" for where, what in wrong.items())
-
-
-def at(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
-    return config(stage, precision, zero=PARTITIONED["moving"] if stage == 3 else {}, **more)
 
 
 def test_a_tensor_in_p_grad_is_refused_until_it_is_cleared_where_backwards_have_weights(pools: Pools) -> None:

@@ -39,8 +39,34 @@ def clipped(config: dict[str, Any], how: str, micros: int = 1, foreach: bool | N
     return {"parameters": snapshot(engine), "norms": [float(norm) for norm in norms], "launched": launched}
 
 
+USES: dict[str, Any] = {
+    "none": lambda engine: None,
+    "norms": lambda engine: [p.grad.norm() for p in engine.module.parameters()],
+    "product": lambda engine: torch._foreach_mul_([p.grad for p in engine.module.parameters()], 0.5),
+    "elementwise": lambda engine: [p.grad.clamp_(-1.0, 1.0) for p in engine.module.parameters()],
+}
+
+
+def launched(configs: list[dict[str, Any]]) -> list[dict[str, list[tuple[str, str, int]]]]:
+    """For each config, the collectives of a later step, by what is done with p.grad in it."""
+    found = []
+    for config in configs:
+        engine = make_engine(config, "Mlp")
+        calls = {}
+        for step, (name, use) in enumerate([("none", USES["none"])] * 3 + list(USES.items())):
+            with record() as recorder:
+                engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
+                use(engine)
+                engine.step()
+                engine.module  # noqa: B018 waits for the gathers that are still in flight
+            calls[name] = [(call.op, call.tag, call.nbytes) for call in recorder.calls]
+        found.append(calls)
+        del engine
+    return found
+
+
 def allocated(config: dict[str, Any], width: int) -> dict[str, int]:
-    """The largest allocation while gradients are clipped and unscaled, in bytes; and the warnings."""
+    """The largest allocation while norms are read and gradients are clipped and unscaled, in bytes."""
     engine = make_engine(config, "Chain", {"depth": 2, "width": width})
     x = torch.randn(2, width)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -50,9 +76,11 @@ def allocated(config: dict[str, Any], width: int) -> dict[str, int]:
         engine.reduce_gradients()
         with memory_profile() as profiler:
             mark("begin")
+            norms = [p.grad.norm() for p in engine.parameters()]
             scaler.unscale_(engine.optimizer)
             nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
             mark("end")
+        assert all(norm > 0 for norm in norms)
         inside = False
         sizes = [0]
         for _, nbytes, name in events_in_order(profiler):
