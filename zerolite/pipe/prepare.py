@@ -153,7 +153,7 @@ def _check_trains(chunks: Iterable[Chunk]) -> None:
 def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
     """Where every rank has the whole model: that of the first stage's ranks, which may have been made of another
     seed."""
-    if pipe.world_size > 1 and not is_dry_run():
+    if pipe.world_size > 1:
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         synchronize_tensors(tensors, pipe, device, "initial_sync")
 

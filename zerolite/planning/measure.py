@@ -20,7 +20,6 @@ from zerolite.comm import Recorder, local_rank, record
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.memory_items import (
-    BUCKETS,
     BUFFERS,
     DEVICE,
     DISK,
@@ -95,8 +94,7 @@ def measure(
             train_one_step(engine, made, loss, asked.around)
         account.end_step()
         asked.ask()
-        held = dict(engine.memory_report().items)
-        held[BUCKETS] += _of_other_communicators(engine)
+        held = engine.memory_report().items
     at_rest = {**held, OTHER: account.at_rest - sum(held.values())}
     most = asked.most
     return Measurement(
@@ -111,17 +109,6 @@ def measure(
         inside_operators=account.inside_operators,
         traffic=_traffic(engine, recorder),
     )
-
-
-def _of_other_communicators(engine: Engine) -> int:
-    """Bytes of the communicators that only the rest of the grid uses, which the engine's report leaves out."""
-    known = holdings(engine.memory_parts)
-    topology = engine.topology
-    kept = [
-        tensor for comm in (topology.tensor, topology.pipe, topology.model, topology.world) for tensor in comm.memory()
-    ]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
-    return sum(nbytes for key, nbytes in storages.items() if key not in known)
 
 
 def _traffic(engine: Engine, recorder: Recorder) -> list[Traffic]:

@@ -193,6 +193,7 @@ class _Assembly:
         self.model, self.config, self.policy, self.kind = model, config, policy, kind
         self.precision, self.fp32 = precision, fp32
         self.topology, self.staged = topology, staged
+        self.beside: list[Communicator] = []  # communicators that only the rest of the grid uses
         self.comm, self.device = comm, device = topology.data, device
         self.ties = {} if staged is None else {id(tie.parameter): tie for tie in staged.ties}
         self.partitioned: PartitionedModel | None = None
@@ -299,8 +300,14 @@ class _Assembly:
 
     def _spread(self) -> None:
         """Tell the step what ranks beside the data ranks have."""
-        if self.trains and not self.topology.trivial:
-            self.pipeline.spread(*spread_over(self.topology, self.buffer, self.ties, self.reducer, self.device))
+        topology = self.topology
+        if topology.trivial:
+            return
+        self.beside[:] = [topology.world, topology.tensor, topology.pipe, topology.model]
+        if self.trains:
+            across, sums = spread_over(topology, self.buffer, self.ties, self.reducer, self.device)
+            self.pipeline.spread(across, sums)
+            self.beside += sums.comms
 
     def _check_steps(self) -> None:
         """Let steps check what the config asks for beside their gradients."""
@@ -340,7 +347,7 @@ class _Assembly:
             broadcast_buffers=broadcast_buffers,
         )
         engine.memory_parts = MemoryParts(
-            self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers
+            self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers, self.beside
         )
         tensor = self.topology.tensor
         if tensor.world_size > 1 and tensor.group is not None and self.device.type == "cpu":

@@ -39,6 +39,11 @@ class GradientSums:
         self._summed = False
         self._fragments = {group.indices: self._fragments_of(group) for group in self._groups}
 
+    @property
+    def comms(self) -> list[Communicator]:
+        """What the sums are taken over."""
+        return [group.comm for group in self._groups]
+
     @torch.no_grad()
     def run(self) -> None:
         """Sum what :meth:`GradReducer.finish` has left. Once for the gradients that have come by now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,8 +115,9 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The parts of an engine that hold tensors. activations: the buffers of activation checkpointing that are not in
-    use. away: items, and their copies, that ``engine.offload_states()`` has brought to the host."""
+    """The parts of an engine that hold tensors. across: the communicators of ranks with other parts of the model.
+    activations: the buffers of activation checkpointing that are not in use. away: items, and their copies, that
+    ``engine.offload_states()`` has brought to the host."""
 
     module: torch.nn.Module
     buffer: ParameterBuffer
@@ -125,6 +126,7 @@ class MemoryParts:
     comm: Communicator
     device: torch.device
     transfers: Transfers | None = None
+    across: Sequence[Communicator] = ()
     activations: Callable[[], Iterable[torch.Tensor]] = list
     away: Callable[[], Iterable[tuple[str, torch.Tensor]]] = list
 
@@ -179,7 +181,7 @@ def _place(tensor: torch.Tensor, device: torch.device) -> str:
 def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that the engine keeps, and whose memory it is: where several share a storage, the first tells."""
     buffer = parts.buffer
-    communicators = {id(parts.comm): parts.comm}
+    communicators = {id(comm): comm for comm in (parts.comm, *parts.across)}
     yield from ((COMPUTE, flat) for flat in buffer.compute)
     for parameter in parts.module.parameters():
         handle = handle_of(parameter)
