@@ -332,6 +332,7 @@ class Loader:
             here = {stored: name for name, stored in plan.match.names.items()}
             used = (index_of.get(here.get(name, "")) for name in saved["used"])
             parts.reducer.used.update(index for index in used if index is not None)
+            parts.reducer.show_loaded()
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
         if state["loaders"]:

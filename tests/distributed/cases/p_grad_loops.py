@@ -82,6 +82,7 @@ def save(run: Run, how: str) -> None:
 
 SAVED = [
     (1, "after", "save"),
+    (1, "after", "load"),
     (2, "between", "load"),
     (1, "without", "offload_states"),
     (2, "between", "offload_states"),
@@ -104,8 +105,7 @@ def assigned_before_a_checkpoint(run: Run, variant: tuple[int, str, str]) -> Non
         run.step()
         run.backward(run.loss(6))
     run.average()
-    if how != "load":
-        run.see(weight.grad, bias.grad is None)
+    run.see(weight.grad, how == "load" or bias.grad is None)
     run.step()
     run.train(accumulation, start=7)
 
@@ -284,7 +284,7 @@ def _boom(gradient: torch.Tensor) -> None:
     raise _Boom
 
 
-@loop(["step", "offload_states"])
+@loop(["step", "offload_states", "assigned"])
 def failed_backward(run: Run, how: str) -> None:
     """A backward that raises before any gradient leaves what the one before has brought, as the mean over ranks, also
     where hooks of the user's own see this rank's sum in ``p.grad``."""
@@ -300,6 +300,8 @@ def failed_backward(run: Run, how: str) -> None:
             nn.functional.mse_loss(output, y).backward()
         if how == "offload_states":
             save(run, how)
+        elif how == "assigned":
+            run.module.second.weight.grad = own_gradient(run, "second.weight")
         run.torch_step()
     handle.remove()
 

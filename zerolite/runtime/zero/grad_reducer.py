@@ -350,11 +350,20 @@ class GradReducer:
         used it: norms of all gradients must be the same numbers on all ranks, and so must what the user drops. Not
         after ``torch.autograd.grad`` alone, a pass that gives no rank any.
         """
+        self.hook_sums.hide(self.parameters)
         if len(self.used) < len(self.parameters) and (self._announced or (self.used and self._comm.world_size > 1)):
-            trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
-            self.shown.show(self.parameters, trained if not self.used or self._comm.world_size > 1 else self.used)
+            self._show_all()
         elif self._passes_in_window > 1:
             self.shown.show(self.parameters, self.used)
+
+    def show_loaded(self) -> None:
+        """When a checkpoint has brought the gradients of a window."""
+        if self.used:
+            self._show_all()
+
+    def _show_all(self) -> None:
+        trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        self.shown.show(self.parameters, trained if not self.used or self._comm.world_size > 1 else self.used)
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Move a gradient into its bucket, or hold it until it is moved with others."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zerolite.runtime.zero.released_parameter import set_grad
+from zerolite.runtime.zero.released_parameter import opened, set_grad
+from zerolite.runtime.zero.sharded_grad import ShardedGradient
 
 
 class HookSums:
@@ -42,6 +43,14 @@ class HookSums:
                 hooks[ours] = hooks.pop(ours)
         for index, total in self._sums.items():
             set_grad(parameters[index], total.clone())
+
+    def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """After a backward, or when one has raised: what is in ``p.grad`` of these parameters, and is not what the
+        engine shows, is this rank's sum."""
+        with opened():
+            for index in self.users:
+                if not isinstance(parameters[index].grad, ShardedGradient):
+                    parameters[index].grad = None
 
     @torch.no_grad()
     def taken(self, index: int, gradient: torch.Tensor) -> torch.Tensor:

@@ -97,10 +97,11 @@ class ShownGradients:
         set_grad(parameter, self._shown[slot.index])
 
     def show(self, parameters: Sequence[torch.nn.Parameter], indices: Iterable[int]) -> None:
-        """Show several gradients, of which some may be shown already."""
+        """Show several gradients, of which some may be shown already. A tensor that the user has put in the place of
+        one stays, to be found."""
         with opened():
             for index in indices:
-                if self._shown[index] is None:
+                if self._shown[index] is None and parameters[index].grad is None:
                     self.put(self._layout.slots[index], parameters[index])
 
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
