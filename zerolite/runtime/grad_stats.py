@@ -145,6 +145,11 @@ class StatsVector:
         self._values[self._count + index].fill_(float(gradient is not None))
         self._changed()
 
+    def replace_square(self, index: int, gradient: torch.Tensor) -> None:
+        """The same where other values may have been written into the gradient, if there is one."""
+        self._values[index].fill_(gradient.double().square().sum())
+        self._changed()
+
     def _changed(self) -> None:
         self._values[-1] = self._values[: self._count].sum()
         self._read = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,12 +31,15 @@ class GradientChanges:
         self._stats = stats
         self._forget = forget
         self._assigned: dict[int, torch.Tensor] = {}  # what the user has put into p.grad, by index of the parameter
-        self._exposed: dict[int, tuple[torch.Tensor, int]] = {}  # by id: what the user can write to, and its version
+        # By index of the parameter and id: tensors through which the user can write, and their versions.
+        self._exposed: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
+        self._uncounted: set[int] = set()  # where torch does not count what is written
 
     def clear(self) -> None:
         """The gradients have been used, or dropped."""
         self._assigned.clear()
         self._exposed.clear()
+        self._uncounted.clear()
 
     # ---------------------------------------------------------------- None and tensors in p.grad
 
@@ -99,7 +102,8 @@ class GradientChanges:
             stats.replace(index, gradient, 1.0)
         if assigned:
             self._buffer.tiers.written_in_place()
-        self._exposed = {key: (tensor, tensor._version) for key, (tensor, _) in self._exposed.items()}
+        for index in self._exposed:
+            self._is_written(index)  # the statistics have it
 
     def set_by_call(self, index: int, given: bool) -> None:
         """``zerolite.set_full_grad`` has set the gradient of a parameter, or dropped it: neither a tensor that the user
@@ -149,12 +153,30 @@ class GradientChanges:
         """The user is given the memory of a reduced gradient, and may write to it at any time. gradient: what stands
         for it in the operation that gives it. Autograd takes its result for a view of that, and counts there what is
         written to the view."""
+        known = self._exposed.setdefault(index, {})
         for tensor in (self._reducer.lend(self._bucket(index)), gradient):
-            self._exposed.setdefault(id(tensor), (tensor, tensor._version))
+            known.setdefault(id(tensor), (tensor, tensor._version))
 
-    def written(self) -> bool:
-        """Return True if somebody has written to exposed memory since statistics were collected."""
-        return any(tensor._version != version for tensor, version in self._exposed.values())
+    def expose_to_others(self, index: int) -> None:
+        """The same, where what writes is not torch: a NumPy array, a pointer."""
+        self._uncounted.add(index)
+
+    def refresh(self, indices: Sequence[int] | None = None) -> None:
+        """Correct the statistics, if there are any, of these gradients (default: all) by what has been written to
+        memory that the user has. Only where each rank has whole gradients is there such memory."""
+        stats = self._stats()
+        if stats is None or not self._exposed:
+            return
+        for index in self._exposed.keys() if indices is None else self._exposed.keys() & set(indices):
+            if self._is_written(index) and (gradient := self._reducer.part(index)) is not None:
+                stats.replace_square(index, gradient)
+
+    def _is_written(self, index: int) -> bool:
+        """Return True if somebody may have written to a gradient since the last call."""
+        known = self._exposed[index]
+        written = index in self._uncounted or any(tensor._version != version for tensor, version in known.values())
+        self._exposed[index] = {key: (tensor, tensor._version) for key, (tensor, _) in known.items()}
+        return written
 
     def _bucket(self, index: int) -> int:
         return self._buffer.layout.slots[index].bucket

@@ -97,6 +97,10 @@ class PendingGradients:
         self._pipeline.changes.expose(index, gradient)
         return part
 
+    def lend(self, index: int) -> None:
+        """The user is given the memory that :meth:`whole` has returned."""
+        self._pipeline.changes.expose_to_others(index)
+
     def _part(self, index: int) -> torch.Tensor:
         """This rank's part on the device, as it is kept."""
         part = self._reducer.part(index)
@@ -123,6 +127,7 @@ class PendingGradients:
         """Return the L2 norms, from the step's statistics."""
         self._check(indices)
         stats, factors = self._pipeline.stats(), self._reducer.shown.factors
+        self._pipeline.changes.refresh(indices)
         by_parameter = stats.norms() / self._pipeline.divisor_on_device(stats)
         all_norms = by_parameter.unbind() if len(indices) > 1 else ()
         found = []

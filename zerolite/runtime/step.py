@@ -290,11 +290,6 @@ class StepPipeline:
         self._buffer.tiers.written_in_place()
         self._stats = None
 
-    def _forget_if_written(self) -> None:
-        if self.changes.written():
-            self._collector.forget()
-            self._stats = None
-
     def why_no_gradients(self) -> str:
         """Return why there are no gradients to be read now, "" if there are."""
         self.check_here()
@@ -322,7 +317,7 @@ class StepPipeline:
         :meth:`_add_assigned` says."""
         if self._reducer.pass_open:  # a backward that has raised, with the sums of the user's hooks still in p.grad
             self.end_backward(complete=False)
-        self._forget_if_written()
+        self.changes.refresh()
         found = self.changes.found()
         if found and self.changes.all_dropped(found):
             self.zero_grad()
@@ -359,7 +354,6 @@ class StepPipeline:
         self.check_here()
         if self._stats is None:
             self.look_at_grads()
-        self._forget_if_written()
         return self._collected()
 
     def _collected(self) -> StatsVector:
@@ -436,11 +430,12 @@ class StepPipeline:
             # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
             gathers = self.trace.gathers if self.trace is not None and self._across is None else 0
             self._checks.before_update(self.counters.global_steps, self._own_divisor(), self._max_norm, gathers)
-        self._forget_if_written()
+        self.changes.refresh()
         stats = self._collected()
         self._last_vote = self._vote_sent  # only now: clipping may have collected these before the last one was decided
         given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
         self._updated = True
+        self.changes.clear()  # from here on nothing corrects the statistics
         self._optimizer.mark_called()
         if self._skips_on_device:
             self._update_unread(stats, given, publish)

@@ -227,12 +227,17 @@ def grad_read_midway(run: Run, how: str) -> None:
 
 
 @case(
-    "the memory of `p.grad`: `data_ptr()`, `untyped_storage()`", words=["'first.weight'", "zerolite.get_full_grad(p)"]
+    "the memory of `p.grad`: `data_ptr()`, `untyped_storage()`, DLPack",
+    ["torch", "dlpack"],
+    words=["'first.weight'", "zerolite.get_full_grad(p)"],
 )
-def grad_memory(run: Run) -> None:
+def grad_memory(run: Run, how: str) -> None:
     gradient = after_a_backward(run).grad
-    assert gradient.data_ptr() == gradient.data_ptr()
-    assert gradient.untyped_storage().nbytes() >= gradient.numel() * 4
+    if how == "dlpack":
+        torch.utils.dlpack.from_dlpack(gradient).mul_(2.0)
+    else:
+        assert gradient.data_ptr() == gradient.data_ptr()
+        assert gradient.untyped_storage().nbytes() >= gradient.numel() * 4
     run.torch_step()
 
 

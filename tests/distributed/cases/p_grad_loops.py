@@ -119,6 +119,8 @@ def _views(gradient: Any, how: str) -> Any:
         "row": lambda: gradient[0],
         "of detach": lambda: gradient.detach().view(-1),
         "of data": lambda: gradient.data.t(),
+        "numpy": lambda: torch.from_numpy(gradient.numpy()),
+        "dlpack": lambda: torch.utils.dlpack.from_dlpack(gradient),
     }[how]()
 
 
@@ -145,7 +147,7 @@ def used_in_inference_mode(run: Run, number: int) -> None:
         run.torch_step()
 
 
-@loop(["view", "row", "of detach", "of data"], stages=(0,), close=CLIPPED)
+@loop(["view", "row", "of detach", "of data", "numpy", "dlpack"], stages=(0,), close=CLIPPED)
 def view_written_after_a_norm(run: Run, how: str) -> None:
     run.start(clip=0.3)
     for step in range(2):
@@ -159,6 +161,39 @@ def view_written_after_a_norm(run: Run, how: str) -> None:
         if run.plain:
             nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)
         run.torch_step()
+
+
+@loop(["view", "numpy"], stages=(0,), close=CLIPPED)
+def looked_at_on_one_rank(run: Run, how: str) -> None:
+    """Every rank has all of it, so that what one does with its memory makes no rank wait."""
+    run.start(clip=0.3)
+    for step in range(2):
+        run.backward(run.loss(step))
+        run.average()
+        run.see([p.grad.norm().double() for p in run.module.parameters()])
+        if run.rank == 0:
+            _views(run.module.first.weight.grad, how).mul_(1.0)
+        run.see([p.grad.norm().double() for p in run.module.parameters()])
+        if run.plain:
+            nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)
+        run.torch_step()
+
+
+@loop(stages=(1, 2, 3))
+def written_to_a_gathered_copy(run: Run) -> None:
+    """What would be lost raises: the arrays of gathered gradients are read-only."""
+    run.start()
+    run.backward(run.loss(0))
+    run.average()
+    array = run.module.first.weight.grad.numpy()
+    run.see(torch.from_numpy(array.copy()))
+    if not run.plain and run.world > 1:
+        try:
+            array[0] = 1.0
+            raise AssertionError("written in vain")
+        except ValueError as error:
+            assert "read-only" in str(error)
+    run.torch_step()
 
 
 @loop(["view", "row", "of detach", "of data"], stages=(0,))

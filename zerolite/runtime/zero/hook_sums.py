@@ -47,8 +47,8 @@ class HookSums:
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """After a backward, or when one has raised: what is in ``p.grad`` of these parameters, and is not what the
         engine shows, is this rank's sum."""
-        with opened():
-            for index in self.users:
+        for index in self.users:
+            with opened():
                 if not isinstance(parameters[index].grad, ShardedGradient):
                     parameters[index].grad = None
 

@@ -59,6 +59,9 @@ class GradientSource(Protocol):
     def whole(self, gradient: ShardedGradient) -> torch.Tensor | None:
         """Return the gradient's own memory in the parameter's shape, or None if no rank has it whole."""
 
+    def lend(self, index: int) -> None:
+        """The user is given the memory that :meth:`whole` has returned, to be used without torch."""
+
 
 @dataclass(eq=False)
 class Place:
@@ -516,7 +519,18 @@ def _from_memory(function: Any, gradient: ShardedGradient, *args: Any, **kwargs:
             f"p.grad of parameter '{gradient.place.name}' has no memory: each rank owns a part of it; use "
             "zerolite.get_full_grad(p), a copy of all of it, on all ranks"
         )
+    if gradient.part is None:
+        gradient.whole()
+        gradient.source.lend(gradient.place.index)
     return function(gradient.whole(), *args, **kwargs)
+
+
+def _to_numpy(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+    if not gradient.place.sharded:
+        return _from_memory(function, gradient, *args, **kwargs)
+    array = function(gradient.whole(), *args, **kwargs)
+    array.flags.writeable = False  # a copy: what is written to it would be lost
+    return array
 
 
 def _is_foreach(function: Any) -> bool:
@@ -565,9 +579,9 @@ _OUTSIDE_DISPATCH: dict[Any, Callable[..., Any]] = {
     _Tensor.__repr__: lambda function, gradient, **ignored: ShardedGradient.__repr__(gradient),
     _Tensor.__setitem__: _set_item,
     getattr(_Tensor, "data").__set__: _set_data,  # noqa: B009
-    **dict.fromkeys((_Tensor.numpy, _Tensor.tolist, _Tensor.__deepcopy__, _Tensor.__reduce_ex__), _from_whole),
-    **dict.fromkeys((_Tensor.__array__, _Tensor.__dlpack__), _from_whole),
-    **dict.fromkeys((_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage), _from_memory),
+    **dict.fromkeys((_Tensor.tolist, _Tensor.__deepcopy__, _Tensor.__reduce_ex__), _from_whole),
+    **dict.fromkeys((_Tensor.numpy, _Tensor.__array__), _to_numpy),
+    **dict.fromkeys((_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tensor.__dlpack__), _from_memory),
 }
 
 # clip_grad_norm_ and torch's optimizers then call one function for all gradients. DTensor does the same.
