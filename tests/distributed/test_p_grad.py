@@ -198,6 +198,12 @@ def test_norms_of_two_engines_at_once_are_those_of_each(pools: Pools, world: int
                 assert asked == pytest.approx(wanted, rel=1e-5)
 
 
+def test_a_gradient_that_is_kept_scaled_has_no_memory(pools: Pools) -> None:
+    for found in pools(2).run(f"{CASES}:memory_of_a_scaled", {"config": at(0, "fp16")}):
+        assert found["same"] and not found["writeable"]
+        assert all("times a loss scale" in said and "zerolite.get_full_grad(p)" in said for said in found["said"])
+
+
 def test_an_assigned_tensor_that_overflows_is_noticed_on_all_ranks(pools: Pools) -> None:
     for stage in range(4):
         for found in pools(2).run(f"{CASES}:overflow_of_an_assigned", {"config": at(stage, "fp16")}):

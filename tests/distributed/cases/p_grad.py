@@ -295,6 +295,19 @@ def of_two_engines(first: dict[str, Any], second: dict[str, Any]) -> list[list[f
     return pairs
 
 
+def memory_of_a_scaled(config: dict[str, Any]) -> dict[str, Any]:
+    """fp16 at stage 0: the values are kept times the loss scale, so that no memory holds what p.grad shows."""
+    engine = make_engine(config, "Mlp")
+    engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+    gradient: Any = engine.module.first.weight.grad
+    array = gradient.numpy()
+    full = zerolite.get_full_grad(engine.module.first.weight)
+    same = torch.equal(torch.from_numpy(array.copy()).float(), full)
+    said = [message(gradient.data_ptr), message(gradient.untyped_storage)]
+    engine.zero_grad()
+    return {"said": said, "same": same, "writeable": array.flags.writeable}
+
+
 def overflow_of_an_assigned(config: dict[str, Any]) -> dict[str, Any]:
     """fp16: what one element of an assigned tensor, in the last rank's part, becomes times the loss scale."""
     engine = make_engine(config, "Mlp")

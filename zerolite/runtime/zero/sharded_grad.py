@@ -513,21 +513,32 @@ def _from_whole(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: 
     return function(gradient.whole(), *args, **kwargs)
 
 
-def _from_memory(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
+    """Return the memory that is all of a gradient as ``p.grad`` shows it, for use without torch, if there is any."""
     if gradient.place.sharded:
-        raise RuntimeError(
-            f"p.grad of parameter '{gradient.place.name}' has no memory: each rank owns a part of it; use "
-            "zerolite.get_full_grad(p), a copy of all of it, on all ranks"
-        )
-    if gradient.part is None:
-        gradient.whole()
+        return None
+    if gradient.part is not None:
+        return gradient.part
+    kept = gradient.source.whole(gradient)
+    if kept is not None:
         gradient.source.lend(gradient.place.index)
-    return function(gradient.whole(), *args, **kwargs)
+    return kept
+
+
+def _from_memory(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+    memory = _memory(gradient)
+    if memory is None:
+        raise RuntimeError(
+            f"p.grad of parameter '{gradient.place.name}' has no memory: each rank owns a part of it, or it is kept in "
+            "another dtype or times a loss scale; use zerolite.get_full_grad(p), a copy of all of it, on all ranks"
+        )
+    return function(memory, *args, **kwargs)
 
 
 def _to_numpy(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
-    if not gradient.place.sharded:
-        return _from_memory(function, gradient, *args, **kwargs)
+    memory = _memory(gradient)
+    if memory is not None:
+        return function(memory, *args, **kwargs)
     array = function(gradient.whole(), *args, **kwargs)
     array.flags.writeable = False  # a copy: what is written to it would be lost
     return array
