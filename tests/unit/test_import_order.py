@@ -143,7 +143,7 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
     "zerolite.runtime.zero.bucket_filler": 3,
     "zerolite.runtime.zero.sharded_grad": 3,
     "zerolite.runtime.zero.shown_gradients": 4,
-    "zerolite.runtime.zero.hook_sums": 3,
+    "zerolite.runtime.zero.hook_sums": 4,
     "zerolite.runtime.zero.optimizer_state": 3,
     "zerolite.runtime.zero.publisher": 3,
     "zerolite.runtime.zero.bucket_state": 4,
