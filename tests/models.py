@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zerolite.runtime.zero.released_parameter import ReleasedParameter
+
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 11
 
@@ -320,3 +322,9 @@ def build(kind: Callable[..., nn.Module], seed: int = 7, **kwargs: object) -> nn
     """A model with the same initial weights in every process."""
     torch.manual_seed(seed)
     return kind(**kwargs)
+
+
+def has_no_values(parameter: torch.Tensor) -> bool:
+    """A partitioned parameter is released: it has no memory and, to torch itself, no shape."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return type(parameter) is ReleasedParameter and parameter.shape == (0,)

@@ -46,9 +46,7 @@ def check(pools: Pools, world: int, stages: tuple[int, ...], precision: str) -> 
             assert all(said.values()), said
             some = ranks[f"{stage} some"]
             assert not some["during"]["optimizer_states"] and some["during"]["compute_parameters"]
-            assert [name for name, words in some["refused"].items() if not words] == (
-                ["forward"] if stage == 3 else ["forward", "read"]
-            )
+            assert [name for name, words in some["refused"].items() if not words] == ["forward", "read"]
 
 
 def test_states_go_and_come_back(pools: Pools) -> None:

@@ -178,19 +178,8 @@ def test_phases_and_windows(pools: Pools, world: int, accumulation: int) -> None
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_plain_state_dicts_are_refused_by_name(pools: Pools, world: int) -> None:
-    for messages in run(pools, world, "refusals", setting="move"):
-        for key in ("module", "engine"):
-            assert messages[key].startswith("RuntimeError: state_dict: ")
-            assert "engine.full_state_dict()" in messages[key]
-            assert "gain" in messages[key] and "first.weight" in messages[key]
-        assert "blocks.1.scale" in messages["part"] and "blocks.1.up.weight" in messages["part"]
-        assert "blocks.1.up.weight, blocks.1.up.bias" in messages["prefix"]
-        for key in ("load", "load part"):
-            assert messages[key].startswith("RuntimeError: load_state_dict: ")
-            assert "engine.load_full_state_dict(state)" in messages[key]
-        assert "head.weight, head.bias" in messages["load part"]
-        assert messages["no parameters"] == "no error"
+def test_plain_state_dicts_are_whole(pools: Pools, world: int) -> None:
+    run(pools, world, "plain_state_dicts", setting="move")
 
 
 @pytest.mark.parametrize("world", [1, 2])

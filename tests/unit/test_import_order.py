@@ -136,6 +136,8 @@ ZERO_LAYERS = {  # within zerolite/runtime/zero
     "zerolite.runtime.zero.tiers": 1,
     "zerolite.runtime.zero.swap_file": 1,
     "zerolite.runtime.zero.released_parameter": 1,
+    "zerolite.runtime.zero.user_line": 0,
+    "zerolite.runtime.zero.between_steps": 5,
     "zerolite.runtime.zero.transfers": 2,
     "zerolite.runtime.zero.buffer": 2,
     "zerolite.runtime.zero.shard_reader": 3,

@@ -47,7 +47,7 @@ from zerolite.runtime.build_stage3 import (
     partitioned_buffer,
     sliced_layout,
     start_stage3,
-    watch_writes,
+    tell_trained,
 )
 from zerolite.runtime.consistency import ConsistencyCheck, shared_weights
 from zerolite.runtime.decisions import (
@@ -452,7 +452,7 @@ class _Assembly:
         for parameter in parameters:
             OWNERS[parameter] = known
         if self.partitioned is not None:
-            watch_writes(self.pipeline, self.buffer.parameters)
+            tell_trained(self.buffer.parameters)
             self.partitioned.coordinator.look_at_whole()
             follow_units(self.partitioned, self.reducer)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -14,7 +12,6 @@ from zerolite.comm import Communicator
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.config.zero import AUTO_GRANULARITY
 from zerolite.runtime.engine import Engine
-from zerolite.runtime.full_state import guard_state_dict
 from zerolite.runtime.precision import Precision
 from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
@@ -145,9 +142,8 @@ def start_stage3(
     pipeline.trace = coordinator.schedule
     pipeline.on_zero_grad = coordinator.drop_failed
     pipeline.collect_writes = coordinator.collect_writes
-    watch_writes(pipeline, reducer.parameters)
+    tell_trained(reducer.parameters)
     coordinator.look_at_whole()
-    guard_state_dict(partitioned.model)
     return partitioned.hooks
 
 
@@ -160,16 +156,9 @@ def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
     reducer.follow(LaunchPlan(units, uncertain, lambda: schedule.plan_number, lambda: schedule.plan_done))
 
 
-def watch_writes(pipeline: StepPipeline, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Masters follow what is written into parameters that somebody has gathered."""
-    known = weakref.ref(pipeline)
-    for index, parameter in enumerate(parameters):
+def tell_trained(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """The engine trains these parameters: each update gives them new values."""
+    for parameter in parameters:
         handle = handle_of(parameter)
         assert handle is not None
-        handle.on_written = functools.partial(_written, known, index)
-
-
-def _written(known: weakref.ref[StepPipeline], index: int) -> None:
-    pipeline = known()
-    if pipeline is not None:
-        pipeline.on_values_loaded([index])
+        handle.trained = True

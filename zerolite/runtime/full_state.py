@@ -24,8 +24,8 @@ from zerolite.runtime.initial_sync import broadcast_into
 from zerolite.runtime.module_hook import ModuleHook
 from zerolite.runtime.whole_model import Known, Masters, WholeModel, first_names, sent, union
 from zerolite.runtime.whole_model import known as known_as
-from zerolite.runtime.zero.partition_parameters import GatheredParameters, builds_partitioned
-from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of
+from zerolite.runtime.zero.partition_parameters import GatheredParameters
+from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.runtime.zero.released_parameter import opened
 
 logger = logging.getLogger("zerolite")
@@ -37,17 +37,6 @@ _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
 _allowed = 0  # calls under way that know what they do
 
 
-def _partitioned(module: torch.nn.Module, prefix: str) -> list[str]:
-    """The names of a module's parameters that are not available: in the model, where an engine knows it, or below
-    the module that was asked."""
-    found = []
-    for key, parameter in module.named_parameters(remove_duplicate=False):
-        handle = handle_of(parameter)
-        if handle is not None and handle.status is not AVAILABLE:
-            found.append(handle.name if handle.manager is not None else prefix + key)
-    return found
-
-
 def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
     """The names of a module's parameters of which this rank has a part."""
     named = module.named_parameters(remove_duplicate=False)
@@ -55,8 +44,7 @@ def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
 
 
 class _Guard(ModuleHook):
-    """Calls ``refuse``. A copy of the module keeps it if the copy's parameters are not whole either: those that
-    zero.Init partitions, and parts of tensor-parallel layers."""
+    """Calls ``refuse``. A copy of the module keeps it if it has parts of parameters too."""
 
     def __init__(self, refuse: Callable[..., None], module: torch.nn.Module) -> None:
         self._refuse, self._module = refuse, weakref.ref(module)
@@ -66,16 +54,10 @@ class _Guard(ModuleHook):
 
     def stays_in_copies(self) -> bool:
         module = self._module()
-        return builds_partitioned() or module is None or bool(_cut(module, ""))
+        return module is None or bool(_cut(module, ""))
 
 
 def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    found = [] if _allowed else _partitioned(module, prefix)
-    if found:
-        raise RuntimeError(
-            f"state_dict: parameters are partitioned and would come out empty: {_listed(found)}. Call "
-            "engine.full_state_dict(), or do it inside zerolite.zero.GatheredParameters(module)."
-        )
     found = [] if _allowed else _cut(module, prefix)
     if found:
         raise RuntimeError(
@@ -85,13 +67,6 @@ def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -> None:
-    found = [] if _allowed else _partitioned(module, prefix)
-    if found:
-        raise RuntimeError(
-            f"load_state_dict: parameters are partitioned and cannot take whole values: {_listed(found)}. Call "
-            "engine.load_full_state_dict(state), or do it inside zerolite.zero.GatheredParameters(module, "
-            "modifier_rank=0)."
-        )
     found = [] if _allowed else _cut(module, prefix)
     if found:
         raise RuntimeError(
@@ -100,25 +75,19 @@ def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -
         )
 
 
-def guard_module(module: torch.nn.Module) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError while parameters of ``module`` are
-    partitioned. For good: the hooks do nothing where none are."""
-    if not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
-        _Guard(_before_save, module).install(module.register_state_dict_pre_hook)
-        _Guard(_before_load, module).install(module.register_load_state_dict_pre_hook)
-
-
-def guard_state_dict(model: torch.nn.Module) -> None:
-    """:func:`guard_module` for all modules of ``model``."""
+def _guard_state_dict(model: torch.nn.Module) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of all modules with cut parameters raise RuntimeError. For good."""
     for module in model.modules():
-        guard_module(module)
+        if not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
+            _Guard(_before_save, module).install(module.register_state_dict_pre_hook)
+            _Guard(_before_load, module).install(module.register_load_state_dict_pre_hook)
 
 
 def guard_parts(model: torch.nn.Module, topology: Topology) -> None:
     """Let ``state_dict`` and ``load_state_dict`` of ``model``, of which this rank has a part, raise RuntimeError where
     it would be taken for the whole: of all modules with cut parameters, and of a stage as a whole. For good."""
     if topology.tensor.world_size > 1:
-        guard_state_dict(model)
+        _guard_state_dict(model)
     if topology.pipe.world_size > 1:
         stage = f"this rank has stage {topology.pipe.rank + 1} of {topology.pipe.world_size} of the model only"
         model.register_state_dict_pre_hook(functools.partial(_refuse_stage, f"state_dict: {stage}", _WHOLE))

@@ -19,7 +19,6 @@ from zerolite.accelerator import default_device, is_dry_run
 from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.offload import OffloadOptimizerConfig
-from zerolite.runtime.full_state import guard_module, guard_state_dict
 from zerolite.runtime.offload import tiers_of
 from zerolite.runtime.zero.partition_parameters import GatherOnUse, partition, partition_model, take_rank0, unseen
 from zerolite.runtime.zero.partitioned_parameter import Home, handle_of
@@ -80,7 +79,6 @@ class Init:
         self._home = _home(remote_device, config, self._device, self._comm)
         if module is not None:
             partition_model(module, self._comm, self._device, dtype, self._home)
-            guard_state_dict(module)
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -144,8 +142,6 @@ class Init:
                 if not parameter.is_meta:
                     take_rank0(parameter, self._comm, self._device)
                     partition(parameter, name, self._comm, self._device, self._dtype, self._home)
-            if module._parameters:
-                guard_module(module)
             self._built.pop(id(module), None)
 
 

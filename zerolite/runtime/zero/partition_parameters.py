@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from zerolite.accelerator import address, host_values
 from zerolite.comm import Communicator
 from zerolite.runtime.initial_sync import broadcast_into, content_hash, differing
+from zerolite.runtime.zero.between_steps import bring_home, hold, unhold, use_whole
 from zerolite.runtime.zero.buffer import dense_strides, flattened
 from zerolite.runtime.zero.partitioned_parameter import (
     AVAILABLE,
@@ -60,6 +61,7 @@ def partition(
     if dtype is not None and parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
     handle = PartitionedParameter(parameter, name, comm, device, home)
+    handle.use_whole = use_whole
     parameter.__deepcopy__ = functools.partial(_deepcopy, handle)  # type: ignore[method-assign]
     return handle
 
@@ -314,7 +316,7 @@ class GatherOnUse(TorchFunctionMode):
                 take_rank0(parameter, handle.comm, handle.device)
                 partition(parameter, handle.name, handle.comm, handle.device, self._dtype, handle.home)
                 continue
-            _bring_home(handle)
+            bring_home(handle)
             _broadcast(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
             handle.write()
             handle.release()
@@ -324,18 +326,6 @@ def _commit_all() -> None:
     """Partition again what initialisation code has touched, so that ranks agree on it. Called on all ranks."""
     for mode in _modes:
         mode.commit()
-
-
-def _bring_home(handle: PartitionedParameter) -> None:
-    """``p.data = values`` has put other memory of the same shape in the parameter's place: copy them where they
-    belong. Nothing if that has not happened."""
-    data, view = handle.parameter.data, handle.view
-    if address(data) == address(view) and data.stride() == view.stride() and data.dtype == view.dtype:
-        return
-    if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
-        data = data.clone()
-    view.copy_(data)
-    handle.parameter.data = view
 
 
 # -------------------------------------------------------------------- parameters whole for a while
@@ -392,7 +382,7 @@ class GatheredParameters:
         with _off():
             _commit_all()
             lasting = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
-            _hold(self._handles)
+            hold(self._handles)
             for handle in self._handles:
                 handle.exposed = True  # the block may keep aliases of the values
             if self._check:
@@ -417,7 +407,7 @@ class GatheredParameters:
                 else:
                     guilty = self._changed()
             finally:
-                _unhold(self._handles)
+                unhold(self._handles)
                 saved, self._saved = self._saved, {}
                 self._digests = {}
             if guilty:
@@ -459,7 +449,7 @@ class GatheredParameters:
             return f"expected parameters to keep their shapes, rank {source} gave others to {names}. Nothing is changed"
         for handle, fit in zip(self._handles, fits, strict=True):
             if fit:
-                _bring_home(handle)
+                bring_home(handle)
             else:
                 handle.parameter.data = handle.view
             _broadcast(handle.full[: handle.numel], handle.comm, "parameters", source)
@@ -491,40 +481,6 @@ class GatheredParameters:
         if guilty:
             self.drop_changes()
         return guilty
-
-
-def _hold(handles: Sequence[PartitionedParameter]) -> None:
-    free, managed = _by_manager(handles)
-    gather(free)
-    for handle in free:
-        handle.held += 1
-    for coordinator, indices in managed:
-        coordinator.hold(indices)
-
-
-def _unhold(handles: Sequence[PartitionedParameter]) -> None:
-    free, managed = _by_manager(handles)
-    for handle in free:
-        handle.held -= 1
-        if not handle.held:
-            handle.release()
-    for coordinator, indices in managed:
-        coordinator.unhold(indices)
-
-
-def _by_manager(
-    handles: Sequence[PartitionedParameter],
-) -> tuple[list[PartitionedParameter], list[tuple[Any, list[int]]]]:
-    """Those that belong to no engine, and those of each coordinator by its numbers."""
-    free: list[PartitionedParameter] = []
-    managed: dict[int, tuple[Any, list[int]]] = {}
-    for handle in handles:
-        coordinator = handle.manager() if handle.manager is not None else None
-        if coordinator is None:
-            free.append(handle)
-        else:
-            managed.setdefault(id(coordinator), (coordinator, []))[1].append(coordinator.index_of(handle))
-    return free, list(managed.values())
 
 
 def _parameters_in(params: Any) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from zerolite.runtime.zero.partitioned_parameter import (
     launch,
     refresh,
 )
+from zerolite.runtime.zero.released_parameter import close, open_again
 from zerolite.runtime.zero.shard_reader import ShardReader
 
 _current_graph_task = torch._C._current_graph_task_id
@@ -117,15 +119,19 @@ class PartitionedParameterCoordinator:
         self._stack: list[Use] = []  # forward uses under way
         self._backward: list[Use] = []  # backward uses under way
         self._recomputed: list[Use] = []  # forward uses that ended inside a backward and are still needed
+        self._closed: list[PartitionedParameter] = []  # gathered for a backward that has not begun
         self._leaving = 0  # the unit whose outputs are looked at
         self._tasks: list[int] = []  # backwards under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
+        self._shown: list[PartitionedParameter] = []  # not here, and with their shapes
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._clock = 0
         self._whole: list[tuple[PartitionedParameter, torch.Tensor]] = []  # trained and whole, with their values
         self._parts: list[torch.Tensor] = []
         self._shards: list[torch.Tensor] = []
+        self.updates = 0  # how often shards have got new values
+        self.thread = threading.get_ident()  # of the last forward
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
         self.on_begin: Callable[[], None] = lambda: None  # before a forward that may have a backward
         self.on_backward_begin: Callable[[], None] = lambda: None
@@ -193,8 +199,24 @@ class PartitionedParameterCoordinator:
             self._recomputed.append(use)
         else:
             self._close(use)
-        if not stack and not self._tasks and not watched:
-            self._end_step()
+        if not stack and not self._tasks:
+            if watched:
+                self._close_available()
+            else:
+                self._end_step()
+
+    def _close_available(self) -> None:
+        """Between forward and backward, what stays gathered for the backward is closed as the rest is: somebody may
+        take its values, whose memory is about to be released."""
+        self._closed = [h for h in self.handles if h.status is AVAILABLE and not h.persistent and not h.held]
+        for handle in self._closed:
+            close(handle.parameter)
+
+    def _open_again(self) -> None:
+        closed, self._closed = self._closed, []
+        for handle in closed:
+            if handle.status is AVAILABLE:
+                open_again(handle.parameter)
 
     def _close(self, use: Use) -> None:
         self._end(use)
@@ -212,6 +234,8 @@ class PartitionedParameterCoordinator:
             if _current_graph_task() != -1:
                 return  # a recomputation inside backward
             self.sweep()  # that backward ended with an exception
+        self._open_again()
+        self.thread = threading.get_ident()
         if not self._step_open:
             if torch.is_grad_enabled():
                 self.on_begin()
@@ -311,7 +335,7 @@ class PartitionedParameterCoordinator:
         open_uses.insert(position, use)
         if use.unit.index in self._tables:
             for index in self.schedule.parameters_of(use.unit.index):
-                self.handles[index].show_shape()
+                self.show_shape(self.handles[index])
         else:
             use.unit.uses += 1
             self._execute(self.schedule.enter(use.unit.index))
@@ -319,18 +343,22 @@ class PartitionedParameterCoordinator:
     def _end_backward_use(self, use: Use) -> None:
         if self._recomputed:
             self._close_recomputed(use.unit)
-        if use.unit.index in self._tables:
-            self._hide_shapes(use.unit)
-        else:
+        if use.unit.index not in self._tables:
             use.unit.uses -= 1
             if not self._second_order:
                 self._release(self.schedule.leave(use.unit.index))
         self.on_use_end(use.unit.index)
 
-    def _hide_shapes(self, unit: Unit) -> None:
-        for index in self.schedule.parameters_of(unit.index):
-            if self.handles[index].status is NOT_AVAILABLE:
-                self.handles[index].drop()
+    def show_shape(self, handle: PartitionedParameter) -> None:
+        """A gradient comes to a parameter whose values are not here; until the backward ends it has its shape."""
+        handle.show_shape()
+        self._shown.append(handle)
+
+    def _hide_shapes(self) -> None:
+        shown, self._shown = self._shown, []
+        for handle in shown:
+            if handle.status is NOT_AVAILABLE:
+                handle.drop()
 
     def _close_recomputed(self, unit: Unit | None) -> None:
         """End the recomputed forward uses of ``unit`` (None: all)."""
@@ -341,6 +369,7 @@ class PartitionedParameterCoordinator:
 
     def _begin_task(self, task: int) -> None:
         """A backward begins, perhaps inside another (reentrant checkpointing)."""
+        self._open_again()
         if not self._tasks and not self._step_open:
             self._begin_step("backward")
         self._tasks.append(task)
@@ -371,6 +400,7 @@ class PartitionedParameterCoordinator:
     def _end_step(self) -> None:
         self._step_open = False
         self._release(self.schedule.end_step())
+        self._hide_shapes()
         self._let_strays_go()
         self.reader.forget()
 
@@ -380,8 +410,7 @@ class PartitionedParameterCoordinator:
         self._step_open = self._second_order = False
         for use in (*self._stack, *self._backward):
             use.unit.reset()
-            if use.unit.index in self._tables:
-                self._hide_shapes(use.unit)
+        self._hide_shapes()
         self._stack.clear()
         self._backward.clear()
         self._recomputed.clear()
@@ -398,8 +427,9 @@ class PartitionedParameterCoordinator:
     def on_update(self) -> None:
         """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
         stay. Called on all ranks, by the publisher."""
+        self.updates += 1
         self.sweep()
-        stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.on_written is not None]
+        stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.trained]
         refresh(stale)
 
     @torch.no_grad()
@@ -420,7 +450,7 @@ class PartitionedParameterCoordinator:
 
     def look_at_whole(self) -> None:
         """Find the trained parameters that stay whole, and their parts."""
-        kept = [handle for handle in self.handles if handle.persistent and handle.on_written is not None]
+        kept = [handle for handle in self.handles if handle.persistent and handle.trained]
         self._whole = [(handle, handle.view) for handle in kept]
         self._parts, self._shards = [], []
         apart = [handle for handle in kept if handle.storage is not None]

@@ -76,7 +76,6 @@ class PartitionedParameter:
         "name",
         "nbytes",
         "numel",
-        "on_written",
         "persistent",
         "reader",
         "ref",
@@ -86,7 +85,10 @@ class PartitionedParameter:
         "storage",
         "strides",
         "tier",
+        "trained",
+        "use_whole",
         "view",
+        "writes",
     )
 
     def __init__(
@@ -112,7 +114,9 @@ class PartitionedParameter:
         self.exposed = False  # a user may hold aliases of the whole values
         self.persistent = False  # never released
         self.manager: Any = None  # weak reference to the coordinator that gathers it
-        self.on_written: Callable[[], None] | None = None  # somebody wrote new values: masters must follow
+        self.trained = False  # by the engine that has it
+        self.writes = 0  # how often somebody has written new values
+        self.use_whole: Callable[..., Any]  # calls a function with the whole values, where they are not here
         part = part_numel(self.numel, comm.world_size)
         tier: Tier
         self.reader: ShardReader | None
@@ -144,6 +148,7 @@ class PartitionedParameter:
         close(parameter)
         parameter.ds_tensor = shard  # type: ignore[attr-defined]
 
+    @torch.inference_mode(False)  # what a use inside of one leaves is for uses outside, too
     def _allocate(self) -> None:
         """A new ``full``, without memory yet; on one rank it is the shard, if that is on the device."""
         self.exposed = False
@@ -165,6 +170,7 @@ class PartitionedParameter:
         whole = self.status is AVAILABLE
         self.release()
         place.copy_(self.shard)
+        self.writes += 1  # whoever has the memory of before must look again
         self._adopt(parameter, place, tier)
         self._set_status(parameter, NOT_AVAILABLE)
         if whole:
@@ -210,11 +216,18 @@ class PartitionedParameter:
         parameter = self.ref()
         return parameter is not None and not parameter.requires_grad
 
-    def own_part(self) -> torch.Tensor:
-        """This rank's part of ``full``, without padding; valid while the parameter is available."""
+    def own_part(self, full: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of ``full`` (None: the parameter's own, which is valid while it is available), without
+        padding."""
         part = self.shard.numel()
         start = min(self.comm.rank * part, self.numel)
-        return self.full[start : min(start + part, self.numel)]
+        return (self.full if full is None else full)[start : min(start + part, self.numel)]
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """How often the values have changed, by updates and by writes; the same on all ranks."""
+        manager = self.manager() if self.manager is not None else None
+        return 0 if manager is None else manager.updates, self.writes
 
     # ---------------------------------------------------------------- what users call
 
@@ -266,15 +279,17 @@ class PartitionedParameter:
         manager = self.manager() if self.manager is not None else None
         return manager is not None and manager.busy
 
-    def write(self) -> None:
-        """The whole values have been changed, alike on all ranks: this rank's part follows, and so do masters."""
+    def write(self, full: torch.Tensor | None = None) -> None:
+        """The whole values have been changed, alike on all ranks, in ``full`` (None: the parameter's own): this rank's
+        part follows. Masters follow that where it is not what they round to, in the next update."""
+        self.writes += 1
         if self.storage is not None:
-            part = self.own_part()
+            part = self.own_part(full)
             self.shard[: part.numel()].copy_(part)
+            if full is not None and self.status is AVAILABLE and full is not self.full:
+                self.full.copy_(full)
             if self.reader is not None:
                 self.reader.written(self)
-        if self.on_written is not None:
-            self.on_written()
 
     def release(self) -> None:
         """Drop the whole values, or end the gather that brings them. Nothing if they are not there."""

@@ -1,9 +1,10 @@
-"""What a partitioned parameter is while its whole values are not here: it refuses to be read or written."""
+"""What a partitioned parameter is while its whole values are not here."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ Tensor = torch.Tensor
 class ReleasedParameter(torch.nn.Parameter):
     """Class of a released parameter (the object stays the same).
 
-    A released parameter has dtype, device and layout, and ``numel()`` counts the whole, whose shape it also tells
-    inside a forward or backward of its engine. Its values are refused: its memory is that of an empty tensor, so torch
-    would read nothing and lose what is written, without a word.
+    It has dtype, device and layout, and tells the shape of the whole. Its memory is that of an empty tensor, so torch
+    would read nothing and lose what is written, without a word: whatever needs values gathers them for the operation
+    (see between_steps.py), or is refused where that cannot be done.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -36,30 +37,36 @@ class ReleasedParameter(torch.nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _COUNTS:
-                return args[0].ds_numel
-            if function is Tensor.__repr__:
+            if function is Tensor.__repr__ or function is Tensor.__format__:
                 return f"Parameter '{_name(args[0])}' of shape {tuple(args[0].ds_shape)}, partitioned"
-            if function in _SHAPES and vars(args[0])["_zero_handle"].in_use():
+            if (function in _SHAPES or function in _LIKE) and args:
                 return function(vars(args[0])["_zero_handle"].view, *args[1:], **kwargs)
             if function == _SET_GRAD:
                 return set_grad(*args)
             if function in _HARMLESS:
                 return function(*args, **kwargs)
-            if function in _LIKE and args:
-                return function(vars(args[0])["_zero_handle"].view, *args[1:], **kwargs)
-            if function in _CASTS:
+            if function in _CASTS and "memory_format" not in kwargs:
                 result = function(*args, **kwargs)
                 if result is args[0] or isinstance(result, str):  # type() is a question
                     return result
             if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
                 return None
         released = next(find_arguments((args, kwargs), ReleasedParameter), None)
-        raise RuntimeError(
-            f"parameter '{_name(released)}' is partitioned over ranks and its values are not here; read it inside "
-            "zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters(parameters, "
-            "modifier_rank=0), both on all ranks. Casts and moves of a module are for before zerolite.initialize"
-        )
+        if released is None:
+            raise no_values("?", f"and {function} does not show them")
+        if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
+            raise no_values(_name(released), "and torch.nn.Parameter(p) would be a second parameter in its memory")
+        return vars(released)["_zero_handle"].use_whole(function, args, kwargs)
+
+
+def no_values(name: str, why: str) -> RuntimeError:
+    """The refusal of an operation that needs the values of a released parameter."""
+    return RuntimeError(
+        f"parameter '{name}' is partitioned over ranks and its values are not here, {why}; read it inside "
+        "zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters(parameters, "
+        "modifier_rank=0), both on all ranks. Casts, moves and parametrizations of a module are for before "
+        "zerolite.initialize"
+    )
 
 
 class AwayParameter(torch.nn.Parameter):
@@ -109,7 +116,7 @@ class ArrivingParameter(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _NEEDS_NO_VALUES:
+        if function in NEEDS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         cls.wait_for(list(find_arguments((args, kwargs), cls)))
@@ -146,7 +153,12 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
 _SET_GRAD = getattr(Tensor, "grad").__set__  # noqa: B009
 _COUNTS = frozenset([Tensor.numel, Tensor.nelement])
-_SHAPES = frozenset([*_getters("shape", "ndim"), Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride])
+_SHAPES = frozenset(
+    [
+        *(*_getters("shape", "ndim", "nbytes"), *_COUNTS, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride),
+        *(Tensor.is_contiguous, Tensor.__len__),
+    ]
+)
 # What makes a tensor in the shape of its first argument, here that of the whole parameter.
 _LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
 # What tells nothing of the values, and what autograd and optimizers ask of any parameter.
@@ -179,13 +191,16 @@ _HARMLESS = frozenset(
     ]
 )
 # The same where other arguments, or what runs inside, may be parameters that have to be waited for.
-_NEEDS_NO_VALUES = (_HARMLESS | _COUNTS) - {
+NEEDS_NO_VALUES = (_HARMLESS | _COUNTS) - {
     *(Tensor.new_full, Tensor.new_tensor, torch.autograd.grad, torch.autograd.backward)
 }
 _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half double bfloat16 type contiguous".split())
 
 
-def find_arguments(value: Any, kind: type) -> Iterator[Any]:
+_NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
+
+
+def find_arguments(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """Yield the objects of class ``kind`` among a call's arguments, in their order."""
     if isinstance(value, kind):
         yield value

@@ -65,7 +65,7 @@ class PartitionedModel:
             handle = handle_of(parameter)
             assert handle is not None, "partition_model has partitioned it"
             handle.comm, handle.name = gathers, names[id(parameter)]
-            handle.persistent, handle.manager, handle.on_written = False, None, None
+            handle.persistent, handle.manager, handle.trained = False, None, False
             handle.release()
             if away or handle.reader is not None:
                 handle.reader = self.reader

@@ -1,0 +1,293 @@
+"""What code between steps does with stage 3's released parameters: the same program at stage 1 and at stage 3."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import zerolite
+from tests import models
+from tests.distributed.cases.stage3_init import raises
+from tests.distributed.configs import PARTITIONED, config
+
+Extra = Callable[[], Any]
+
+
+class Side:
+    """An engine, and what its program has seen."""
+
+    def __init__(self, stage: int, precision: str = "fp32", setting: str = "moving", more: Any = None) -> None:
+        section = {**PARTITIONED[setting], **(more or {})} if stage == 3 else {}
+        settings = config(stage, precision, optimizer=("SGD", {"lr": 0.0625}), zero=section)
+        self.engine = zerolite.initialize(models.build(models.Mlp), settings | {"train_micro_batch_size_per_gpu": 4})
+        self.module = self.engine.module
+        self.seen: list[Tensor] = []
+
+    def see(self, *tensors: Tensor) -> None:
+        self.seen += [tensor.detach().clone() for tensor in tensors]
+
+    def train(self, step: int, before: Extra = int, after: Extra = int) -> None:
+        """One step, with terms of the loss that are computed before the forward and after it."""
+        first = before()
+        loss = models.square_loss(self.engine, models.float_batch(step, 0, dist.get_rank()))
+        self.engine.backward(loss + first + after())
+        self.engine.step()
+
+    def weights(self) -> list[Tensor]:
+        return list(self.module.parameters())
+
+
+def _penalty(side: Side) -> Tensor:
+    return 0.01 * torch.stack([p.square().sum() for p in side.weights()]).sum()
+
+
+def _reading(side: Side) -> None:
+    side.train(0)
+    side.see(*(p.detach().norm() for p in side.weights()), *(p.abs().max() for p in side.weights()))
+    side.see(nn.utils.parameters_to_vector(side.weights()), *iter(side.module.first.weight))
+    side.see(torch.cat([p.view(-1) for p in side.weights()]), side.module.first.weight[1:3, ::2])
+    side.see(torch.from_numpy(side.module.first.weight.detach().float().numpy().copy()))
+    assert [tuple(p.shape) for p in side.weights()] == [tuple(p.shape) for p in models.Mlp().parameters()]
+
+
+def _losses(side: Side) -> None:
+    weight = side.module.first.weight
+    scale = torch.linspace(0, 1, weight.numel()).reshape(weight.shape[1], -1)
+    side.train(0, before=lambda: _penalty(side))
+    side.train(1, after=lambda: _penalty(side))
+    side.train(2, lambda: (weight.t() * scale).square().sum(), lambda: (weight @ weight.t()).relu().sum() * 0.01)
+    side.train(3, after=lambda: weight.view(-1)[::3].exp().sum() * 0.01)
+    kept = _penalty(side)  # one graph, used twice
+    side.train(4, after=lambda: kept + kept * 0.5)
+    gradients = torch.autograd.grad(_penalty(side), side.weights())
+    side.see(*gradients)
+    side.train(5)
+
+
+def _aliases(side: Side) -> None:
+    """What is held over steps shows the values of today, and writing to it reaches the parameter."""
+    weight, bias = side.module.first.weight, side.module.first.bias
+    data, row, flat = weight.data, weight.detach()[2], bias.data.view(-1)
+    loss = models.square_loss(side.engine, models.float_batch(0, 0, dist.get_rank()))
+    between = side.module.second.weight.detach()  # stays gathered for the backward at some settings
+    side.see(between)
+    side.engine.backward(loss)
+    side.see(data, between)
+    side.engine.step()
+    side.see(data, row, flat, between)
+    data.mul_(0.5)
+    flat[1:].fill_(0.25)
+    side.see(row, weight.data, bias)
+    side.train(1)
+    with torch.no_grad():
+        weight.data.clamp_(-0.1, 0.1)
+        torch._foreach_mul_([weight.data, flat], 0.5)
+        torch._foreach_add_(side.weights(), 0.125)
+        weight[3] = 0.5
+        row.zero_()
+    side.see(data, row, flat, *map(zerolite.get_full_master, side.weights()))
+    side.train(2)
+    side.see(data, row, flat, *map(zerolite.get_full_master, side.weights()))
+
+
+def _writing(side: Side) -> None:
+    side.train(0)
+    nn.init.constant_(side.module.first.weight, 0.1)
+    for parameter in side.weights():
+        parameter.data = parameter.data * 0.5
+    side.train(1)
+    count = sum(p.numel() for p in side.weights())
+    vector = torch.linspace(-1, 1, count).to(side.module.first.weight.dtype)
+    nn.utils.vector_to_parameters(vector, side.weights())
+    side.train(2)
+    with torch.inference_mode():
+        side.module.first.bias.add_(0.5)
+    side.train(3)
+    with torch.no_grad():
+        side.module.first.weight.copy_(torch.ones_like(side.module.first.weight) * 0.25)
+        torch.add(side.module.second.bias, 1.0, out=side.module.second.bias)
+    side.train(4)
+
+
+def _states(side: Side) -> None:
+    side.train(0)
+    state = side.module.state_dict()
+    side.see(*state.values(), *copy.deepcopy(state).values())
+    written = io.BytesIO()
+    torch.save(state, written)  # on one rank alone this gathers nothing
+    side.see(*torch.load(io.BytesIO(written.getvalue())).values())
+    side.module.load_state_dict({name: value * 0.5 for name, value in state.items()})
+    side.train(1)
+    side.see(*state.values())
+    state["first.weight"].copy_(state["first.weight"] * 2)
+    side.train(2)
+    side.see(*side.engine.state_dict().values())
+
+
+PROGRAMS = {"reading": _reading, "losses": _losses, "aliases": _aliases, "writing": _writing, "states": _states}
+
+
+def same_program(name: str, settings: list[str], precision: str) -> None:
+    """The same values and weights, bit by bit, as at stage 1."""
+    wanted = Side(1, precision)
+    PROGRAMS[name](wanted)
+    wanted.see(*wanted.weights())
+    for setting in settings:
+        side = Side(3, precision, setting)
+        PROGRAMS[name](side)
+        side.see(*(value.to(p.device) for p, value in zip(side.weights(), _whole(side), strict=True)))
+        assert len(side.seen) == len(wanted.seen)
+        different = [i for i, pair in enumerate(zip(side.seen, wanted.seen, strict=True)) if not torch.equal(*pair)]
+        assert not different, f"{setting}: {different} of {len(wanted.seen)}"
+
+
+def _whole(side: Side) -> list[Tensor]:
+    state = side.engine.full_state_dict()
+    return [state[name] for name, _ in side.module.named_parameters()]
+
+
+def offloaded(more: dict[str, Any]) -> None:
+    """Parameters that rest elsewhere are read and written alike."""
+    for name in ("aliases", "writing"):
+        wanted, side = Side(3), Side(3, more=more)
+        PROGRAMS[name](wanted)
+        PROGRAMS[name](side)
+        assert all(map(torch.equal, wanted.seen, side.seen)), name
+        assert all(map(torch.equal, _whole(wanted), _whole(side))), name
+
+
+def collectives_and_memory() -> dict[str, Any]:
+    """An average of weights is a gather for each parameter; nothing of them is left afterwards, nor behind a loss."""
+    side = Side(3)
+    average = copy.deepcopy(side.module)
+    side.train(0)
+    storages = _whole_storages(side)
+    with zerolite.comm.record() as record, torch.no_grad():
+        for index, (mine, other) in enumerate(zip(average.parameters(), side.weights(), strict=True)):
+            mine.mul_(0.75).add_(other.detach(), alpha=0.25)
+            assert [storage.expired() for storage in storages] == [i <= index for i in range(len(storages))]
+    gathers = record.count("all_gather", "parameters")
+    with zerolite.comm.record() as record:
+        for parameter in side.weights():
+            assert parameter.dim() in (1, 2) and parameter.shape[0] and parameter.numel()
+    questions = len(record.calls)
+    storages = _whole_storages(side)
+    penalty = _penalty(side)
+    expired = all(storage.expired() for storage in storages)
+    del penalty
+    released = [models.has_no_values(parameter) for parameter in side.weights()]
+    return {"gathers": gathers, "questions": questions, "expired": expired, "released": released}
+
+
+def _whole_storages(side: Side) -> list[StorageWeakRef]:
+    """The memory of whole values as it is now; each use takes others."""
+    return [StorageWeakRef(handle.full.untyped_storage()) for handle in side.engine.coordinator.handles]
+
+
+def refused() -> None:
+    """Where a gather could not be told to all ranks, and what would lose a write."""
+    side = Side(3)
+    weight = side.module.first.weight
+    side.train(0)
+    for function in (Tensor.data_ptr, Tensor.untyped_storage, Tensor.share_memory_):
+        with raises(RuntimeError, "'first.weight'", "memory", "GatheredParameters"):
+            function(weight)
+        with raises(RuntimeError, "'first.weight'", "memory", "GatheredParameters"):
+            function(weight.data)
+    with raises(RuntimeError, "'first.weight'", "torch.distributed", "clone"):
+        dist.broadcast(weight.data, 0)
+    with raises(RuntimeError, "'first.weight'", "(13, 7)", "(7, 13)"):
+        weight.data = torch.zeros(7, 13)
+    with raises(RuntimeError, "'first.weight'", "float64", "before zerolite.initialize"):
+        weight.data = weight.data.double()
+    with raises(RuntimeError, "'first.weight'", "second parameter"):
+        nn.Parameter(weight)
+    with raises(ValueError, "read-only"):
+        weight.detach().numpy()[0] = 1.0
+    handle = side.module.second.register_forward_pre_hook(lambda module, args: weight.sum())
+    with raises(RuntimeError, "'first.weight'", "forward or backward is under way", "GatheredParameters"):
+        side.train(1)
+    handle.remove()
+    errors: list[BaseException] = []
+    thread = threading.Thread(target=lambda: _collect(errors, weight.norm))
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "this thread is not the one that trains" in str(errors[0])
+    saved = weight.square().sum()
+    with torch.no_grad():
+        weight.mul_(2)
+    with raises(RuntimeError, "'first.weight'", "has changed"):
+        saved.backward()
+    side.engine.zero_grad()
+    side.train(2)
+
+
+def _collect(errors: list[BaseException], call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        errors.append(error)
+
+
+def one_rank_alone() -> None:
+    """What needs no values, or has them, waits for nobody."""
+    side = Side(3)
+    side.train(0)
+    data, state = side.module.first.weight.data, side.module.state_dict()
+    if dist.get_rank() == 0:
+        print(side.module.first.weight, f"{data}", side.module)
+        torch.save(state, io.BytesIO())
+        assert float(data.norm()) > 0 and sum(p.numel() for p in side.weights()) == 146
+    side.train(1)
+    if dist.get_rank() == 0:
+        assert "first.weight" in repr(data) and "has changed" in repr(data)
+    side.train(2)
+
+
+def warnings_once() -> list[tuple[int, str]]:
+    """A warning for each line, however many parameters and steps."""
+    side = Side(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for parameter in side.weights():
+                parameter.norm()
+            side.module.state_dict()
+            side.train(step)
+    assert all(warning.filename == __file__ for warning in caught)
+    return [(warning.lineno, str(warning.message)) for warning in caught]
+
+
+def odd_parameters() -> None:
+    """0-dim, empty, tied, frozen and unused parameters; after the engine has gone, too."""
+    engine = zerolite.initialize(models.build(models.OddModel), config(3, zero=PARTITIONED["moving"]))
+    model = engine.module
+    for _ in range(2):
+        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            before = parameter.clone()
+            parameter.add_(1)
+            assert torch.equal(parameter.data, before + 1) and parameter.shape == before.shape
+            alias = parameter.data
+            alias.sub_(1)
+            assert torch.equal(parameter, before + 1 - 1)
+    assert torch.equal(model.head.weight.data, model.embed.weight.data)
+    wanted = engine.full_state_dict()
+    engine.backward(models.token_loss(engine, models.token_batch(1, 0, dist.get_rank())))
+    engine.step()
+    assert not torch.equal(model.embed.weight.detach(), wanted["embed.weight"])
+    state = engine.full_state_dict()
+    del engine
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
