@@ -94,6 +94,10 @@ def test_a_rank_that_comes_too_late(pools: Pools, tmp_path: Path, missing: int) 
     case(pools, "calls:late", tmp_path, stage=1, missing=missing)
 
 
+def test_one_process_of_several_needs_no_other(pools: Pools, tmp_path: Path) -> None:
+    case(pools, "calls:one_process_of_several", tmp_path)
+
+
 @stages(3)
 @pytest.mark.parametrize("finished", [0, 1])
 def test_a_rank_that_has_finished_follows(pools: Pools, tmp_path: Path, stage: int, finished: int) -> None:

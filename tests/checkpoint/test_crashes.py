@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint import faults
 from tests.checkpoint.cases import crashes
 from tests.pool import Pool, Pools, WorkerDied
 
@@ -166,30 +163,6 @@ def test_full_disk(pools: Pools, small_disk: Path, background: bool) -> None:
         assert "No space left on device" in result["said"] and ".safetensors" in result["said"]
         assert f"The newest complete checkpoint there is 'global_step{result['good']}'" in result["said"]
         assert result["left"] == [] and result["intact"] and result["again"]
-
-
-# -------------------------------------------------------------------- a save in another thread
-
-
-def test_warning_filters_are_the_main_threads(ram: Path) -> None:
-    """A save in the background begins while the main thread has filters for a while, and ends later."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def before(operation: str, path: Path) -> None:
-        begun.set()
-        assert go_on.wait(20)
-
-    filters = list(warnings.filters)
-    with faults.hooked(before):
-        thread = threading.Thread(target=faults.save, args=(ram / "saved", 1))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            thread.start()
-            assert begun.wait(20)
-        go_on.set()
-        thread.join()
-    assert list(warnings.filters) == filters
-    assert faults.load(ram / "saved") == 1
 
 
 # -------------------------------------------------------------------- all ranks at once, at random times

@@ -136,7 +136,6 @@ def test_overwrite(ram: Path) -> None:
         faults.save(ram, 3, run=run, overwrite=True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_jobs_race_for_one_directory(ram: Path) -> None:
     """One wins, and all others are told. (Locks of two threads keep each other out as those of two processes do.)"""
     for trial in range(5):

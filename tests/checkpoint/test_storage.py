@@ -15,9 +15,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from zerolite.checkpoint.boxes import Box
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.loading import load_targets
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
-from zerolite.checkpoint.planner import Shard, Target, TargetLoadPlanner
+from zerolite.checkpoint.planner import Shard, Target
 from zerolite.checkpoint.reader import CheckpointReader, part_of
 from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.storage import CheckpointStorageReader, CheckpointWriter, Commit, now
@@ -43,16 +44,10 @@ def save(directory: Path, shards: Sequence[Shard]) -> CheckpointReader:
     return CheckpointReader(find(directory))
 
 
-def load(reader: CheckpointReader, targets: list[Target]) -> None:
-    planner = TargetLoadPlanner(targets, reader.tensors)
-    dcp.load({}, storage_reader=CheckpointStorageReader(reader), planner=planner, no_dist=True)
-
-
 COLUMNS: list[Box] = [((0, 0), (6, 3)), ((0, 3), (6, 4)), ((0, 7), (6, 3))]  # a tensor-parallel cut of [6, 10]
 ROWS: list[Box] = [((0, 0), (1, 10)), ((1, 0), (5, 10))]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("stored", [COLUMNS, ROWS, [((0, 0), (6, 10))]], ids=["columns", "rows", "whole"])
 @pytest.mark.parametrize("wanted", [COLUMNS, ROWS, [((2, 5), (3, 2))]], ids=["columns", "rows", "inside"])
 def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted: list[Box]) -> None:
@@ -60,22 +55,20 @@ def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted:
     reader = save(tmp_path, shards_of("w", tensor, stored))
     for dtype in (torch.float32, torch.float64):  # read straight into the place, and cast on the way
         places = [torch.full(box[1], -1, dtype=dtype) for box in wanted]
-        load(reader, [Target("w", box, place) for box, place in zip(wanted, places, strict=True)])
+        load_targets(reader, [Target("w", box, place) for box, place in zip(wanted, places, strict=True)])
         for box, place in zip(wanted, places, strict=True):
             assert torch.equal(place, part_of(tensor, box).to(dtype))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_places_may_have_any_strides(tmp_path: Path) -> None:
     tensor = torch.randn(4, 6)
     reader = save(tmp_path, shards_of("w", tensor, [((0, 0), (4, 6))]))
     transposed = torch.zeros(6, 4).t()
     apart = torch.zeros(4, 12)[:, ::2]
-    load(reader, [Target("w", ((0, 0), (4, 6)), transposed), Target("w", ((0, 0), (4, 6)), apart)])
+    load_targets(reader, [Target("w", ((0, 0), (4, 6)), transposed), Target("w", ((0, 0), (4, 6)), apart)])
     assert torch.equal(transposed, tensor) and torch.equal(apart, tensor)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order: tuple[int, ...], ranks: int) -> None:
@@ -87,16 +80,16 @@ def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order
     reader = save(tmp_path, shards)
     assert torch.equal(reader.read("w"), tensor)
     contiguous = torch.zeros(60)
-    load(reader, list(FlatRange("w", shape, torch.zeros(shape).stride(), 0, contiguous).targets()))
+    load_targets(reader, list(FlatRange("w", shape, torch.zeros(shape).stride(), 0, contiguous).targets()))
     assert torch.equal(contiguous.view(shape), tensor)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_the_reader_serves_torchs_own_planner(tmp_path: Path) -> None:
     tensor, other = torch.randn(6, 10), torch.arange(7)
     reader = save(tmp_path, [*shards_of("w", tensor, COLUMNS), *shards_of("n", other, [((0,), (7,))])])
     state = {"w": torch.zeros(6, 10), "n": torch.zeros(7, dtype=torch.int64)}
-    dcp.load(state, storage_reader=CheckpointStorageReader(reader), planner=DefaultLoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=CheckpointStorageReader(reader), planner=DefaultLoadPlanner())
     assert torch.equal(state["w"], tensor) and torch.equal(state["n"], other)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from zerolite.checkpoint.batches import changed_batch, window_obstacle
 from zerolite.checkpoint.description import Description, joined
@@ -278,13 +278,7 @@ class Loader:
         if window is not None:
             targets += window.targets
         with storage_errors(f"{_CALL}, of '{reader.path}'", lambda: "The engine holds a part of it: load another one"):
-            dcp.load(
-                {},
-                storage_reader=CheckpointStorageReader(reader),
-                planner=TargetLoadPlanner(targets, reader.tensors),
-                process_group=self._host.group,
-                no_dist=self._host.group is None,
-            )
+            load_targets(reader, targets, self._host.group)
         parts.model.after_loading(plan.match.names)
         parts.pipeline.publish()
         parts.pipeline.on_weights_replaced()
@@ -390,6 +384,22 @@ class Loader:
                 saved,
                 saved,
             )
+
+
+def load_targets(reader: CheckpointReader, targets: Sequence[Target], group: Any = None) -> None:
+    """Read the stored values of ``targets`` into their places.
+
+    group: the gloo group of the ranks that read; None for one process alone. Raises CheckpointException of
+    torch.distributed.checkpoint on all ranks if one cannot read. Called on all ranks of the group.
+    """
+    # The public load() of torch 2.6 has no no_dist, and takes None for the default group.
+    _load_state_dict(
+        {},
+        storage_reader=CheckpointStorageReader(reader),
+        planner=TargetLoadPlanner(targets, reader.tensors),
+        process_group=group,
+        no_dist=group is None,
+    )
 
 
 def _without_excluded(match: Match, stored: Mapping[str, Mapping[str, Any]], reader: CheckpointReader) -> Match:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -76,28 +74,12 @@ def _raise_first(own: Exception | None, told: list[CheckpointError | None]) -> N
             raise error
 
 
-_ALONE = "torch.distributed is disabled"  # what torch says to one process alone
-warnings.filterwarnings("ignore", _ALONE, UserWarning)
-
-
-@contextlib.contextmanager
-def _without_warning() -> Iterator[None]:
-    """The filters are the whole process's: another thread must not put back what it has found."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _ALONE, UserWarning)
-        yield
-
-
 @contextlib.contextmanager
 def storage_errors(what: str, remedy: Callable[[], str]) -> Iterator[None]:
     """Around torch.distributed.checkpoint: what went wrong on some rank, raised on all, as a CheckpointError. remedy:
     what else there is."""
     try:
-        with _without_warning():
-            yield
+        yield
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
         said = f"'{error.filename}': {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from zerolite.checkpoint.directory import newest_complete
 from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
@@ -28,7 +28,8 @@ def write_checkpoint(
         with storage_errors(
             f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
         ):
-            dcp.save(
+            # The public save() of torch 2.6 has no no_dist, and takes None for the default group.
+            _save_state_dict(
                 {},
                 storage_writer=writer,
                 planner=ShardSavePlanner(shards, scalars),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -14,11 +15,15 @@ import torch
 
 import zerolite
 from tests import models
+from tests.checkpoint import faults
 from tests.checkpoint.cases.matching import ADAM, expect, expect_words, message, trained
 from tests.checkpoint.cases.recipes import RECIPES, Recipe
 from tests.checkpoint.cases.resume import differences, facts, make_engine, scatter_seeds, train
 from tests.distributed.configs import SGD
 from zerolite.checkpoint import reader
+from zerolite.checkpoint.directory import find
+from zerolite.checkpoint.loading import load_targets
+from zerolite.checkpoint.planner import Target
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import as_bytes
 
@@ -279,6 +284,20 @@ def joined_load(directory: str, stage: int) -> None:
     except RuntimeError as error:
         said = str(error)
     assert said
+
+
+def one_process_of_several(directory: str) -> None:
+    """Rank 1 writes and reads a checkpoint by itself, without a warning."""
+    if torch.distributed.get_rank() == 0:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        faults.save(Path(directory), 1)
+        stored = CheckpointReader(find(Path(directory)))
+        weight = torch.zeros(4, 700)
+        load_targets(stored, [Target("parameters/weight", ((0, 0), (4, 700)), weight)])
+    assert faults.load(Path(directory)) == 1
+    assert torch.equal(weight, faults.values(1)["parameters/weight"])
 
 
 # -------------------------------------------------------------------- who writes and reads what
