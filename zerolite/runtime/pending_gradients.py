@@ -6,8 +6,6 @@ returns it. Called on all ranks alike.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from zerolite.runtime.step import StepPipeline
 from zerolite.runtime.zero.grad_reducer import GradReducer
 from zerolite.runtime.zero.sharded_grad import Place, ShardedGradient
 from zerolite.runtime.zero.shown_gradients import Factor
+from zerolite.runtime.zero.user_line import warn_of_collective
 
 Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.Tensor]]
 
@@ -37,7 +36,6 @@ class PendingGradients:
     ) -> None:
         """gather: makes whole tensors from the ranks' parts, by index of the parameter, in one collective. refusal: why
         this engine's gradients cannot be used through ``p.grad``, if they cannot."""
-        self._warned: set[tuple[str, int]] = set()  # lines of the user's code
         self._pipeline = pipeline
         self._reducer = reducer
         self._comm = comm
@@ -162,7 +160,11 @@ class PendingGradients:
         """Return whole tensors from all ranks' parts. One collective, but for several dtypes, or several tensors of one
         parameter."""
         if places[0].sharded and self._comm.world_size > 1 and self._comm.main:
-            self._warn(places[0].name)
+            warn_of_collective(
+                f"this line needs all values of the gradient of '{places[0].name}', of which each rank owns a part: "
+                "they are gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for "
+                "several parameters at once"
+            )
         rounds: list[tuple[torch.dtype, dict[int, int]]] = []  # which of ``parts``, by index of the parameter
         for position, (place, part) in enumerate(zip(places, parts, strict=True)):
             for dtype, members in rounds:
@@ -177,21 +179,6 @@ class PendingGradients:
             wholes = self._gather(list(members), {i: parts[p].to(sent) for i, p in members.items()}, sent)
             found.update(zip(members.values(), (whole.to(dtype) for whole in wholes), strict=True))
         return [found[position] for position in range(len(parts))]
-
-    def _warn(self, name: str) -> None:
-        """Say once per line of the user's code that it is a collective."""
-        frame: Any = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "zerolite"):
-            frame = frame.f_back
-        site = (frame.f_code.co_filename, frame.f_lineno)
-        if site not in self._warned:
-            self._warned.add(site)
-            message = (
-                f"this line needs all values of the gradient of '{name}', of which each rank owns a part: they are "
-                "gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for several "
-                "parameters at once"
-            )
-            warnings.warn_explicit(message, UserWarning, *site)
 
     # ---------------------------------------------------------------- whether it may be used
 
