@@ -173,10 +173,15 @@ def init_differences(architecture: Architecture) -> Iterator[str]:
         model = build(architecture)
     yield from _values_differ(model, wanted)
     if architecture.make is None:
-        with tempfile.TemporaryDirectory() as directory:  # each rank its own
-            wanted.save_pretrained(directory)
+        with tempfile.TemporaryDirectory() as own:
+            directory = [own]
+            dist.broadcast_object_list(directory)
+            if dist.get_rank() == 0:  # transformers 5 writes nothing elsewhere
+                wanted.save_pretrained(own)
+            dist.barrier()
             with zero.Init():
-                model = type(wanted).from_pretrained(directory)
+                model = type(wanted).from_pretrained(directory[0])
+            dist.barrier()
         yield from (f"from_pretrained: {difference}" for difference in _values_differ(model, wanted))
 
 
