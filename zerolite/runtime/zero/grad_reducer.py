@@ -787,8 +787,8 @@ class GradReducer:
 
     @property
     def sent(self) -> bool:
-        """Whether all gradients of the window have been launched, if there are any; equal on all ranks between passes,
-        and alike where one of them has waited for its reductions."""
+        """True if there are gradients in the window and all reductions of them have been launched. Between passes it is
+        equal on all ranks, whether one of them has waited for its reductions or not."""
         return not self._passes_in_local and any(s.reduced is not None or s.pending is not None for s in self._states)
 
     def lend(self, bucket: int) -> torch.Tensor:
