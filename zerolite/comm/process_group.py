@@ -197,7 +197,11 @@ def destroy() -> None:
             except Exception as error:  # of a save in the background: the group ends all the same
                 failed = error
         _second_groups.clear()
+        backends = _cpu_backends()
         dist.destroy_process_group()
+        # A backend waits for its threads, and a thread that drops its last tensor waits for Python's lock. A backend
+        # that ends here lets go of the lock. Within a group of torch 2.6 it does not, and would wait for ever.
+        del backends
         if _gloo_kept_here:  # another group may reach other machines
             os.environ.pop(GLOO_VARIABLE, None)
             _gloo_kept_here = False
@@ -205,6 +209,13 @@ def destroy() -> None:
     _started_here = False
     if failed is not None:
         raise failed
+
+
+def _cpu_backends() -> list[Any]:
+    """Return the backends for CPU tensors of all process groups."""
+    groups: Any = dist.distributed_c10d._world.pg_names
+    devices = [(group, device) for group in groups for device in group._device_types]
+    return [group._get_backend(device) for group, device in devices if device.type == "cpu"]
 
 
 def local_rank(env: Mapping[str, str] | None = None) -> int:
