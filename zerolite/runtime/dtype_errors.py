@@ -10,7 +10,7 @@ import torch
 from zerolite.runtime.precision import DTYPES
 
 _ABOUT_DTYPES = re.compile(
-    r"dtype|scalar type|datatype|Input type|output type|not implemented for|primitive descriptor"
+    r"dtype|scalar type|datatype|Input type|output type|the type torch\.|not implemented for|primitive descriptor"
 )
 _KINDS = (RuntimeError, ValueError, TypeError)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
