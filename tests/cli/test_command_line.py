@@ -114,9 +114,10 @@ def test_unknown_and_abbreviated_options(tmp_path: Path) -> None:
 
 
 def test_import_zerolite_adds_little_to_import_torch() -> None:
-    """Counted in modules, over every public name: seconds depend on what else the machine does."""
+    """Counted in modules, over every public name: seconds depend on what else the machine does. Not counted is
+    torch.distributed.checkpoint, with which torch 2.6 imports its compiler."""
     code = (
-        "import torch, sys; before = set(sys.modules); import zerolite;"
+        "import torch.distributed.checkpoint, sys; before = set(sys.modules); import zerolite;"
         "[getattr(zerolite, name) for name in zerolite.__all__]; print(*sorted(set(sys.modules) - before))"
     )
     result = subprocess.run(
@@ -124,7 +125,7 @@ def test_import_zerolite_adds_little_to_import_torch() -> None:
     )
     assert result.returncode == 0, result.stderr
     added = result.stdout.split()
-    assert len(added) < 1100
+    assert len(added) < 430
     assert not {"torch.distributed.pipelining", "matplotlib", "transformers", "pandas"} & set(added)
 
 

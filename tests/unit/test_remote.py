@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 from pathlib import Path
@@ -203,7 +204,8 @@ def hostfile(tmp_path: Path) -> str:
 
 
 def test_each_node_gets_its_part(hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name in exported_variables(os.environ):  # make's TORCH_PIN is one
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_X", "1")
     request = LaunchRequest(["t.py"], ["a"], hostfile=hostfile, exclude="host2:1-3", num_nodes=(2, 8), env={"K": "v"})
     plan = make_plan(request)

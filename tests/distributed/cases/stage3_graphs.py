@@ -19,6 +19,11 @@ plain_checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
 reentrant_checkpoint = partial(checkpointing.checkpoint, use_reentrant=True)
 
 
+def checkpoint_to_the_end(call: Callable[..., Any], *args: Any) -> Any:
+    with checkpointing.set_checkpoint_early_stop(False):
+        return plain_checkpoint(call, *args)
+
+
 class Stack(Case):
     """Four blocks behind a linear layer, whose output needs a gradient; ``run`` says how a block is called."""
 
@@ -174,7 +179,7 @@ class MixtureOfExperts(Case):
 # -------------------------------------------------------------------- checkpointing
 
 
-@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint, to_the_end=partial(plain_checkpoint, early_stop=False))
+@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint, to_the_end=checkpoint_to_the_end)
 class Checkpointed(Stack):
     """Every block."""
 
