@@ -327,4 +327,4 @@ def build(kind: Callable[..., nn.Module], seed: int = 7, **kwargs: object) -> nn
 def has_no_values(parameter: torch.Tensor) -> bool:
     """A partitioned parameter is released: it has no memory and, to torch itself, no shape."""
     with torch._C.DisableTorchFunctionSubclass():
-        return type(parameter) is ReleasedParameter and parameter.shape == (0,)
+        return isinstance(parameter, ReleasedParameter) and parameter.shape == (0,)

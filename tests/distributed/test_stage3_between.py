@@ -8,7 +8,7 @@ from tests.distributed.configs import PARTITIONED
 from tests.pool import Pools
 
 CASES = "tests.distributed.cases.stage3_between"
-PROGRAMS = ("reading", "losses", "aliases", "writing", "states")
+PROGRAMS = ("swapping", "reading", "losses", "aliases", "writing", "states")
 SLOW = [pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)]
 
 
@@ -22,10 +22,10 @@ def test_programs_give_the_bits_of_stage_1(pools: Pools, name: str, precision: s
 
 def test_a_gather_for_each_parameter_and_no_memory_is_left(pools: Pools) -> None:
     for found in pools(2).run(f"{CASES}:collectives_and_memory"):
-        assert found == {"gathers": 4, "questions": 0, "expired": True, "released": [True] * 4}
+        assert found == {"gathers": 4, "questions": 0, "expired": True, "same": True, "released": [True] * 4}
 
 
-@pytest.mark.parametrize("case", ["refused", "one_rank_alone", "odd_parameters"])
+@pytest.mark.parametrize("case", ["refused", "one_rank_alone", "odd_parameters", "classes_of_the_user"])
 @pytest.mark.parametrize("world", [2, *SLOW])
 def test_case(pools: Pools, case: str, world: int) -> None:
     pools(world).run(f"{CASES}:{case}")

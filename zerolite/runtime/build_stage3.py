@@ -151,9 +151,11 @@ def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
     """Let buckets be launched at the ends of their units' backward uses, which is learned from here on, and shards be
     read ahead from where they are now."""
     partitioned.coordinator.look_at_disk()
-    schedule = partitioned.coordinator.schedule
+    coordinator = partitioned.coordinator
+    schedule = coordinator.schedule
     units, uncertain = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
-    reducer.follow(LaunchPlan(units, uncertain, lambda: schedule.plan_number, lambda: schedule.plan_done))
+    number = lambda: 0 if coordinator.used_outside else schedule.plan_number  # noqa: E731
+    reducer.follow(LaunchPlan(units, uncertain, number, lambda: schedule.plan_done))
 
 
 def tell_trained(parameters: Sequence[torch.nn.Parameter]) -> None:

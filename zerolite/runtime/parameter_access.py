@@ -214,6 +214,8 @@ class ParameterAccess:
             self._buffer.tiers.written_in_place()
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
+        if handle is not None:
+            handle.writes += 1
         if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
             shape = whole_shape(parameter)
             parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
 import warnings
@@ -18,6 +19,7 @@ import zerolite
 from tests import models
 from tests.distributed.cases.stage3_init import raises
 from tests.distributed.configs import PARTITIONED, config
+from zerolite.runtime.zero import between_steps
 
 Extra = Callable[[], Any]
 
@@ -68,6 +70,10 @@ def _losses(side: Side) -> None:
     side.train(3, after=lambda: weight.view(-1)[::3].exp().sum() * 0.01)
     kept = _penalty(side)  # one graph, used twice
     side.train(4, after=lambda: kept + kept * 0.5)
+    loss = models.square_loss(side.engine, models.float_batch(6, 0, dist.get_rank())) + _penalty(side)
+    side.engine.backward(loss, retain_graph=True)
+    side.engine.backward(loss)
+    side.engine.step()
     gradients = torch.autograd.grad(_penalty(side), side.weights())
     side.see(*gradients)
     side.train(5)
@@ -133,7 +139,41 @@ def _states(side: Side) -> None:
     side.see(*side.engine.state_dict().values())
 
 
-PROGRAMS = {"reading": _reading, "losses": _losses, "aliases": _aliases, "writing": _writing, "states": _states}
+def _swapping(side: Side) -> None:
+    """Other weights for an evaluation, and the own ones back: what was taken before stays what it was."""
+    shadow = {name: torch.ones_like(p) * 0.25 for name, p in side.module.named_parameters()}
+    for step in range(3):
+        side.train(step)
+        backup = {}
+        for name, parameter in side.module.named_parameters():
+            backup[name] = parameter.data
+            parameter.data = shadow[name]
+        with torch.no_grad():
+            side.see(side.engine(models.float_batch(9, 0, dist.get_rank())[0]), *backup.values())
+        for name, parameter in side.module.named_parameters():
+            parameter.data = backup[name]
+        side.see(*side.weights())
+    rows = [side.module.first.weight.data[i] for i in range(13)]
+    torch._foreach_mul_(rows, 2)
+    with torch.no_grad():
+        torch._foreach_add_([side.module.first.bias, side.module.first.bias.data[:3]], 1.0)
+    side.see(*rows, side.module.first.bias)
+    bias = side.module.second.bias.detach()
+    zerolite.set_full_master(side.module.second.bias, torch.ones(3))
+    side.see(bias, copy.copy(bias))
+    copy.copy(bias).mul_(2)
+    side.see(side.module.second.bias)
+    side.train(4)
+
+
+PROGRAMS: dict[str, Callable[[Side], None]] = {
+    "swapping": _swapping,
+    "reading": _reading,
+    "losses": _losses,
+    "aliases": _aliases,
+    "writing": _writing,
+    "states": _states,
+}
 
 
 def same_program(name: str, settings: list[str], precision: str) -> None:
@@ -166,31 +206,41 @@ def offloaded(more: dict[str, Any]) -> None:
 
 
 def collectives_and_memory() -> dict[str, Any]:
-    """An average of weights is a gather for each parameter; nothing of them is left afterwards, nor behind a loss."""
+    """An average of weights is a gather for each parameter; nothing of them is left afterwards, nor behind a loss, nor
+    between forward and backward, when the graph has views of weights."""
     side = Side(3)
     average = copy.deepcopy(side.module)
     side.train(0)
-    storages = _whole_storages(side)
-    with zerolite.comm.record() as record, torch.no_grad():
-        for index, (mine, other) in enumerate(zip(average.parameters(), side.weights(), strict=True)):
-            mine.mul_(0.75).add_(other.detach(), alpha=0.25)
-            assert [storage.expired() for storage in storages] == [i <= index for i in range(len(storages))]
-    gathers = record.count("all_gather", "parameters")
-    with zerolite.comm.record() as record:
-        for parameter in side.weights():
-            assert parameter.dim() in (1, 2) and parameter.shape[0] and parameter.numel()
-    questions = len(record.calls)
-    storages = _whole_storages(side)
-    penalty = _penalty(side)
-    expired = all(storage.expired() for storage in storages)
-    del penalty
-    released = [models.has_no_values(parameter) for parameter in side.weights()]
-    return {"gathers": gathers, "questions": questions, "expired": expired, "released": released}
+    storages: list[StorageWeakRef] = []
+    gathered = between_steps._gathered
 
+    def noted(handles: Any) -> Any:
+        wholes = gathered(handles)
+        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes)
+        return wholes
 
-def _whole_storages(side: Side) -> list[StorageWeakRef]:
-    """The memory of whole values as it is now; each use takes others."""
-    return [StorageWeakRef(handle.full.untyped_storage()) for handle in side.engine.coordinator.handles]
+    between_steps._gathered = noted
+    try:
+        with zerolite.comm.record() as record, torch.no_grad():
+            for mine, other in zip(average.parameters(), side.weights(), strict=True):
+                mine.mul_(0.75).add_(other.detach(), alpha=0.25)
+                assert storages and all(storage.expired() for storage in storages)
+        gathers = record.count("all_gather", "parameters")
+        with zerolite.comm.record() as record:
+            for parameter in side.weights():
+                assert parameter.dim() in (1, 2) and parameter.shape[0] and parameter.numel()
+        questions = len(record.calls)
+        loss = models.square_loss(side.engine, models.float_batch(1, 0, dist.get_rank()))
+        kept = [handle.full.untyped_storage().nbytes() for handle in side.engine.coordinator.handles]
+        loss = loss + _penalty(side) + side.module.first.weight.norm().detach()
+        expired = all(storage.expired() for storage in storages)
+        same = [handle.full.untyped_storage().nbytes() for handle in side.engine.coordinator.handles] == kept
+        released = [models.has_no_values(parameter) for parameter in side.weights()]
+        side.engine.backward(loss)
+        side.engine.step()
+    finally:
+        between_steps._gathered = gathered
+    return {"gathers": gathers, "questions": questions, "expired": expired, "same": same, "released": released}
 
 
 def refused() -> None:
@@ -217,6 +267,11 @@ def refused() -> None:
     with raises(RuntimeError, "'first.weight'", "forward or backward is under way", "GatheredParameters"):
         side.train(1)
     handle.remove()
+    for question in (torch.numel, Tensor.storage_offset, Tensor.is_inference, Tensor.retain_grad, torch.zeros_like):
+        with zerolite.comm.record() as record:
+            question(weight)
+            question(input=weight) if question is torch.zeros_like else None
+        assert not record.calls, question
     errors: list[BaseException] = []
     thread = threading.Thread(target=lambda: _collect(errors, weight.norm))
     thread.start()
@@ -265,6 +320,31 @@ def warnings_once() -> list[tuple[int, str]]:
             side.train(step)
     assert all(warning.filename == __file__ for warning in caught)
     return [(warning.lineno, str(warning.message)) for warning in caught]
+
+
+class Named(nn.Parameter):
+    """A class of the user's."""
+
+
+def classes_of_the_user() -> None:
+    """Parameters of other classes than torch's, and ages that outlive the engine on one rank alone."""
+    module = nn.Linear(5, 3)
+    module.weight = Named(module.weight.detach().clone())
+    wanted = module.weight.detach().clone()
+    engine = zerolite.initialize(module, config(3, zero=PARTITIONED["moving"]))
+    weight = engine.module.weight
+    assert isinstance(weight, Named) and models.has_no_values(weight) and weight.shape == (3, 5)
+    assert torch.equal(weight.detach(), wanted) and torch.equal(engine.module.state_dict()["weight"], wanted)
+    with torch.no_grad():
+        weight.mul_(2)
+    engine.backward(engine(torch.ones(2, 5)).sum())
+    engine.step()
+    data, coordinator = weight.data, engine.coordinator if dist.get_rank() else None
+    del engine
+    gc.collect()
+    assert data.norm() > wanted.norm() and (coordinator is not None) is (dist.get_rank() > 0)
+    with zerolite.zero.GatheredParameters(weight):
+        assert type(weight) is Named and torch.equal(weight, data)
 
 
 def odd_parameters() -> None:

@@ -1,15 +1,16 @@
 """Code between steps that uses partitioned parameters: ``p.norm()``, an average of weights, ``model.state_dict()``.
 
-The parameters among an operation's arguments are gathered for it and released after it, on all ranks. What it returns
-may share their memory (``p.data``, ``p.detach()``, ``p[0]``): that is a :class:`WholeValues`, whose memory lives as
-long as somebody has it. Written to, it passes the change on to this rank's part; read after a step, it is gathered
-again. What autograd saves is not kept but gathered again in the backward.
+The parameters among an operation's arguments are gathered for it, into memory of their own, and released after it, on
+all ranks. What it returns may share that memory (``p.data``, ``p.detach()``, ``p[0]``): that is a :class:`WholeValues`,
+whose memory lives as long as somebody has it. Written to, it passes the change on to this rank's part; read after a
+step, it is gathered again. What autograd saves is not kept but gathered again in the backward.
 
 Changes are made alike on all ranks, so a write needs no collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -20,12 +21,16 @@ import torch
 from torch.utils._pytree import tree_map
 
 from zerolite.accelerator import address
-from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, PartitionedParameter, gather
+from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, PartitionedParameter, finish, gather
 from zerolite.runtime.zero.released_parameter import (
+    LIKE,
     NEEDS_NO_VALUES,
+    SHAPES,
     ReleasedParameter,
+    close,
     find_arguments,
     no_values,
+    open_again,
     opened,
 )
 from zerolite.runtime.zero.user_line import warn_of_collective
@@ -37,22 +42,37 @@ _transform_level = torch._C._functorch.maybe_current_level  # None outside of to
 
 
 class _Memory:
-    """The whole values of a parameter as of one moment (``age``), for the tensors that share them."""
+    """The whole values of a parameter as of one moment (``age``), for the tensors that share them. ``period``: the
+    number of times that ``p.data = values`` had put others in their place: then they stay what they are, and are the
+    parameter's no more."""
 
-    __slots__ = ("age", "full", "handle")
+    __slots__ = ("age", "full", "handle", "period")
 
-    def __init__(self, handle: PartitionedParameter) -> None:
-        self.handle, self.full, self.age = handle, handle.full, handle.age
+    def __init__(self, handle: PartitionedParameter, full: torch.Tensor) -> None:
+        self.handle, self.full, self.age, self.period = handle, full, handle.age, len(handle.replaced)
+
+    @property
+    def tied(self) -> bool:
+        return self.period == len(self.handle.replaced)
 
     @property
     def stale(self) -> bool:
-        return self.age != self.handle.age
+        """The parameter has changed since, or may have, because somebody holds it gathered. Raises RuntimeError where
+        that was before its values were replaced."""
+        if self.tied:
+            return self.age != self.handle.age or self.handle.held > 0
+        if self.age != self.handle.replaced[self.period]:
+            raise RuntimeError(
+                f"values that were taken from parameter '{self.handle.name}' before an update were not looked at "
+                "between that and p.data = values, which has replaced them: they are gone; clone what is to be kept"
+            )
+        return False
 
-    def take(self) -> None:
-        """Copy the values of the gathered parameter, if they are others by now."""
-        if self.full is not self.handle.full:
-            self.full.copy_(self.handle.full)
-        self.age = self.handle.age
+    def write(self) -> None:
+        """They have been changed."""
+        if self.tied:
+            self.handle.write(self.full)
+            self.age = self.handle.age
 
 
 class _Memories:
@@ -86,6 +106,8 @@ class WholeValues(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run what :func:`use_whole` has let through; C++ comes here alone."""
+        if any(kind is not WholeValues for kind in types):
+            return NotImplemented  # another class, p.grad's for one, has no memory to be read
         if function.namespace == "c10d":
             alias = next(find_arguments((args, kwargs), WholeValues))
             raise no_values(alias.memory.handle.name, "and torch.distributed writes where no one sees it: send a clone")
@@ -98,13 +120,16 @@ class WholeValues(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle an ordinary tensor."""
-        use_whole(torch.Tensor.detach, (self,), {})
+        use_whole(_T.detach, (self,), {})
         with opened():
             return self.detach().__reduce_ex__(protocol)
 
+    def __copy__(self) -> Any:
+        return use_whole(_T.detach, (self,), {})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return an ordinary tensor with memory of its own."""
-        copied = memo[id(self)] = use_whole(torch.Tensor.clone, (self,), {}).detach()
+        copied = memo[id(self)] = use_whole(_T.clone, (self,), {}).detach()
         return copied.requires_grad_(self.requires_grad)
 
 
@@ -126,80 +151,144 @@ class _Saved:
                 "backward before the step, or use a clone of it"
             )
         with opened(), torch.no_grad():
-            hold([handle])
-            handle.exposed = True
             shape, strides, start = self.geometry
-            values = handle.full.as_strided(shape, strides, handle.full.storage_offset() + start)
-            unhold([handle])
-        return values
+            return _gathered([handle])[0].as_strided(shape, strides, start)
 
 
 def use_whole(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``function``, with partitioned parameters and :class:`WholeValues` among its arguments. Called on all ranks,
     in the same order, where one of them is not here or stale. Raises RuntimeError inside a forward or backward, on
     another thread than the engine's, and for what hands out memory."""
-    if function in NEEDS_NO_VALUES:
-        with opened():
-            return function(*args, **kwargs)
-    if function is torch.Tensor.__iter__:
-        return iter(use_whole(torch.Tensor.unbind, args, kwargs))
+    if function is _T.__iter__:
+        return iter(use_whole(_T.unbind, args, kwargs))
     aliases: list[Any] = list(find_arguments((args, kwargs), WholeValues))
-    released = [vars(parameter)["_zero_handle"] for parameter in find_arguments((args, kwargs), ReleasedParameter)]
     with opened():
-        memories = {id(alias.memory): alias.memory for alias in aliases}
-        stale = [memory for memory in memories.values() if memory.stale]
-        handles = list(dict.fromkeys([*released, *(memory.handle for memory in stale)]))
-        if function is _T.__repr__ and stale:
-            return f"tensor(of parameter '{stale[0].handle.name}', which has changed since)"
-        _check(function, handles or [memory.handle for memory in memories.values()], bool(handles))
-        hold(handles)
-        try:
-            with torch.no_grad():
-                for memory in stale:
-                    memory.take()
-            return _call(function, args, kwargs, list(dict.fromkeys(released)), aliases, _written(function, args))
-        finally:
-            unhold(handles)
+        if function in NEEDS_NO_VALUES or function in SHAPES or (function in LIKE and aliases[:1] == [*args[:1]]):
+            return function(*args, **kwargs)
+        released = list(find_arguments((args, kwargs), ReleasedParameter))
+        used = list(dict.fromkeys(vars(parameter)["_zero_handle"] for parameter in released))
+        memories = list({id(alias.memory): alias.memory for alias in aliases}.values())
+        if function in (_T.__repr__, _T.__format__):
+            stale_one = next((memory for memory in memories if memory.stale), None)
+            if stale_one is not None:
+                return f"tensor(of parameter '{stale_one.handle.name}', which has changed since)"
+        stale = list(dict.fromkeys(memory.handle for memory in memories if memory.stale))
+        missing = list(dict.fromkeys([*used, *stale]))
+        _check(function, missing or [memory.handle for memory in memories], bool(missing))
+        wholes = dict(zip(missing, _gathered(missing), strict=True))
+        _warn(missing)
+        with torch.no_grad():
+            own = _unite(wholes, aliases)
+        return _call(function, args, kwargs, {handle: own[handle] for handle in used}, aliases)
+
+
+def _gathered(handles: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
+    """The whole values, flat, in memory of their own: a graph may hold that in which the engine gathers. Called on all
+    ranks, in the same order."""
+    for handle in handles:
+        if handle.launch is not None:
+            finish(handle.launch)
+    here = {handle: handle.full.clone() for handle in handles if handle.is_here}
+    missing = [handle for handle in handles if handle not in here]
+    with contextlib.ExitStack() as stack:
+        for handle in missing:
+            stack.callback(handle.release)
+            stack.callback(handle.take_memory(), handle)
+        gather(missing)
+        here.update((handle, handle.full) for handle in missing)
+    return [here[handle] for handle in handles]
+
+
+def _unite(wholes: dict[PartitionedParameter, torch.Tensor], aliases: list[Any]) -> dict[PartitionedParameter, _Memory]:
+    """One memory for each parameter, with the values of today: what changes one of its aliases changes all of them."""
+    found = {handle: _Memory(handle, full) for handle, full in wholes.items()}
+    for alias in aliases:
+        memory = alias.memory
+        if not memory.tied:
+            continue
+        first = found.setdefault(memory.handle, memory)
+        if first is memory:
+            continue
+        if memory.stale:
+            memory.full.copy_(first.full)
+            memory.age = first.age
+        if alias.grad_fn is None and alias.dtype == first.full.dtype:
+            start = alias.storage_offset() - memory.full.storage_offset() + first.full.storage_offset()
+            alias.data = first.full.as_strided(alias.shape, alias.stride(), start).as_subclass(WholeValues)
+            alias.memory = first
+    return found
 
 
 def _call(
     function: Any,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    handles: list[PartitionedParameter],
+    used: dict[PartitionedParameter, _Memory],
     aliases: list[Any],
-    written: set[int],
 ) -> Any:
-    """The call, with everything that it reads here; ``handles`` are gathered for it. written: see :func:`_written`."""
-    parameters = [handle.parameter for handle in handles]
-    versions = [_version(tensor, written) for tensor in parameters]
-    counts = [_version(tensor, written) for tensor in aliases]
-    own = [_Memory(handle) for handle in handles]
-    memories = _Memories([*own, *(alias.memory for alias in aliases)])
-    for handle in handles:
-        handle.exposed = True
+    """The call, in which the parameters in ``used`` have their values."""
+    parameters = {handle: handle.parameter for handle in used}
+    for handle, parameter in parameters.items():
+        open_again(parameter)
+        parameter.data = used[handle].full.as_strided(handle.shape, handle.strides)
+    changed = _written(function, args)
+    versions = {id(tensor): _version(tensor, changed) for tensor in (*parameters.values(), *aliases)}
+    memories = _Memories([*used.values(), *(alias.memory for alias in aliases)])
     if function in _OF_PLAIN_TENSORS:
         args = [arg.detach() if isinstance(arg, WholeValues) else arg for arg in args]
-    if torch.is_grad_enabled():
-        nodes = [_expect_gradient(handle) for handle in handles]  # which live as long as a graph has them
-        with _saving(memories):
+    try:
+        if torch.is_grad_enabled():
+            nodes = [_expect_gradient(handle) for handle in used]  # which live as long as a graph has them
+            with _saving(memories):
+                result = function(*args, **kwargs)
+            del nodes
+        else:
             result = function(*args, **kwargs)
-        del nodes
-    else:
-        result = function(*args, **kwargs)
-    with torch.no_grad():
-        for handle, parameter, version in zip(handles, parameters, versions, strict=True):
-            if _put_in_place(handle, parameter) or _version(parameter, written) != version:
-                handle.write()
-        for alias, count in zip(aliases, counts, strict=True):
-            if _version(alias, written) != count:
-                alias.memory.handle.write(alias.memory.full)
-                alias.memory.age = alias.memory.handle.age
-    for memory in own:
-        memory.age = memory.handle.age
-    marked = _marked(result, memories)
-    memories.forget()
-    return marked
+        return _marked(result, memories)
+    finally:
+        memories.forget()
+        with torch.no_grad():
+            _settle(used, parameters, aliases, versions, changed)
+
+
+def _settle(
+    used: dict[PartitionedParameter, _Memory],
+    parameters: dict[PartitionedParameter, torch.nn.Parameter],
+    aliases: Sequence[Any],
+    versions: dict[int, float],
+    changed: set[int],
+) -> None:
+    """Release the parameters; what a function has changed reaches their parts."""
+    written: dict[int, _Memory] = {}
+    for handle, parameter in parameters.items():
+        data, memory = parameter.data, used[handle]
+        differs = _version(parameter, changed) != versions[id(parameter)]
+        parameter.data = handle.view if handle.status is AVAILABLE else handle.empty
+        close(parameter)
+        if address(data) != address(memory.full) or (data.shape, data.stride()) != (handle.shape, handle.strides):
+            _replace(handle, data)
+        elif differs:
+            written[id(memory)] = memory
+    for alias in aliases:
+        if _version(alias, changed) != versions[id(alias)]:
+            written[id(alias.memory)] = alias.memory
+    for memory in written.values():
+        memory.write()
+
+
+def _replace(handle: PartitionedParameter, data: torch.Tensor) -> None:
+    """Take the values of ``p.data = data``. What has been taken from the parameter before keeps the old ones."""
+    view = handle.view
+    if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"parameter '{handle.name}': expected .data of shape {tuple(view.shape)}, {view.dtype} on {view.device}, "
+            f"got {tuple(data.shape)}, {data.dtype} on {data.device}. Casts and moves of a module are for before "
+            "zerolite.initialize"
+        )
+    full = data.new_zeros(handle.full.numel())
+    full.as_strided(handle.shape, handle.strides).copy_(data)
+    handle.replaced.append(handle.age)
+    handle.write(full)
 
 
 def _written(function: Any, args: Sequence[Any]) -> set[int]:
@@ -228,40 +317,31 @@ def _saving(memories: _Memories) -> Any:
 
 
 def _expect_gradient(handle: PartitionedParameter) -> Any:
-    """A gradient may come to the parameter while its values are not here: autograd compares shapes. Returns the node
-    that it comes to."""
+    """Gradients may come to the parameter while its values are not here: autograd compares shapes. Returns the node
+    that they come to."""
     parameter = handle.parameter
     if not parameter.requires_grad:
         return None
+    manager = handle.manager() if handle.manager is not None else None
+    if manager is not None:
+        manager.used_outside = True
     accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    if _SHOWS not in accumulator.metadata:
+        accumulator.metadata[_SHOWS] = True
 
-    def show(gradients: Any) -> None:
-        hook.remove()
-        manager = handle.manager() if handle.manager is not None else None
-        (handle.show_shape if manager is None else functools.partial(manager.show_shape, handle))()
+        def show(gradients: Any) -> None:
+            manager = handle.manager() if handle.manager is not None else None
+            (handle.show_shape if manager is None else functools.partial(manager.show_shape, handle))()
 
-    hook = accumulator.register_prehook(show)
+        accumulator.register_prehook(show)
     return accumulator
+
+
+_SHOWS = "zerolite shows the shape"
 
 
 def _unpack(saved: Any) -> torch.Tensor:
     return saved.unpack() if isinstance(saved, _Saved) else saved
-
-
-def _put_in_place(handle: PartitionedParameter, parameter: torch.nn.Parameter) -> bool:
-    """Copy what ``p.data = values`` has put in the place of the whole values to where they belong. True if it has."""
-    data, view = parameter.data, handle.view
-    if address(data) == address(view) and data.shape == view.shape and data.stride() == view.stride():
-        return False
-    if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
-        parameter.data = view
-        raise RuntimeError(
-            f"parameter '{handle.name}': expected .data of shape {tuple(view.shape)}, {view.dtype} on {view.device}, "
-            f"got {tuple(data.shape)}, {data.dtype} on {data.device}. Casts and moves of a module are for before "
-            "zerolite.initialize"
-        )
-    bring_home(handle)
-    return True
 
 
 def _marked(result: Any, memories: _Memories) -> Any:
@@ -312,11 +392,15 @@ def _check(function: Any, handles: Sequence[PartitionedParameter], gathers: bool
             raise no_values(handle.name, "and a forward or backward is under way")
         if manager is not None and threading.get_ident() != manager.thread:
             raise no_values(handle.name, "and this thread is not the one that trains")
-    if first.comm.world_size > 1 and first.comm.main:
+
+
+def _warn(handles: Sequence[PartitionedParameter]) -> None:
+    """After the gather: an error in the place of the warning is of one rank alone."""
+    if handles and handles[0].comm.world_size > 1 and handles[0].comm.main:
         warn_of_collective(
-            f"this line uses the values of parameter '{first.name}', of which each rank owns a part: they are gathered "
-            "for it, a collective that all ranks must call. Inside zerolite.zero.GatheredParameters(parameters) "
-            "parameters are gathered together and once"
+            f"this line uses the values of parameter '{handles[0].name}', of which each rank owns a part: they are "
+            "gathered for it, a collective that all ranks must call. Inside "
+            "zerolite.zero.GatheredParameters(parameters) parameters are gathered together and once"
         )
 
 
@@ -331,6 +415,8 @@ def hold(handles: Sequence[PartitionedParameter]) -> None:
         handle.held += 1
     for coordinator, indices in managed:
         coordinator.hold(indices)
+    for handle in handles:
+        open_again(handle.parameter)
 
 
 def unhold(handles: Sequence[PartitionedParameter]) -> None:

@@ -130,7 +130,8 @@ class PartitionedParameterCoordinator:
         self._whole: list[tuple[PartitionedParameter, torch.Tensor]] = []  # trained and whole, with their values
         self._parts: list[torch.Tensor] = []
         self._shards: list[torch.Tensor] = []
-        self.updates = 0  # how often shards have got new values
+        self._clock_of_updates = [0]  # how often shards have got new values
+        self.used_outside = False  # since the last update, in a graph: gradients may come after a unit's backward
         self.thread = threading.get_ident()  # of the last forward
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
         self.on_begin: Callable[[], None] = lambda: None  # before a forward that may have a backward
@@ -142,7 +143,7 @@ class PartitionedParameterCoordinator:
         self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
         self.itself = weakref.ref(self)
         for index, handle in enumerate(self.handles):
-            handle.manager, handle.key = self.itself, index + 1
+            handle.manager, handle.key, handle.clock = self.itself, index + 1, self._clock_of_updates
 
     def assign(self, module: torch.nn.Module, unit: Unit) -> None:
         """``module`` is the unit, or part of it."""
@@ -235,6 +236,7 @@ class PartitionedParameterCoordinator:
                 return  # a recomputation inside backward
             self.sweep()  # that backward ended with an exception
         self._open_again()
+        self.used_outside = False  # since the last update, in a graph: gradients may come after a unit's backward
         self.thread = threading.get_ident()
         if not self._step_open:
             if torch.is_grad_enabled():
@@ -427,7 +429,8 @@ class PartitionedParameterCoordinator:
     def on_update(self) -> None:
         """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
         stay. Called on all ranks, by the publisher."""
-        self.updates += 1
+        self._clock_of_updates[0] += 1
+        self.used_outside = False
         self.sweep()
         stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.trained]
         refresh(stale)

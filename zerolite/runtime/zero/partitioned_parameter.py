@@ -64,6 +64,7 @@ class PartitionedParameter:
 
     __slots__ = (
         "__weakref__",
+        "clock",
         "comm",
         "device",
         "empty",
@@ -79,6 +80,7 @@ class PartitionedParameter:
         "persistent",
         "reader",
         "ref",
+        "replaced",
         "shape",
         "shard",
         "status",
@@ -116,6 +118,8 @@ class PartitionedParameter:
         self.manager: Any = None  # weak reference to the coordinator that gathers it
         self.trained = False  # by the engine that has it
         self.writes = 0  # how often somebody has written new values
+        self.clock = [0]  # updates of the engine that has it, which it may outlive
+        self.replaced: list[tuple[int, int]] = []  # its age at each ``p.data = values``
         self.use_whole: Callable[..., Any]  # calls a function with the whole values, where they are not here
         part = part_numel(self.numel, comm.world_size)
         tier: Tier
@@ -226,8 +230,22 @@ class PartitionedParameter:
     @property
     def age(self) -> tuple[int, int]:
         """How often the values have changed, by updates and by writes; the same on all ranks."""
-        manager = self.manager() if self.manager is not None else None
-        return 0 if manager is None else manager.updates, self.writes
+        return self.clock[0], self.writes
+
+    @property
+    def is_here(self) -> bool:
+        """``full`` has the values."""
+        return self.status is AVAILABLE or self.storage is None
+
+    def take_memory(self) -> Callable[[PartitionedParameter], None]:
+        """Gather into other memory, until what this returns is called."""
+        full, storage, view = self.full, self.storage, self.view
+        self._allocate()
+
+        def give_back(handle: PartitionedParameter) -> None:
+            handle.full, handle.storage, handle.view = full, storage, view
+
+        return give_back
 
     # ---------------------------------------------------------------- what users call
 
@@ -283,11 +301,11 @@ class PartitionedParameter:
         """The whole values have been changed, alike on all ranks, in ``full`` (None: the parameter's own): this rank's
         part follows. Masters follow that where it is not what they round to, in the next update."""
         self.writes += 1
+        if full is not None and full is not self.full and self.is_here:
+            self.full.copy_(full)
         if self.storage is not None:
             part = self.own_part(full)
             self.shard[: part.numel()].copy_(part)
-            if full is not None and self.status is AVAILABLE and full is not self.full:
-                self.full.copy_(full)
             if self.reader is not None:
                 self.reader.written(self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,8 +40,11 @@ class ReleasedParameter(torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if function is Tensor.__repr__ or function is Tensor.__format__:
                 return f"Parameter '{_name(args[0])}' of shape {tuple(args[0].ds_shape)}, partitioned"
-            if (function in _SHAPES or function in _LIKE) and args:
-                return function(vars(args[0])["_zero_handle"].view, *args[1:], **kwargs)
+            if function in SHAPES or function in LIKE:
+                shown = args or (kwargs.pop("input", None),)
+                if isinstance(shown[0], ReleasedParameter):
+                    return function(vars(shown[0])["_zero_handle"].view, *shown[1:], **kwargs)
+                args = shown
             if function == _SET_GRAD:
                 return set_grad(*args)
             if function in _HARMLESS:
@@ -153,14 +157,14 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
 _SET_GRAD = getattr(Tensor, "grad").__set__  # noqa: B009
 _COUNTS = frozenset([Tensor.numel, Tensor.nelement])
-_SHAPES = frozenset(
+SHAPES = frozenset(
     [
         *(*_getters("shape", "ndim", "nbytes"), *_COUNTS, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride),
-        *(Tensor.is_contiguous, Tensor.__len__),
+        *(Tensor.is_contiguous, Tensor.__len__, torch.numel, Tensor.is_same_size, Tensor.dim_order),
     ]
 )
 # What makes a tensor in the shape of its first argument, here that of the whole parameter.
-_LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
+LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
 # What tells nothing of the values, and what autograd and optimizers ask of any parameter.
 _HARMLESS = frozenset(
     [
@@ -175,8 +179,9 @@ _HARMLESS = frozenset(
         Tensor.ndimension,
         Tensor.stride,
         Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_inference, Tensor.is_neg),
+        *(Tensor.is_conj, Tensor.is_pinned, Tensor.storage_offset, Tensor._is_view, Tensor.retain_grad),
+        *(torch.result_type, torch.is_signed, torch.is_inference, torch.is_neg, torch.is_conj),
         Tensor.is_contiguous,
         Tensor.requires_grad_,
         Tensor.register_hook,
@@ -229,15 +234,27 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
 
 
 def close(parameter: Any) -> None:
-    """From here on ``parameter`` refuses. A parameter of another class than torch's stays what it is."""
-    if type(parameter) is torch.nn.Parameter:
+    """From here on ``parameter`` is released. One whose class decides by itself what functions do stays what it is."""
+    own = type(parameter)
+    if own is torch.nn.Parameter:
         parameter.__class__ = ReleasedParameter
+    elif not issubclass(own, ReleasedParameter) and own.__torch_function__ == torch.nn.Parameter.__torch_function__:
+        parameter.__class__ = _released(own)  # type: ignore[arg-type]
 
 
 def open_again(parameter: Any) -> None:
     """Undo :func:`close`."""
-    if type(parameter) is ReleasedParameter:
-        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+    own = type(parameter)
+    if own is ReleasedParameter:
+        parameter.__class__ = torch.nn.Parameter
+    elif issubclass(own, ReleasedParameter):
+        parameter.__class__ = own.__mro__[2]
+
+
+@functools.cache
+def _released(own: type) -> type:
+    """The class of released parameters of a class of the user's."""
+    return type(f"Released{own.__name__}", (ReleasedParameter, own), {})
 
 
 def opened() -> contextlib.AbstractContextManager[Any]:
