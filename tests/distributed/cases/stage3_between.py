@@ -117,6 +117,9 @@ def _writing(side: Side) -> None:
     side.train(2)
     with torch.inference_mode():
         side.module.first.bias.add_(0.5)
+        data = side.module.second.weight.data
+        data.mul_(2)
+    data.add_(0.125)
     side.train(3)
     with torch.no_grad():
         side.module.first.weight.copy_(torch.ones_like(side.module.first.weight) * 0.25)
@@ -150,6 +153,10 @@ def _swapping(side: Side) -> None:
             parameter.data = shadow[name]
         with torch.no_grad():
             side.see(side.engine(models.float_batch(9, 0, dist.get_rank())[0]), *backup.values())
+        scale = nn.Parameter(torch.ones_like(backup["first.weight"]))
+        (backup["first.weight"] * scale).square().sum().backward()  # which saves the old values
+        assert scale.grad is not None
+        side.see(scale.grad)
         for name, parameter in side.module.named_parameters():
             parameter.data = backup[name]
         side.see(*side.weights())

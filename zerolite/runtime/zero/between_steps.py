@@ -163,7 +163,8 @@ def use_whole(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return iter(use_whole(_T.unbind, args, kwargs))
     aliases: list[Any] = list(find_arguments((args, kwargs), WholeValues))
     with opened():
-        if function in NEEDS_NO_VALUES or function in SHAPES or (function in LIKE and aliases[:1] == [*args[:1]]):
+        like = function in LIKE and isinstance(next(iter(args), None), WholeValues)
+        if like or function in NEEDS_NO_VALUES or function in SHAPES:
             return function(*args, **kwargs)
         released = list(find_arguments((args, kwargs), ReleasedParameter))
         used = list(dict.fromkeys(vars(parameter)["_zero_handle"] for parameter in released))
@@ -182,6 +183,7 @@ def use_whole(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return _call(function, args, kwargs, {handle: own[handle] for handle in used}, aliases)
 
 
+@torch.inference_mode(False)  # the memory may outlive the user's
 def _gathered(handles: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
     """The whole values, flat, in memory of their own: a graph may hold that in which the engine gathers. Called on all
     ranks, in the same order."""
@@ -260,15 +262,18 @@ def _settle(
 ) -> None:
     """Release the parameters; what a function has changed reaches their parts."""
     written: dict[int, _Memory] = {}
+    replaced: list[tuple[PartitionedParameter, torch.Tensor]] = []
     for handle, parameter in parameters.items():
         data, memory = parameter.data, used[handle]
         differs = _version(parameter, changed) != versions[id(parameter)]
         parameter.data = handle.view if handle.status is AVAILABLE else handle.empty
         close(parameter)
         if address(data) != address(memory.full) or (data.shape, data.stride()) != (handle.shape, handle.strides):
-            _replace(handle, data)
+            replaced.append((handle, data))
         elif differs:
             written[id(memory)] = memory
+    for handle, data in replaced:
+        _replace(handle, data)
     for alias in aliases:
         if _version(alias, changed) != versions[id(alias)]:
             written[id(alias.memory)] = alias.memory
@@ -309,7 +314,7 @@ def _saving(memories: _Memories) -> Any:
 
     def pack(tensor: torch.Tensor) -> Any:
         memory = memories.find(tensor)
-        if memory is None or tensor.dtype != memory.full.dtype:
+        if memory is None or not memory.tied or tensor.dtype != memory.full.dtype:
             return tensor
         return _Saved(memory.handle, memory.full, tensor)
 
