@@ -238,8 +238,9 @@ def close(parameter: Any) -> None:
     own = type(parameter)
     if own is torch.nn.Parameter:
         parameter.__class__ = ReleasedParameter
-    elif not issubclass(own, ReleasedParameter) and own.__torch_function__ == torch.nn.Parameter.__torch_function__:
-        parameter.__class__ = _released(own)  # type: ignore[arg-type]
+    elif issubclass(own, torch.nn.Parameter) and not issubclass(own, ReleasedParameter):
+        if own.__torch_function__ == torch.nn.Parameter.__torch_function__:
+            parameter.__class__ = _released(own)
 
 
 def open_again(parameter: Any) -> None:
