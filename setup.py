@@ -24,11 +24,6 @@ BUILD_OPS = os.environ.get("ZEROLITE_BUILD_OPS") == "1"
 class BuildPy(build_py):  # type: ignore[misc]  # setuptools has no types
     """Python modules as ever, and the libraries if they are to be built ahead."""
 
-    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        """Leave out zerolite/op_builder.py, which stands for the package of that name in a checkout."""
-        modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
-        return [entry for entry in modules if entry[:2] != ("zerolite", "op_builder")]
-
     def run(self) -> None:
         super().run()
         prebuilt = Path(self.build_lib, "zerolite", "op_builder", "prebuilt")
@@ -76,7 +71,7 @@ setup(
         "zerolite.csrc",
         *["zerolite." + name for name in find_packages(include=["op_builder", "op_builder.*"])],
     ],
-    package_dir={"zerolite": "zerolite", "zerolite.csrc": "csrc", "zerolite.op_builder": "op_builder"},
+    package_dir={"zerolite": "zerolite", "zerolite.csrc": "csrc", "zerolite.ops.builder": "op_builder"},
     package_data={"zerolite.csrc": ["*", "**/*"]},
     include_package_data=False,
     zip_safe=False,
@@ -103,7 +98,10 @@ setup(
         "wandb": WANDB,
     },
     entry_points={
-        "console_scripts": ["zerolite = zerolite.launcher.cli:main", "zerolite_report = zerolite.report:main"]
+        "console_scripts": [
+            "zerolite = zerolite.launcher.cli:main",
+            "zerolite_report = zerolite.diagnostics.report:main",
+        ]
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

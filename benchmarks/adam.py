@@ -41,7 +41,7 @@ import torch
 
 from benchmarks.report import positive, render_table
 from zerolite.ops.library import why_unavailable
-from zerolite.ops.rules import rule_of
+from zerolite.optim.update_rules import rule_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 SCALE = 1024.0  # the loss scale, in bf16

@@ -30,8 +30,8 @@ import torch
 
 from benchmarks.report import positive, render_table
 from zerolite.ops.async_io import AsyncIO
-from zerolite.pinned_memory import host_memory
-from zerolite.sizes import format_size, parse_size
+from zerolite.utils.pinned_memory import host_memory
+from zerolite.utils.sizes import format_size, parse_size
 
 DIRECTIONS = ("write", "read")
 GOAL = 0.9  # of the tool's

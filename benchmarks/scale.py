@@ -185,7 +185,7 @@ def host_ms(shape: Shape, ranks: int, stage: int) -> float:
 
 
 def automatic_bucket(shape: Shape, ranks: int) -> int:
-    from zerolite.runtime.zero.layout import auto_bucket_numel
+    from zerolite.zero.layout import auto_bucket_numel
 
     return auto_bucket_numel(parameters_of(shape), ranks)
 

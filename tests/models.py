@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zerolite.runtime.zero.released_parameter import ReleasedParameter
+from zerolite.zero.stage3.released_parameter import ReleasedParameter
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 11

@@ -67,7 +67,7 @@ def _server_context() -> Any:
             "torch.nn.functional",
             "torch.optim",
             "torch.distributed.pipelining",
-            "zerolite.runtime.initialize",
+            "zerolite.planning.initialize",
         ]
     )
     return context
@@ -340,7 +340,7 @@ def _clean(init_group: bool) -> None:
     from zerolite.comm import process_group
 
     gc.collect()
-    engine_module = sys.modules.get("zerolite.runtime.engine")
+    engine_module = sys.modules.get("zerolite.engine.engine")
     if engine_module is not None:
         engines = [item for item in gc.get_objects() if type(item) is engine_module.Engine]
         assert not engines, f"{len(engines)} engines are still alive; something outside the case refers to them"

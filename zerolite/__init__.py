@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from zerolite import checkpointing, comm, pipe, tensor_parallel, zero
     from zerolite.comm import destroy, init_distributed
     from zerolite.config import ConfigError, ZeroliteConfig
-    from zerolite.planning import Plan, PlanError, plan
-    from zerolite.runtime.dataloader import RepeatingLoader
-    from zerolite.runtime.engine import Engine
-    from zerolite.runtime.initialize import initialize
-    from zerolite.runtime.parameter_access import (
+    from zerolite.data.dataloader import RepeatingLoader
+    from zerolite.engine.engine import Engine
+    from zerolite.engine.parameter_access import (
         get_full_grad,
         get_full_master,
         get_full_optimizer_state,
@@ -32,11 +30,13 @@ if TYPE_CHECKING:
         set_full_master,
         set_full_optimizer_state,
     )
+    from zerolite.planning import Plan, PlanError, plan
+    from zerolite.planning.initialize import initialize
 
 _LAZY = {
-    "initialize": "zerolite.runtime.initialize",
-    "Engine": "zerolite.runtime.engine",
-    "RepeatingLoader": "zerolite.runtime.dataloader",
+    "initialize": "zerolite.planning.initialize",
+    "Engine": "zerolite.engine.engine",
+    "RepeatingLoader": "zerolite.data.dataloader",
     "Plan": "zerolite.planning.result",
     "PlanError": "zerolite.planning.errors",
     "plan": "zerolite.planning.make",
@@ -44,14 +44,15 @@ _LAZY = {
     "destroy": "zerolite.comm",
     "ConfigError": "zerolite.config",
     "ZeroliteConfig": "zerolite.config",
-    "get_full_grad": "zerolite.runtime.parameter_access",
-    "get_full_master": "zerolite.runtime.parameter_access",
-    "get_full_optimizer_state": "zerolite.runtime.parameter_access",
-    "set_full_grad": "zerolite.runtime.parameter_access",
-    "set_full_master": "zerolite.runtime.parameter_access",
-    "set_full_optimizer_state": "zerolite.runtime.parameter_access",
+    "get_full_grad": "zerolite.engine.parameter_access",
+    "get_full_master": "zerolite.engine.parameter_access",
+    "get_full_optimizer_state": "zerolite.engine.parameter_access",
+    "set_full_grad": "zerolite.engine.parameter_access",
+    "set_full_master": "zerolite.engine.parameter_access",
+    "set_full_optimizer_state": "zerolite.engine.parameter_access",
     "checkpointing": "",
     "comm": "",
+    "op_builder": "zerolite.utils.builder",
     "pipe": "",
     "tensor_parallel": "",
     "zero": "",

@@ -18,7 +18,7 @@ from tests.checkpoint.deepspeed_fakes import Fake, example
 from zerolite.checkpoint.deepspeed_layout import equal_partitions, sliced_parameters
 from zerolite.checkpoint.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.precision.loss_scaler import LossScaler
 
 
 def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from tests.checkpoint.deepspeed_fakes import example
 from zerolite.checkpoint.deepspeed_reader import read_deepspeed
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.inert_pickle import Inert, load_inert
-from zerolite.runtime.loss_scaler import LossScaler
+from zerolite.precision.loss_scaler import LossScaler
 
 
 class Command:
@@ -75,7 +75,7 @@ def test_objects_keep_their_state_and_do_nothing(tmp_path: Path) -> None:
     found = load_inert(tmp_path / "objects.pt")
     assert isinstance(found["path"], Inert) and found["path"].arguments == ("/", "x")
     assert type(found["scaler"]) is not LossScaler and found["scaler"].fields["_scale"] == 8.0
-    assert found["scaler"].name == "zerolite.runtime.loss_scaler.LossScaler"
+    assert found["scaler"].name == "zerolite.precision.loss_scaler.LossScaler"
 
 
 class Declared:

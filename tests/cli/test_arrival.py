@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.pool import Pool
-from zerolite.failure_record import EXIT_COUNT, NUMBERED_EXIT
+from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
 CASES = "tests.distributed.cases.arrival"
 

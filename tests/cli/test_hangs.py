@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.helpers import job_environment, run_command, start_command
-from zerolite.runtime.watchdog import EXIT_STATUS
+from zerolite.diagnostics.watchdog import EXIT_STATUS
 
 slow = pytest.mark.slow
 

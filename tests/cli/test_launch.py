@@ -23,7 +23,7 @@ from tests.cli.helpers import (
     run_command,
     start_command,
 )
-from zerolite.launcher.resources import count_cores
+from zerolite.utils.resources import count_cores
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist

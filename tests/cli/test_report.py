@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command
-from zerolite import op_builder, report
+from zerolite.diagnostics import report
+from zerolite.utils.builder import op_builder
 from zerolite.version import __version__
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
@@ -33,7 +34,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(report, "processor", ask_processor)
 
     def ask(*options: str) -> str:
-        monkeypatch.setattr(sys.modules["zerolite.op_builder.load"], "_loaded", {})
+        monkeypatch.setattr(sys.modules["zerolite.ops.builder.load"], "_loaded", {})
         assert report.main(options) == 0
         return capsys.readouterr().out
 
@@ -60,7 +61,7 @@ def test_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> None:
     assert len({len(match[1]) for match in pairs if match}) == 1, "the values are not aligned"
 
 
-@pytest.mark.parametrize("command", [[str(ROOT / "bin" / "zerolite_report")], ["-m", "zerolite.report"]])
+@pytest.mark.parametrize("command", [[str(ROOT / "bin" / "zerolite_report")], ["-m", "zerolite.diagnostics.report"]])
 def test_other_ways_to_ask(command: list[str], tmp_path: Path) -> None:
     """Without torch on the path (`-S`), which these must survive and which makes them quick."""
     environ = job_environment(PYTHONPATH=str(ROOT) if command[0] == "-m" else None, ZEROLITE_CACHE_DIR=str(tmp_path))

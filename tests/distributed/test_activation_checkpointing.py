@@ -10,7 +10,7 @@ import torch
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
-from zerolite.memory_items import ACTIVATIONS, DEVICE, HOST
+from zerolite.utils.memory_items import ACTIVATIONS, DEVICE, HOST
 
 CASES = "tests.distributed.cases.activation_checkpointing"
 NBYTES = 32 * 64 * 4  # of an input in fp32

@@ -14,7 +14,7 @@ from tests import models
 from tests.distributed.cases import evaluation
 from tests.distributed.configs import config
 from tests.pool import Pool, Pools
-from zerolite.runtime.dataloader import EpochSampler
+from zerolite.data.dataloader import EpochSampler
 
 CASES = "tests.distributed.cases.evaluation"
 _FAST = {(0, 1), (1, 2), (2, 3), (3, 2)}

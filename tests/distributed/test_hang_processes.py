@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.runtime.watchdog import EXIT_STATUS
+from zerolite.diagnostics.watchdog import EXIT_STATUS
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from tests.distributed.configs import PARTITIONED, Optimizer, config, dynamic_fp
 from tests.distributed.test_parity import EPSILON, assert_same_bits
 from tests.ops.cases import needs_fma
 from tests.pool import Pools
-from zerolite.runtime.zero.spans import sub_groups
+from zerolite.zero.spans import sub_groups
 
 CASES = "tests.distributed.cases.kernels"
 CLIP = 0.4  # below the norm of most steps

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.pool import Pools
+from zerolite.offload import swap_file
+from zerolite.offload.swap_file import SwapFile
+from zerolite.offload.transfers import Transfer, _TwoHops
 from zerolite.ops.async_io import AsyncIO
-from zerolite.runtime.zero import swap_file
-from zerolite.runtime.zero.swap_file import SwapFile
-from zerolite.runtime.zero.transfers import Transfer, _TwoHops
 
 CASES = "tests.distributed.cases.offload_review"
 

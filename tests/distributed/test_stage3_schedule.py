@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.configs import ADAMW, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
-from zerolite.runtime.zero.fetch_schedule import FetchLimits, plan_step
+from zerolite.zero.stage3.fetch_schedule import FetchLimits, plan_step
 
 CASES = "tests.distributed.cases.stage3_schedule"
 SHORT = {

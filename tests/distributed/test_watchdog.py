@@ -10,8 +10,8 @@ import pytest
 
 from tests.distributed.cases import watchdog as cases
 from tests.pool import Pools, WorkerDied
-from zerolite import failure_record
-from zerolite.runtime.watchdog import EXIT_STATUS
+from zerolite.diagnostics.watchdog import EXIT_STATUS
+from zerolite.utils import failure_record
 
 CASES = "tests.distributed.cases.watchdog"
 TIMEOUT_S = 1.5

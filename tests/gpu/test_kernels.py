@@ -21,11 +21,11 @@ from tests.ops.cuda_calls import (
     flat,
     make_call,
 )
-from zerolite import op_builder
 from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels
 from zerolite.ops.self_check import check_updates
+from zerolite.utils.builder import op_builder
 
 pytestmark = [
     pytest.mark.gpu,

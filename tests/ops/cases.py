@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 
-from zerolite import op_builder
-from zerolite.ops import Lion
 from zerolite.ops.call import UpdateCall
 from zerolite.ops.cpu_kernels import ISA_NAMES, CpuKernels
-from zerolite.ops.rules import UpdateRule, rule_of
+from zerolite.optim import Lion
+from zerolite.optim.update_rules import UpdateRule, rule_of
+from zerolite.utils.builder import op_builder
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 GUARD = 16  # elements on either side of an array

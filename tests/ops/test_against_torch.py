@@ -55,7 +55,7 @@ def _params(numels: Sequence[int] = NUMELS) -> list[torch.Tensor]:
 
 
 class _Ours:
-    """Trains with kernels (or the reference), as zerolite.runtime.zero.flat_update calls them."""
+    """Trains with kernels (or the reference), as zerolite.zero.flat_update calls them."""
 
     def __init__(self, name: str, params: list[torch.Tensor], out: torch.dtype | None = None, **options: float) -> None:
         self.of: Rule = rule(name)

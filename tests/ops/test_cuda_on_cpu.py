@@ -25,10 +25,10 @@ from tests.ops.cuda_calls import (
     flat,
     make_call,
 )
-from zerolite import op_builder
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels, _Entry
+from zerolite.utils.builder import op_builder
 
 ROOT = Path(__file__).resolve().parents[2]
 CXX = shutil.which(os.environ.get("CXX", "c++"))

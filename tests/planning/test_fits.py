@@ -15,13 +15,13 @@ from torch import nn
 import zerolite
 from tests.planning.fits_cases import stack, start
 from tests.pool import Pools
-from zerolite.accelerator import is_fake
 from zerolite.comm import record
 from zerolite.config import ConfigError
+from zerolite.engine.arguments import OWNERS
 from zerolite.planning import available, fits
 from zerolite.planning.errors import PlanError
 from zerolite.planning.skeleton import Skeleton
-from zerolite.runtime.arguments import OWNERS
+from zerolite.utils.accelerator import is_fake
 from zerolite.zero import Init
 
 CASE = "tests.planning.fits_cases:start"

@@ -8,10 +8,10 @@ import pytest
 
 from tests.planning.jobs import BUCKETS, KINDS, settings
 from tests.pool import Pools
-from zerolite.memory_items import ACTIVATIONS, GRADIENTS, ITEMS, OTHER
 from zerolite.planning.make import plan
 from zerolite.planning.measure import Measurement
 from zerolite.planning.result import Plan
+from zerolite.utils.memory_items import ACTIVATIONS, GRADIENTS, ITEMS, OTHER
 
 CASES = "tests.planning.cases"
 PEAK = 0.02

@@ -10,8 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from zerolite import memory_items
-from zerolite.memory_items import (
+from zerolite.planning.tracker import MADE, MemoryTracker
+from zerolite.utils import memory_items
+from zerolite.utils.memory_items import (
     ACTIVATIONS,
     BUCKETS,
     DEVICE,
@@ -24,7 +25,6 @@ from zerolite.memory_items import (
     own,
     place_of,
 )
-from zerolite.planning.tracker import MADE, MemoryTracker
 
 
 @pytest.fixture(params=["fake", "real"])

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from zerolite.accelerator import FakeMode, HostRead, default_device, host_value, host_values
+from zerolite.utils.accelerator import FakeMode, HostRead, default_device, host_value, host_values
 
 FAULTS = """
 import resource, sys, torch
-from zerolite.accelerator import keep_freed_memory
+from zerolite.utils.accelerator import keep_freed_memory
 done = keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,6 +1,6 @@
 import pytest
 
-from zerolite.runtime.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import AccumulationWindow
 
 
 def run_engine_loop(window, micro_batches):

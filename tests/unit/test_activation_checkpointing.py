@@ -22,12 +22,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import zerolite
 from zerolite import checkpointing
+from zerolite.activation_checkpointing import attach, current
+from zerolite.activation_checkpointing.clock import TO_DEVICE, TO_HOST
+from zerolite.activation_checkpointing.copies import Copies
+from zerolite.activation_checkpointing.memory import HostMemory
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
-from zerolite.memory_items import ACTIVATIONS, DEVICE, HOST, listeners
-from zerolite.runtime.activation_checkpointing import attach, current
-from zerolite.runtime.activation_checkpointing.clock import TO_DEVICE, TO_HOST
-from zerolite.runtime.activation_checkpointing.copies import Copies
-from zerolite.runtime.activation_checkpointing.memory import HostMemory
+from zerolite.utils.memory_items import ACTIVATIONS, DEVICE, HOST, listeners
 
 ROWS, WIDTH = 24, 64  # inputs of 6144 bytes
 
@@ -298,7 +298,7 @@ def test_torch_is_given_something_of_every_device(monkeypatch: pytest.MonkeyPatc
         given.append(args)
         return torch_checkpoint(function, *args, **options)
 
-    module = sys.modules["zerolite.runtime.activation_checkpointing.checkpoint"]
+    module = sys.modules["zerolite.activation_checkpointing.checkpoint"]
     monkeypatch.setattr(module, "torch_checkpoint", noted)
     checkpointing.checkpoint(stack()[0], torch.ones(ROWS, WIDTH), small := torch.ones(1)).sum().backward()
     assert [tensor.numel() for tensor in given[0]] == [1, 0]

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from zerolite.runtime.agreement import Description, describe_optimizer, differences, joined, plain_text
+from zerolite.diagnostics.agreement import Description, describe_optimizer, differences, joined, plain_text
 
 
 class Opaque:

@@ -18,9 +18,9 @@ import torch
 from tests.unit.test_config_off import CLIENTS
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.load import supported_paths
-from zerolite.ops import Lion
-from zerolite.runtime.lr_schedules import SCHEDULES, TORCH_SCHEDULES, build_scheduler
-from zerolite.runtime.optimizers import TORCH_OPTIMIZERS, resolve_optimizer
+from zerolite.optim import Lion
+from zerolite.optim.lr_schedules import SCHEDULES, TORCH_SCHEDULES, build_scheduler
+from zerolite.optim.optimizers import TORCH_OPTIMIZERS, resolve_optimizer
 
 LIMIT_S = 1.0  # of the processor: others may use it at the same time
 KEYS = sorted({path.rpartition(".")[2] for path in supported_paths()})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zerolite.config import ConfigError, load_config
-from zerolite.sizes import parse_size
+from zerolite.utils.sizes import parse_size
 
 
 def refused(source: Any) -> dict[str, str]:

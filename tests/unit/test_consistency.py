@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerolite.runtime.consistency import UpdateNumbers, numbers_of
+from zerolite.diagnostics.consistency import UpdateNumbers, numbers_of
 
 GROUP: dict[str, Any] = {
     "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0, "amsgrad": False, "foreach": None, "initial_lr": 0.5,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from zerolite.cuts import Cut, cut_of, is_partial, mark_partial, names_of, set_cut, set_names
+from zerolite.tensor_parallel.cuts import Cut, cut_of, is_partial, mark_partial, names_of, set_cut, set_names
 
 
 def columns(rank: int, size: int) -> Cut:

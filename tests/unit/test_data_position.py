@@ -18,8 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from zerolite.runtime.data_position import position_from
-from zerolite.runtime.dataloader import Loaders, RepeatingLoader, Rows
+from zerolite.data.dataloader import Loaders, RepeatingLoader, Rows
+from zerolite.data.position import position_from
 
 SIZES = [1, 7, 12, 37, 48]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from zerolite.runtime.dataloader import EpochSampler, Loaders, RepeatingLoader, Rows, build_dataloader
+from zerolite.data.dataloader import EpochSampler, Loaders, RepeatingLoader, Rows, build_dataloader
 
 
 class Stream(IterableDataset):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from zerolite.runtime.diagnosis import Absent, diagnose, first_difference
-from zerolite.runtime.position import Position
+from zerolite.diagnostics.diagnosis import Absent, diagnose, first_difference
+from zerolite.diagnostics.position import Position
 
 NAME = "gathers of parameters"
 

@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerolite import memory_items
 from zerolite.comm import (
     Communicator,
     HostGroup,
@@ -25,6 +24,7 @@ from zerolite.comm import (
 )
 from zerolite.comm.flight import WAIT, Raw
 from zerolite.comm.gloo import GlooCommunicator
+from zerolite.utils import memory_items
 
 CPU, HALF, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
 KINDS = {"nccl": "NativeCommunicator", "gloo": "GlooCommunicator", "shared_memory": "SharedMemoryCommunicator"}

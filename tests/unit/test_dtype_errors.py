@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from zerolite.runtime.dtype_errors import explain
-from zerolite.runtime.uncaught import _Hook
+from zerolite.diagnostics.uncaught import _Hook
+from zerolite.precision.dtype_errors import explain
 
 BF16 = torch.bfloat16
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from zerolite.runtime.engine import Engine
+from zerolite.engine.engine import Engine
 
 
 class Model(nn.Module):

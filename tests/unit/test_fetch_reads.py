@@ -3,8 +3,8 @@
 import pytest
 
 from tests.unit.test_fetch_schedule import INFINITE, Machine, chain, chain_case, random_case, random_trace
-from zerolite.runtime.zero.fetch_plan import FetchLimits, plan_step
-from zerolite.runtime.zero.fetch_schedule import FetchSchedule
+from zerolite.zero.stage3.fetch_plan import FetchLimits, plan_step
+from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 
 SEEDS = range(100)
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from zerolite.runtime.zero.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
+from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
 
 INFINITE = 10**9
 NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
@@ -271,7 +271,7 @@ def test_equal_events_give_equal_answers(seed):
 
 def test_candidate_hash_does_not_depend_on_the_process():
     code = (
-        "from zerolite.runtime.zero.fetch_schedule import FetchSchedule, FetchLimits\n"
+        "from zerolite.zero.stage3.fetch_schedule import FetchSchedule, FetchLimits\n"
         "s = FetchSchedule([[0], [1]], [3, 4], [], FetchLimits(1, 1, 1))\n"
         "for kind in ('train', 'eval'):\n"
         "    s.begin_step(kind)\n"

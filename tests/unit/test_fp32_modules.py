@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerolite.config import ConfigError
-from zerolite.runtime.fp32_modules import Fp32Modules
-from zerolite.runtime.precision import Precision, map_tensors
+from zerolite.precision.dtypes import Precision, map_tensors
+from zerolite.precision.fp32_modules import Fp32Modules
 
 HALVES = [torch.bfloat16, torch.float16]
 

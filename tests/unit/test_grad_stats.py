@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.runtime.grad_stats import (
+from zerolite.zero.grad_stats import (
     StatsCollector,
     clip_coefficient,
     clip_coefficient_on_device,
 )
-from zerolite.runtime.zero.layout import ParameterSpec, PartitionLayout
+from zerolite.zero.layout import ParameterSpec, PartitionLayout
 
 _CHUNK = 16384  # of the kernel
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from zerolite.runtime.initial_sync import content_hash
+from zerolite.comm.initial_sync import content_hash
 
 
 @pytest.mark.parametrize(

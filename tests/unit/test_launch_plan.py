@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerolite.runtime.zero.launch_plan import LaunchPlan
+from zerolite.zero.stage3.launch_plan import LaunchPlan
 
 
 class Passes:

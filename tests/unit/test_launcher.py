@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.failure_record import FailureRecord
 from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
 from zerolite.launcher.failures import Failure, Outcome
 from zerolite.launcher.job import NodeJob, run_module
 from zerolite.launcher.processes import JobProcesses, ProcessStat, descendants
 from zerolite.launcher.rank_start import rank_command, threads_per_rank
+from zerolite.utils import resources
+from zerolite.utils.failure_record import FailureRecord
 
 
 class TestThreads:
@@ -24,7 +25,7 @@ class TestThreads:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: int, nproc: int, threads: int
     ) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("zerolite.launcher.resources.count_cores", lambda: cores)
+        monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: cores)
         assert threads_per_rank(NodeJob("1", ["t.py"], nproc=nproc), {}) == threads
         supervisor.share_cores(NodeJob("1", ["t.py"], nproc=nproc))
         (line,) = capsys.readouterr().err.splitlines()
@@ -199,11 +200,11 @@ class TestCommandLine:
 
     def test_largest_number_of_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        assert cli.find_nproc_problem(64) is None
-        assert "64" in str(cli.find_nproc_problem(65))
+        assert resources.find_nproc_problem(64) is None
+        assert "64" in str(resources.find_nproc_problem(65))
         monkeypatch.setattr(os, "cpu_count", lambda: 128)
-        assert cli.find_nproc_problem(512) is None
-        assert cli.find_nproc_problem(513) is not None
+        assert resources.find_nproc_problem(512) is None
+        assert resources.find_nproc_problem(513) is not None
 
     def test_command_of_a_rank(self) -> None:
         start = [sys.executable, *run_module("zerolite.launcher.rank")]

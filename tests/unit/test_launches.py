@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from zerolite.accelerator import dry_run
 from zerolite.comm import Communicator, Pending, create_topology, record, use_communicator
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.wire import DryWire
 from zerolite.config import load_config
-from zerolite.runtime.build import Arguments, build_engine
-from zerolite.runtime.zero import grad_reducer
+from zerolite.engine.build import Arguments, build_engine
+from zerolite.utils.accelerator import dry_run
+from zerolite.zero import grad_reducer
 
 CPU = torch.device("cpu")
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

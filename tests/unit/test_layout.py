@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from zerolite.runtime.zero.layout import (
+from zerolite.zero.layout import (
     MIN_AUTO_BUCKET,
     ParameterSpec,
     PartitionLayout,

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 from zerolite.comm import objects
 from zerolite.launcher import meeting
 from zerolite.launcher.job import NodeJob
-from zerolite.listening import SECRET_VARIABLE, is_loopback, keep_store, listen_at
+from zerolite.utils.listening import SECRET_VARIABLE, is_loopback, keep_store, listen_at
 
 
 class Trap:

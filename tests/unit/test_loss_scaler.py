@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zerolite.runtime.loss_scaler import MAX_SCALE, LossScaler, ScaleChange
+from zerolite.precision.loss_scaler import MAX_SCALE, LossScaler, ScaleChange
 
 G, O = False, True  # noqa: E741 - a good step, an overflow
 
@@ -163,5 +163,5 @@ def test_refuses_settings_without_sense(options: dict, words: str) -> None:
 
 
 def test_is_pure() -> None:
-    code = "import sys, zerolite.runtime.loss_scaler; assert 'torch' not in sys.modules"
+    code = "import sys, zerolite.precision.loss_scaler; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zerolite.config.errors import ConfigError
-from zerolite.runtime.lr_schedules import (
+from zerolite.optim.lr_schedules import (
     LRRangeTest,
     OneCycle,
     WarmupCosineLR,

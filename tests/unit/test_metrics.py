@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from zerolite.comm import Communicator, NullCommunicator, record
-from zerolite.runtime import metrics
-from zerolite.runtime.dataloader import Loaders
+from zerolite.data import metrics
+from zerolite.data.dataloader import Loaders
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from zerolite.runtime.micro_batch import MicroBatch
+from zerolite.data.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 X, Y = torch.ones(2, 3), torch.zeros(2, 3)

@@ -23,17 +23,16 @@ import torch
 from zerolite.comm import Communicator, data_topology
 from zerolite.comm.wire import DryWire
 from zerolite.config import ConfigError, load_config
-from zerolite.monitor import Event, Monitor, StepLog, open_monitor
+from zerolite.engine.monitoring import start_monitoring
+from zerolite.monitor import Event, Monitor, StepLog, open_monitor, wall_clock
 from zerolite.monitor.append_file import AppendFile
 from zerolite.monitor.csv_writer import MAX_OPEN, CsvWriter
 from zerolite.monitor.jsonl_writer import JsonlWriter
 from zerolite.monitor.tensorboard_writer import TensorboardWriter
+from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock, watch_gathers
 from zerolite.monitor.wandb_writer import WandbWriter
-from zerolite.profiling import moments
-from zerolite.runtime import wall_clock
-from zerolite.runtime.monitoring import start_monitoring
-from zerolite.runtime.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock, watch_gathers
-from zerolite.runtime.zero.fetch_schedule import Fetch
+from zerolite.utils import moments
+from zerolite.zero.stage3.fetch_schedule import Fetch
 
 CPU = torch.device("cpu")
 LR = ("Train/Samples/lr", 0.5, 8)

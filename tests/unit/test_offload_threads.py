@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from zerolite.runtime.offload import warn_of_few_threads
-from zerolite.runtime.zero.tiers import HostTier, Tier, Tiers
+from zerolite.offload.from_config import warn_of_few_threads
+from zerolite.offload.tiers import HostTier, Tier, Tiers
 
 CPU = torch.device("cpu")
 

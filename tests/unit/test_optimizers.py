@@ -9,9 +9,9 @@ import torch
 
 import zerolite
 from zerolite.config.errors import ConfigError
-from zerolite.ops import Lion
-from zerolite.ops.muon import MuonWithAdamW, muon_groups
-from zerolite.runtime.optimizers import (
+from zerolite.optim import Lion
+from zerolite.optim.muon import MuonWithAdamW, muon_groups
+from zerolite.optim.optimizers import (
     ELEMENTWISE,
     NOT_ELEMENTWISE,
     TORCH_OPTIMIZERS,

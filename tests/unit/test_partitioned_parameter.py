@@ -13,8 +13,9 @@ from torch import nn
 
 from tests.models import has_no_values
 from zerolite.comm import Communicator, NullCommunicator
-from zerolite.runtime.zero.partition_parameters import GatheredParameters, partition
-from zerolite.runtime.zero.partitioned_parameter import (
+from zerolite.offload.tiers import Tier
+from zerolite.zero.stage3.partition_parameters import GatheredParameters, partition
+from zerolite.zero.stage3.partitioned_parameter import (
     PartitionedParameter,
     ZeroParamStatus,
     gather,
@@ -22,7 +23,6 @@ from zerolite.runtime.zero.partitioned_parameter import (
     whole_numel,
     whole_shape,
 )
-from zerolite.runtime.zero.tiers import Tier
 
 CPU = torch.device("cpu")
 NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition", "all_gather", "partition_numel")

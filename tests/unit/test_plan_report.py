@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.unit.plan_examples import GB, REST, STATES, make_comparison, make_items, make_peak, make_plan
-from zerolite.memory_items import ITEMS
 from zerolite.planning.advice import advise
 from zerolite.planning.errors import PlanError
 from zerolite.planning.palette import LOOKS
@@ -21,7 +20,8 @@ from zerolite.planning.picture import draw
 from zerolite.planning.report import format_flops, render_comparison, render_plan
 from zerolite.planning.result import Comparison, Moment, Plan
 from zerolite.planning.terminal import Screen, cut, shares, table
-from zerolite.sizes import format_size
+from zerolite.utils.memory_items import ITEMS
+from zerolite.utils.sizes import format_size
 
 WIDE = Screen(120)
 ESCAPE = re.compile(r"\033\[[\d;]*m")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerolite.runtime.precision import GraphBoundary, Precision, map_tensors
+from zerolite.precision.dtypes import GraphBoundary, Precision, map_tensors
 
 Pair = collections.namedtuple("Pair", "a b")
 HALVES = [torch.bfloat16, torch.float16]

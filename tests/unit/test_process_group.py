@@ -73,14 +73,14 @@ def test_gathers_over_nccl_have_high_priority(monkeypatch):
 
 def test_initialize_makes_its_device_current_whoever_has_started_the_group(monkeypatch):
     current = []
-    monkeypatch.setattr("zerolite.runtime.initialize.init_distributed", lambda: None)
-    monkeypatch.setattr("zerolite.runtime.initialize.default_device", lambda rank: torch.device("cuda", 3))
+    monkeypatch.setattr("zerolite.planning.initialize.init_distributed", lambda: None)
+    monkeypatch.setattr("zerolite.planning.initialize.default_device", lambda rank: torch.device("cuda", 3))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
 
     def stop(timeout):
         raise InterruptedError
 
-    monkeypatch.setattr("zerolite.runtime.initialize.start_watchdog", stop)
+    monkeypatch.setattr("zerolite.planning.initialize.start_watchdog", stop)
     with pytest.raises(InterruptedError):
         zerolite.initialize(torch.nn.Linear(1, 1), {})
     assert current == [torch.device("cuda", 3)]

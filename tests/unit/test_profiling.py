@@ -12,8 +12,8 @@ import torch
 from tests.unit.test_monitor import Device
 from zerolite.comm.communicator import Pending, done
 from zerolite.config import load_config
-from zerolite.profiling.comms_logger import CommsLogger, bus_factor
-from zerolite.profiling.units import table, with_unit
+from zerolite.monitor.comms_logger import CommsLogger, bus_factor
+from zerolite.utils.units import table, with_unit
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.unit.test_monitor import Device
 from zerolite.config import load_config
-from zerolite.profiling.flop_count import FlopCount, ModuleFlops, count_flops
-from zerolite.profiling.flops_profiler import FlopsProfiler
+from zerolite.monitor.flop_count import FlopCount, ModuleFlops, count_flops
+from zerolite.monitor.flops_profiler import FlopsProfiler
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zerolite.runtime.zero.questions import asks_only
+from zerolite.zero.stage3.questions import asks_only
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not say where in a line it is")
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from tests.unit.test_launches import UP_AND_DOWN, Simulated, Unordered, make_engine, stack, train
-from zerolite.accelerator import dry_run
 from zerolite.comm import Pending
-from zerolite.runtime.zero.released_parameter import ArrivingParameter
+from zerolite.utils.accelerator import dry_run
+from zerolite.zero.stage3.released_parameter import ArrivingParameter
 
 
 class Late(Simulated):

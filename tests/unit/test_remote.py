@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from zerolite import network
 from zerolite.launcher import remote
 from zerolite.launcher.check import CheckSpec, Facts, Reach, candidate_addresses, node_index, own_versions
 from zerolite.launcher.hosts import Host, HostsError
@@ -19,7 +18,8 @@ from zerolite.launcher.plan import check_reachable, make_node_jobs, make_plan, o
 from zerolite.launcher.preflight import Answer, clock_offset, find_problems
 from zerolite.launcher.remote import own_command
 from zerolite.launcher.remote_commands import Route, exported_variables, make_commands, pack, unpack
-from zerolite.listening import SECRET_VARIABLE
+from zerolite.utils import network
+from zerolite.utils.listening import SECRET_VARIABLE
 
 NAMES = ["host1", "host2", "host3"]
 SPEC = CheckSpec("abc", NAMES, ["host1"], True, 29500, "/work dir", ["train.py"])

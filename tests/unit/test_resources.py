@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.launcher import resources
-from zerolite.launcher.resources import core_sets, count_core_groups, count_cores, read_cpu_quota, visible_devices
+from zerolite.utils import resources
+from zerolite.utils.resources import core_sets, count_core_groups, count_cores, read_cpu_quota, visible_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -232,7 +232,7 @@ def test_this_machine() -> None:
 def test_a_process_that_is_bound() -> None:
     last = max(os.sched_getaffinity(0))
     code = (
-        f"import os; os.sched_setaffinity(0, {{{last}}}); from zerolite.launcher.resources import *; "
+        f"import os; os.sched_setaffinity(0, {{{last}}}); from zerolite.utils.resources import *; "
         "print(count_cores(), count_core_groups(), core_sets(2))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from zerolite.memory_items import COMPUTE
-from zerolite.runtime.zero.shard_reader import ShardReader, cover, places, spans
-from zerolite.runtime.zero.tiers import SPAN_ALIGNMENT, DiskTier, HostTier, Tier, Tiers
-from zerolite.runtime.zero.transfers import Transfers
+from zerolite.offload.shard_reader import ShardReader, cover, places, spans
+from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, HostTier, Tier, Tiers
+from zerolite.offload.transfers import Transfers
+from zerolite.utils.memory_items import COMPUTE
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerolite.sizes import format_size, parse_size
+from zerolite.utils.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from zerolite.runtime.zero.spans import Span, sub_groups, whole
+from zerolite.zero.spans import Span, sub_groups, whole
 
 NUMELS = [n for length in range(5) for n in itertools.product((0, 1, 4, 7, 8, 23), repeat=length)]
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from zerolite.offload import swap_file
+from zerolite.offload.space import Space
+from zerolite.offload.swap_file import NoRoom, SwapFile
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
-from zerolite.pinned_memory import host_memory
-from zerolite.runtime.zero import swap_file
-from zerolite.runtime.zero.space import Space
-from zerolite.runtime.zero.swap_file import NoRoom, SwapFile
+from zerolite.utils.pinned_memory import host_memory
 
 KEY = "zero_optimization.offload_optimizer.nvme_path"
 BLOCK = 4096

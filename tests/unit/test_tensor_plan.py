@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 from examples.gpt.model import GPT, GPTConfig
 from tests.distributed.cases.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
 from zerolite.comm import dry_communicator
-from zerolite.cuts import Cut, cut_of, is_partial, set_names
 from zerolite.tensor_parallel import PlanError, RowParallelLinear, VocabParallelLogits, apply
+from zerolite.tensor_parallel.cuts import Cut, cut_of, is_partial, set_names
 from zerolite.tensor_parallel.layers import cut_of_parts, cut_of_rows
 from zerolite.tensor_parallel.owners import Owner
 from zerolite.tensor_parallel.plan import STYLES, Style, matches, parse_style, resolve

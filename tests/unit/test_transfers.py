@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zerolite.runtime.zero.tiers import DiskTier, HostTier, Tier, Tiers
-from zerolite.runtime.zero.transfers import DONE, StagingPool, Transfers
+from zerolite.offload.tiers import DiskTier, HostTier, Tier, Tiers
+from zerolite.offload.transfers import DONE, StagingPool, Transfers
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zerolite.comm import NullCommunicator
-from zerolite.runtime.zero.partition_parameters import partition
-from zerolite.runtime.zero.units import UnitPlan, leaf_rule, plan_units
+from zerolite.zero.stage3.partition_parameters import partition
+from zerolite.zero.stage3.units import UnitPlan, leaf_rule, plan_units
 
 INFINITE = 1 << 40
 nothing = leaf_rule(())

@@ -16,7 +16,7 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import INDEX, ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import TORCH_DTYPES, Entry
-from zerolite.sizes import format_size, parse_size
+from zerolite.utils.sizes import format_size, parse_size
 
 logger = logging.getLogger("zerolite")
 

@@ -16,7 +16,7 @@ import torch
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import Entry, as_bytes, build_header
-from zerolite.sizes import parse_size
+from zerolite.utils.sizes import parse_size
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import MANIFEST, Grid
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.sizes import format_size
+from zerolite.utils.sizes import format_size
 
 DESCRIPTION = """\
 Print what a checkpoint holds: step, world size, stage, precision, versions, parameters,

@@ -28,7 +28,7 @@ from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
 from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request, storage_errors
 from zerolite.checkpoint.window_state import WindowLoad, begin_window, obstacle_here
-from zerolite.runtime.zero.sharded_optimizer import KEPT
+from zerolite.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
 _CALL = "engine.load_checkpoint"

@@ -2,9 +2,9 @@
 
 A trained parameter is stored once, as its master weights: what computes is rounded from them. A rank's part of it, and
 of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a part of the full one
-(:class:`~zerolite.cuts.Cut`); what all data-parallel ranks hold whole is cut evenly over them, so that each writes the
-same share. What all tensor-parallel ranks hold alike the first of them writes, and what several stages of a pipeline
-hold, the first of those.
+(:class:`~zerolite.tensor_parallel.cuts.Cut`); what all data-parallel ranks hold whole is cut evenly over them, so that
+each writes the same share. What all tensor-parallel ranks hold alike the first of them writes, and what several stages
+of a pipeline hold, the first of those.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, in_fu
 from zerolite.checkpoint.planner import Scalars, Shard, Target
 from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.comm import Communicator, Topology
-from zerolite.cuts import Cut, cut_of, names_of
-from zerolite.runtime.zero.buffer import ParameterBuffer, flattened
-from zerolite.runtime.zero.partitioned_parameter import AVAILABLE, handle_of, refresh, whole_numel, whole_shape
-from zerolite.runtime.zero.pieces import Piece
-from zerolite.runtime.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
+from zerolite.zero.buffer import ParameterBuffer, flattened
+from zerolite.zero.pieces import Piece
+from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, refresh, whole_numel, whole_shape
 
 PARAMETERS, BUFFERS, OPTIMIZER, GRADIENTS, RANKS = "parameters/", "buffers/", "optimizer/", "gradients/", "ranks/"
 _COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # what torch's optimizers keep once for a whole parameter

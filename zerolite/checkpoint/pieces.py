@@ -10,7 +10,7 @@ import torch
 
 from zerolite.checkpoint.boxes import Box, boxes_of_range
 from zerolite.checkpoint.planner import Shard, Target
-from zerolite.cuts import Cut
+from zerolite.tensor_parallel.cuts import Cut
 
 
 @dataclass(frozen=True)

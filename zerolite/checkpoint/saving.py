@@ -30,9 +30,9 @@ from zerolite.checkpoint.window_state import obstacle_here, window_shards
 from zerolite.checkpoint.writing import write_checkpoint
 from zerolite.comm import HostGroup, keep_track
 from zerolite.config import ZeroliteConfig
-from zerolite.runtime.step import StepPipeline
-from zerolite.runtime.zero.grad_reducer import GradReducer
-from zerolite.runtime.zero.sharded_optimizer import KEPT
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.sharded_optimizer import KEPT
+from zerolite.zero.step import StepPipeline
 
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"

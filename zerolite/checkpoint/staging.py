@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from zerolite.checkpoint.planner import Shard
-from zerolite.pinned_memory import host_memory
+from zerolite.utils.pinned_memory import host_memory
 
 _ALIGNMENT = 64  # bytes
 

@@ -15,9 +15,9 @@ from zerolite.checkpoint.manifest import StoredTensor
 from zerolite.checkpoint.model_state import GRADIENTS, RANKS, ModelState
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly
 from zerolite.checkpoint.planner import Shard, Target
-from zerolite.cuts import is_partial
-from zerolite.runtime.zero.bucket_state import WindowSums
-from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.tensor_parallel.cuts import is_partial
+from zerolite.zero.bucket_state import WindowSums
+from zerolite.zero.grad_reducer import GradReducer
 
 
 def _own_key(rank: int, name: str) -> str:

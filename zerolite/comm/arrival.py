@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zerolite.comm.exits import exited_ranks
 from zerolite.comm.ranks import list_of, name_ranks
-from zerolite.listening import keep_store
+from zerolite.utils.listening import keep_store
 
 logger = logging.getLogger("zerolite")
 

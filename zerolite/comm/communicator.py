@@ -15,12 +15,12 @@ from typing import ParamSpec, Protocol
 import torch
 import torch.distributed as dist
 
-from zerolite.accelerator import address
 from zerolite.comm import recorder
 from zerolite.comm.flight import WAIT, Flight, Raw, wait_for
 from zerolite.comm.process_group import keep_track
 from zerolite.comm.wire import DryWire, Wire, Work
-from zerolite.memory_items import BUCKETS, own
+from zerolite.utils.accelerator import address
+from zerolite.utils.memory_items import BUCKETS, own
 
 Arguments = ParamSpec("Arguments")
 

@@ -9,7 +9,7 @@ import os
 
 import torch.distributed as dist
 
-from zerolite.failure_record import EXIT_COUNT, NUMBERED_EXIT
+from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
 _READ = 64  # ranks: when all end normally, nobody needs to know of more
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zerolite.accelerator import is_fake
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
 from zerolite.comm.wire import Wire
-from zerolite.memory_items import BUCKETS, own
+from zerolite.utils.accelerator import is_fake
+from zerolite.utils.memory_items import BUCKETS, own
 
 HALF = (torch.float16, torch.bfloat16)
 _CHUNK = 1 << 16  # elements summed at once in fp32

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm.flight import wait_for
-from zerolite.memory_items import BUCKETS, own
+from zerolite.utils.memory_items import BUCKETS, own
 
 logger = logging.getLogger("zerolite")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerolite.listening import SECRET_VARIABLE
+from zerolite.utils.listening import SECRET_VARIABLE
 
 _JSON, _PICKLE = b"j", b"p"
 _SIGNATURE = hashlib.sha256().digest_size  # bytes

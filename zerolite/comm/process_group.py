@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from zerolite.accelerator import default_device, is_dry_run, make_current
 from zerolite.comm.arrival import meet, open_store
 from zerolite.comm.flight import blocked
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
-from zerolite.listening import is_loopback, loopback_interface
-from zerolite.network import GLOO_VARIABLE, interface_towards
+from zerolite.utils.accelerator import default_device, is_dry_run, make_current
+from zerolite.utils.listening import is_loopback, loopback_interface
+from zerolite.utils.network import GLOO_VARIABLE, interface_towards
 
 logger = logging.getLogger("zerolite")
 

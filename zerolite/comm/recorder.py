@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerolite.accelerator import address
+from zerolite.utils.accelerator import address
 
 ALIGNMENT = 16
 """Bytes on which NCCL wants every buffer to begin: from other addresses it takes a slow path."""

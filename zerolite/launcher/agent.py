@@ -22,8 +22,6 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from zerolite import failure_record
-from zerolite.failure_record import EXIT_COUNT, NUMBERED_EXIT, FailureRecord
 from zerolite.launcher.board import LOST_S, Board
 from zerolite.launcher.failures import Failure, Outcome, count, exit_status, headline, in_order, thread_notes
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
@@ -34,6 +32,8 @@ from zerolite.launcher.processes import JobProcesses, send_to_groups
 from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, rank_command
 from zerolite.launcher.supervisor import CPP_LOG_VARIABLE, INTERRUPT, QUIET, READY, say
+from zerolite.utils import failure_record
+from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT, FailureRecord
 
 MONITOR_INTERVAL_S = 0.05
 

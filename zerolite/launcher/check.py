@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from zerolite import network
 from zerolite.launcher.remote_commands import pack, unpack
-from zerolite.launcher.resources import count_cuda_devices
+from zerolite.utils import network
+from zerolite.utils.resources import count_cuda_devices
 from zerolite.version import __version__
 
 LINE_START = "zerolite-check "

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.options import LaunchRequest, build_parser, make_node_job, read_options
-from zerolite.launcher.resources import default_nproc, largest_sensible_nproc
+from zerolite.utils.resources import default_nproc, find_nproc_problem
 
 COMMANDS = {
     "plan": "zerolite.planning.command",
-    "report": "zerolite.report",
+    "report": "zerolite.diagnostics.report",
     "inspect": "zerolite.checkpoint.inspect",
     "export": "zerolite.checkpoint.export",
     "import-deepspeed": "zerolite.checkpoint.deepspeed",
@@ -110,18 +110,6 @@ def find_module_problem(module: str) -> str | None:
     finally:
         sys.path[:] = path_before
     return None if found else f"there is no module {top_level!r} in {os.getcwd()!r} nor among the installed packages"
-
-
-def find_nproc_problem(nproc: int) -> str | None:
-    """Say why this number of processes makes no sense, or return None."""
-    if nproc < 1:
-        return f"--nproc expects the number of processes, 1 or more, and got {nproc}"
-    limit = largest_sensible_nproc(os.environ)
-    if nproc > limit:
-        return (
-            f"--nproc {nproc} would start {nproc} processes on {os.cpu_count()} processors; the limit here is {limit}"
-        )
-    return None
 
 
 def find_port_problem(port: int | None) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerolite.failure_record import FailureRecord
+from zerolite.utils.failure_record import FailureRecord
 
 TAIL_LINES = 20
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zerolite.network import GLOO_VARIABLE, interface_towards
+from zerolite.utils.network import GLOO_VARIABLE, interface_towards
 
 JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"
 """In the environment of every process of a job, so that none is overlooked when the job ends."""

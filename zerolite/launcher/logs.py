@@ -10,9 +10,9 @@ from collections.abc import Collection
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from zerolite.failure_record import THREAD
 from zerolite.launcher.failures import TAIL_LINES
 from zerolite.launcher.follow_files import FileFollower
+from zerolite.utils.failure_record import THREAD
 
 _TAIL_BYTES = 16384
 

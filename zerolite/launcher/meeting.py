@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from zerolite.launcher.job import NodeJob
-from zerolite.listening import keep_store
+from zerolite.utils.listening import keep_store
 
 JOIN_S = 300
 """Seconds in which all nodes must have come."""

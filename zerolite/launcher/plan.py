@@ -10,14 +10,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerolite import network
 from zerolite.launcher.check import Reach
 from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
 from zerolite.launcher.job import NodeJob, gloo_variables
 from zerolite.launcher.options import LaunchRequest, make_node_job
 from zerolite.launcher.remote_commands import Route, exported_variables
-from zerolite.launcher.resources import default_nproc
-from zerolite.listening import SECRET_VARIABLE
+from zerolite.utils import network
+from zerolite.utils.listening import SECRET_VARIABLE
+from zerolite.utils.resources import default_nproc
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import traceback
 import types
 from typing import NoReturn
 
-from zerolite import failure_record
 from zerolite.launcher.processes import die_with_parent
+from zerolite.utils import failure_record
 
 BIND_VARIABLE = "ZEROLITE_BIND_CPUS"
 """The logical CPUs to which this rank is bound, as in `0-3,8`; unset for no binding."""
@@ -41,7 +41,7 @@ _PEER_IS_GONE = (
 
 _NETWORK_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
-_PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.runtime.uncaught")
+_PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.diagnostics.uncaught")
 """Modules whose hooks for uncaught exceptions only print them."""
 
 

@@ -26,7 +26,7 @@ def node_environment(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     if job.devices is not None:
-        from zerolite.launcher.resources import visible_devices
+        from zerolite.utils.resources import visible_devices
 
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices({**environ, **job.env}, job.devices)
     return variables
@@ -36,7 +36,7 @@ def threads_per_rank(job: NodeJob, environ: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS of each rank, so that they share the cores; None if the user has set it."""
     if "OMP_NUM_THREADS" in environ or "OMP_NUM_THREADS" in job.env:
         return None
-    from zerolite.launcher.resources import count_cores
+    from zerolite.utils.resources import count_cores
 
     return max(1, count_cores() // job.nproc)
 
@@ -45,6 +45,6 @@ def bound_cpus(job: NodeJob) -> dict[int, str]:
     """The logical CPUs of each local rank, as in `0,1,8`; empty without core binding."""
     if not job.bind_cores:
         return {}
-    from zerolite.launcher.resources import core_sets
+    from zerolite.utils.resources import core_sets
 
     return {rank: ",".join(map(str, cpus)) for rank, cpus in enumerate(core_sets(job.nproc))}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from zerolite import network
 from zerolite.launcher import supervisor
 from zerolite.launcher.check import CheckSpec, Reach
 from zerolite.launcher.follow import Signals, follow_parts
@@ -17,6 +16,7 @@ from zerolite.launcher.plan import Plan, make_node_jobs, make_plan
 from zerolite.launcher.preflight import ChecksFailed, check_hosts
 from zerolite.launcher.remote_commands import make_commands, pack
 from zerolite.launcher.supervisor import say
+from zerolite.utils import network
 
 
 def run(request: LaunchRequest) -> int:

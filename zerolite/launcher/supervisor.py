@@ -23,7 +23,7 @@ from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, run_module
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_command, threads_per_rank
-from zerolite.listening import SECRET_VARIABLE
+from zerolite.utils.listening import SECRET_VARIABLE
 
 INTERRUPT_S = 20.0
 """Seconds that the ranks have after Ctrl-C."""
@@ -306,7 +306,7 @@ def share_cores(job: NodeJob) -> None:
     threads = threads_per_rank(job, os.environ)
     if threads is None or job.node_rank not in (None, 0):
         return
-    from zerolite.launcher.resources import count_cores
+    from zerolite.utils.resources import count_cores
 
     say(
         f"OMP_NUM_THREADS={threads} in each process, to share {count(count_cores(), 'core')} among "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerolite.accelerator import host_value
+from zerolite.utils.accelerator import host_value
 
 from .writer import Event, Writer
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from zerolite.accelerator import host_value
 from zerolite.comm import Communicator
 from zerolite.config import ZeroliteConfig
+from zerolite.utils.accelerator import host_value
 
 from .csv_writer import CsvWriter
 from .jsonl_writer import JsonlWriter

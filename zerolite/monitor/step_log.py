@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerolite.accelerator import HostRead
+from zerolite.utils.accelerator import HostRead
 
 from .monitor import Monitor
 

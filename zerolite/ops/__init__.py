@@ -1,6 +1,5 @@
-"""Kernels, the operators of torch that they are, and optimizers that torch does not have."""
+"""Kernels, and the operators of torch that they are."""
 
 from zerolite.ops import operators
-from zerolite.ops.lion import Lion
 
-__all__ = ["Lion", "operators"]
+__all__ = ["operators"]

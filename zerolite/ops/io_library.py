@@ -8,8 +8,8 @@ import functools
 import os
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 
-from zerolite import op_builder
 from zerolite.ops.io_reference import Outcome
+from zerolite.utils.builder import op_builder
 
 ABI = 1
 _BACKENDS = {"auto": 0, "io_uring": 1, "threads": 2}

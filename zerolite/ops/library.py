@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from zerolite import op_builder
 from zerolite.ops.call import UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
+from zerolite.utils.builder import op_builder
 
 
 class Kernels(Protocol):

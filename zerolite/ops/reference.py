@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zerolite.accelerator import host_value
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
-from zerolite.rounding import follow_
+from zerolite.utils.accelerator import host_value
+from zerolite.utils.rounding import follow_
 
 _STRETCH = 1 << 20
 _EXACT = 1 << 15  # elements converted to double at once: 256 KB, which stays in the second-level cache

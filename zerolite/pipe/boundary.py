@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerolite.accelerator import is_fake
+from zerolite.utils.accelerator import is_fake
 
 
 @dataclass(frozen=True)

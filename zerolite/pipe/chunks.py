@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.modules import run_layers
-from zerolite.runtime.micro_batch import LossFunction, MicroBatch
-from zerolite.runtime.precision import Precision
+from zerolite.precision.dtypes import Precision
 
 NOT_WHOLE = (
     "this rank has one stage of the model, whose other layers are on other ranks; expected engine.train_batch or "

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import leaves_of, shapes_of
 from zerolite.pipe.chunks import NOT_WHOLE
 from zerolite.pipe.homes import Home
 from zerolite.pipe.skeleton import Call, Calls, Labelling, Labels, Skeleton, caches_restored, filled
-from zerolite.runtime.micro_batch import LossFunction, MicroBatch
-from zerolite.runtime.precision import Precision, map_tensors
+from zerolite.precision.dtypes import Precision, map_tensors
 
 
 class _Left(BaseException):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerolite.accelerator import is_dry_run
 from zerolite.comm import Communicator, HostGroup, Topology, make_stage_groups, stages_communicator
+from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config.parallelism import PipelineConfig
-from zerolite.cuts import set_names
+from zerolite.data.micro_batch import LossFunction
 from zerolite.pipe import partition
 from zerolite.pipe.chunks import NOT_WHOLE, Chunk, LayerChunk
 from zerolite.pipe.homes import Home, homes_of, keep_only
@@ -22,8 +22,8 @@ from zerolite.pipe.profile import seconds_of_layers
 from zerolite.pipe.runner import PipelineRunner, RunnerParts
 from zerolite.pipe.split import split_by_names
 from zerolite.pipe.stage import FOLDED, schedule_class
-from zerolite.runtime.initial_sync import synchronize_tensors
-from zerolite.runtime.micro_batch import LossFunction
+from zerolite.tensor_parallel.cuts import set_names
+from zerolite.utils.accelerator import is_dry_run
 
 
 @dataclass(frozen=True)

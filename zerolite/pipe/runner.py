@@ -8,17 +8,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerolite.accelerator import is_dry_run, is_fake
 from zerolite.comm import HostGroup, HostLinks, HostMaximum, Topology
 from zerolite.comm.ranks import name_ranks
+from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import leaves_of, number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.stage import ChunkStage, Step, make_schedule
-from zerolite.runtime.accumulation import AccumulationWindow
-from zerolite.runtime.micro_batch import LossFunction, MicroBatch
-from zerolite.runtime.precision import HALF, GraphBoundary, Precision, map_tensors
-from zerolite.runtime.step import StepPipeline
-from zerolite.runtime.zero.grad_reducer import GradReducer
+from zerolite.precision.dtypes import HALF, GraphBoundary, Precision, map_tensors
+from zerolite.utils.accelerator import is_dry_run, is_fake
+from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.step import StepPipeline
 
 FINE, ENDED, FAILED = 0, 1, 2
 LOSS_TAG = "loss"

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.accelerator import FakeMode, is_dry_run
 from zerolite.pipe.boundary import leaves_of
+from zerolite.utils.accelerator import FakeMode, is_dry_run
 
 Labels = frozenset[str]
 NOTHING: Labels = frozenset()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zerolite.planning.palette import spoken
 from zerolite.planning.result import Plan
-from zerolite.sizes import format_size
+from zerolite.utils.sizes import format_size
 
 _PARTITIONED = {1: ("master_weights", "optimizer_states"), 2: ("gradients",), 3: ("compute_parameters",)}
 """What each stage partitions beside what those below it do."""

@@ -14,15 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolite.launcher.cli import find_nproc_problem
-from zerolite.launcher.resources import count_cuda_devices
-from zerolite.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER
 from zerolite.planning.errors import PlanError
 from zerolite.planning.measure import Measurement, measure
 from zerolite.planning.result import Items, Plan, Traffic
 from zerolite.planning.sources import load_batch, load_function, load_model_fn
 from zerolite.planning.terminal import Screen, table
-from zerolite.sizes import format_size
+from zerolite.utils.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER
+from zerolite.utils.resources import count_cuda_devices, find_nproc_problem
+from zerolite.utils.sizes import format_size
 
 TOLERANCE = {"cpu": 0.02, "cuda": 0.05}
 """By how much of the measured peak the planned one may differ. Memory inside an operator is not seen by a plan."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.errors import PlanError
 from zerolite.planning.grid_config import grid_of
-from zerolite.sizes import parse_size
+from zerolite.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     from zerolite.config import ZeroliteConfig

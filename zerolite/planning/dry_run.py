@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.accelerator import collector_off, dry_run, is_fake
 from zerolite.comm import Recorder, Topology, dry_communicator, dry_topology, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
-from zerolite.cuts import cut_of
-from zerolite.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
+from zerolite.data.micro_batch import MicroBatch
+from zerolite.engine.build import Arguments, build_engine, check_model
+from zerolite.engine.engine import Engine
+from zerolite.engine.parts import part_of_model
+from zerolite.monitor.flop_count import count_flops
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
 from zerolite.planning.flops import Flops, StepFlops
@@ -25,12 +27,10 @@ from zerolite.planning.skeleton import Skeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
 from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
-from zerolite.profiling.flop_count import count_flops
-from zerolite.runtime.build import Arguments, build_engine, check_model
-from zerolite.runtime.engine import Engine
-from zerolite.runtime.micro_batch import MicroBatch
-from zerolite.runtime.parts import part_of_model
-from zerolite.runtime.zero.partitioned_parameter import whole_numel
+from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.utils.accelerator import collector_off, dry_run, is_fake
+from zerolite.utils.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
+from zerolite.zero.stage3.partitioned_parameter import whole_numel
 
 if TYPE_CHECKING:
     from zerolite.pipe.dry import Rehearsal

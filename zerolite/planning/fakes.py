@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from zerolite.accelerator import FakeMode, is_fake
-from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.utils.accelerator import FakeMode, is_fake
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _NUMBERS = {
     torch.ops.aten.linspace.default,

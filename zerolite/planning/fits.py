@@ -6,11 +6,10 @@ import logging
 
 import torch
 
-from zerolite.accelerator import host_value
 from zerolite.comm import Communicator, HostGroup, Topology
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ConfigError, ZeroliteConfig
-from zerolite.memory_items import ACTIVATIONS, BUCKETS, ITEMS
+from zerolite.engine.build import Arguments
 from zerolite.planning.available import available_memory
 from zerolite.planning.dry_run import Job, run
 from zerolite.planning.errors import PlanError
@@ -28,8 +27,9 @@ from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.settings import with_zero
 from zerolite.planning.skeleton import Skeleton
-from zerolite.runtime.build import Arguments
-from zerolite.sizes import format_size
+from zerolite.utils.accelerator import host_value
+from zerolite.utils.memory_items import ACTIVATIONS, BUCKETS, ITEMS
+from zerolite.utils.sizes import format_size
 
 logger = logging.getLogger("zerolite")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.profiling.flop_formulas import OperatorFlops
+from zerolite.monitor.flop_formulas import OperatorFlops
 
 
 class Flops(NamedTuple):

@@ -12,12 +12,12 @@ import torch
 
 from zerolite.comm import Communicator, HostGroup
 from zerolite.config import ZeroliteConfig
-from zerolite.memory_items import COMPUTE
 from zerolite.planning.available import local_ranks, share_of_host
 from zerolite.planning.palette import spoken
 from zerolite.planning.result import Items, Plan
-from zerolite.runtime.zero.partitioned_parameter import handle_of
-from zerolite.sizes import format_size
+from zerolite.utils.memory_items import COMPUTE
+from zerolite.utils.sizes import format_size
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _STATES, _STAGED = 24, 24
 """Bytes a parameter: no precision keeps more off the device, with states of Adam's size (master, two moments, gradient,

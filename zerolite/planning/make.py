@@ -11,7 +11,6 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
-from zerolite.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES, OTHER
 from zerolite.planning.bubble import ASSUMED, Action, bubble
 from zerolite.planning.dry_run import Job, Outcome, run, run_stages
 from zerolite.planning.errors import PlanError, RefusedError
@@ -21,7 +20,8 @@ from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Stag
 from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
 from zerolite.planning.tracker import Fullest
 from zerolite.planning.traffic import summarize
-from zerolite.sizes import format_size, parse_size
+from zerolite.utils.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES, OTHER
+from zerolite.utils.sizes import format_size, parse_size
 
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
 

@@ -15,11 +15,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map_only
 
-from zerolite.accelerator import collector_off, default_device, is_fake
 from zerolite.comm import Recorder, local_rank, record
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
-from zerolite.memory_items import (
+from zerolite.engine.engine import Engine
+from zerolite.monitor.memory_report import Holding, holdings
+from zerolite.planning.dry_run import WARM_UP
+from zerolite.planning.initialize import initialize
+from zerolite.planning.make import ConfigLike, of_micro_batch, silent
+from zerolite.planning.places import Grid
+from zerolite.planning.result import Items, Traffic
+from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step
+from zerolite.planning.traffic import summarize
+from zerolite.planning.walk import walk_through_parameters
+from zerolite.utils.accelerator import collector_off, default_device, is_fake
+from zerolite.utils.memory_items import (
     BUFFERS,
     DEVICE,
     DISK,
@@ -30,16 +40,6 @@ from zerolite.memory_items import (
     PLACES,
     listeners,
 )
-from zerolite.planning.dry_run import WARM_UP
-from zerolite.planning.make import ConfigLike, of_micro_batch, silent
-from zerolite.planning.places import Grid
-from zerolite.planning.result import Items, Traffic
-from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step
-from zerolite.planning.traffic import summarize
-from zerolite.planning.walk import walk_through_parameters
-from zerolite.runtime.engine import Engine
-from zerolite.runtime.initialize import initialize
-from zerolite.runtime.memory_report import Holding, holdings
 
 _MOST_STEPS = 50
 

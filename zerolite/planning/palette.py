@@ -35,7 +35,7 @@ LOOKS = {
     "activations": Look("A", (0xCC, 0x66, 0x77)),
     "other": Look("X", (0xDD, 0xDD, 0xDD)),
 }
-"""Of every item of zerolite.memory_items.ITEMS, in their order. The colours are Paul Tol's "muted" scheme
+"""Of every item of zerolite.utils.memory_items.ITEMS, in their order. The colours are Paul Tol's "muted" scheme
 (https://personal.sron.nl/~pault/), which people with any common colour blindness can tell apart, and a dark grey."""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zerolite.planning.errors import PlanError
 from zerolite.planning.palette import LOOKS, spoken
 from zerolite.planning.result import Comparison, Items, Plan
-from zerolite.sizes import format_size
+from zerolite.utils.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from zerolite.memory_items import MODEL_STATES
 from zerolite.planning.advice import advise
 from zerolite.planning.palette import LOOKS, spoken
 from zerolite.planning.report_grid import dimensions, stages_lines
 from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Traffic, total
 from zerolite.planning.terminal import Screen, cut, table
-from zerolite.sizes import format_size
+from zerolite.utils.memory_items import MODEL_STATES
+from zerolite.utils.sizes import format_size
 
 _AT_REST = (*MODEL_STATES, "buffers")
 """What the lower part of the time line is: it is there in every moment."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zerolite.memory_items import MODEL_STATES
 from zerolite.planning.result import GridComparison, Plan, Traffic, total
 from zerolite.planning.terminal import Screen, table
-from zerolite.sizes import format_size
+from zerolite.utils.memory_items import MODEL_STATES
+from zerolite.utils.sizes import format_size
 
 _SCHEDULES = {"gpipe": "all forwards, then all backwards (gpipe)", "1f1b": "one forward, one backward (1f1b)"}
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zerolite.memory_items import MODEL_STATES
+from zerolite.utils.memory_items import MODEL_STATES
 
 Items = dict[str, int]
-"""Bytes by item, every one of zerolite.memory_items.ITEMS."""
+"""Bytes by item, every one of zerolite.utils.memory_items.ITEMS."""
 
 
 class _Frozen(BaseModel):

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from zerolite.accelerator import default_device
 from zerolite.comm import create_communicator
-from zerolite.runtime.arguments import param_groups_of
-from zerolite.runtime.build import Arguments
-from zerolite.runtime.zero.partition_parameters import partition
-from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.engine.arguments import param_groups_of
+from zerolite.engine.build import Arguments
+from zerolite.utils.accelerator import default_device
+from zerolite.zero.stage3.partition_parameters import partition
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
 class Skeleton:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zerolite.runtime.engine import Engine
-from zerolite.runtime.evaluation_engine import EvaluationEngine
-from zerolite.runtime.micro_batch import LossFunction, MicroBatch
+from zerolite.data.micro_batch import LossFunction, MicroBatch
+from zerolite.engine.engine import Engine
+from zerolite.engine.evaluation_engine import EvaluationEngine
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 

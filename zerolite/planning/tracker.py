@@ -13,8 +13,8 @@ from torch.autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from zerolite.accelerator import is_fake
-from zerolite.memory_items import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
+from zerolite.utils.accelerator import is_fake
+from zerolite.utils.memory_items import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 
 MADE = "made"
 """An item of the host's memory beside those of an engine: what a model is made in, until one takes it over."""
@@ -120,8 +120,7 @@ class MemoryTracker(TorchDispatchMode):
     """Follows every storage that operators make, until it dies.
 
     ``item`` is what new storages belong to and ``place`` where they are, unless a part of the engine says otherwise
-    (zerolite.memory_items), and ``phase`` what is going on; the caller sets all three. Memory inside an operator is not
-    seen.
+    (memory_items.py), and ``phase`` what is going on; the caller sets all three. Memory inside an operator is not seen.
     """
 
     def __init__(self, apart: bool = True) -> None:

@@ -3,7 +3,6 @@
 :func:`apply` cuts a model that is written without it; the layers can also be used directly.
 """
 
-from zerolite.accelerator import default_device
 from zerolite.comm import Communicator, create_communicator, create_topology, init_distributed, local_rank
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from zerolite.tensor_parallel.cutting import apply
@@ -16,6 +15,7 @@ from zerolite.tensor_parallel.layers import (
 )
 from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.plan import PlanError
+from zerolite.utils.accelerator import default_device
 
 
 def tensor_ranks(size: int) -> Communicator:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolite.accelerator import host_value, is_fake
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel.functions import TAG, sends
+from zerolite.utils.accelerator import host_value, is_fake
 
 _HALF = (torch.float16, torch.bfloat16)
 

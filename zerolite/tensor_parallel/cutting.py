@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from zerolite.comm import Communicator
-from zerolite.cuts import cut_of, is_partial, mark_partial
-from zerolite.runtime.initial_sync import broadcast_into, synchronize_tensors
-from zerolite.runtime.precision import map_tensors
+from zerolite.comm.initial_sync import broadcast_into, synchronize_tensors
+from zerolite.precision.dtypes import map_tensors
 from zerolite.tensor_parallel import fused, matching, sequence
 from zerolite.tensor_parallel import owners as owning
+from zerolite.tensor_parallel.cuts import cut_of, is_partial, mark_partial
 from zerolite.tensor_parallel.layers import (
     CutLayer,
     VocabParallelHead,

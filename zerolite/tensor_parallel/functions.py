@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerolite.accelerator import is_fake
 from zerolite.comm import Communicator
+from zerolite.utils.accelerator import is_fake
 
 TAG = "tensor"
 """Of every collective of tensor parallelism in :func:`zerolite.comm.record`."""

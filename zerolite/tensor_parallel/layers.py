@@ -2,7 +2,7 @@
 
 Every class is made in one of two ways: by its constructor, or by :func:`cut_column` and its siblings from a layer that
 exists, which changes its class and stays the same object with the same Parameter objects, hooks and place in its model.
-A Parameter's values become this rank's part; :func:`zerolite.cuts.cut_of` says which.
+A Parameter's values become this rank's part; :func:`zerolite.tensor_parallel.cuts.cut_of` says which.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerolite.comm import Communicator
-from zerolite.cuts import Cut, cut_of, mark_partial, set_cut
-from zerolite.runtime.initial_sync import synchronize_tensors
+from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.tensor_parallel import functions
+from zerolite.tensor_parallel.cuts import Cut, cut_of, mark_partial, set_cut
 from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.regions import Region, seen_input
 

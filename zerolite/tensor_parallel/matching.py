@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from zerolite.comm import Communicator
-from zerolite.cuts import names_of
-from zerolite.runtime.zero.partitioned_parameter import handle_of
 from zerolite.tensor_parallel import owners as owning
 from zerolite.tensor_parallel.auto import auto_plan
+from zerolite.tensor_parallel.cuts import names_of
 from zerolite.tensor_parallel.layers import ColumnParallelLinear, CutLayer, RowParallelLinear, VocabParallelHead
 from zerolite.tensor_parallel.owners import Layer, Owner
 from zerolite.tensor_parallel.plan import (
@@ -27,6 +26,7 @@ from zerolite.tensor_parallel.plan import (
     parse_style,
     resolve,
 )
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 logger = logging.getLogger("zerolite")
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerolite.accelerator import is_fake
-from zerolite.cuts import is_partial
+from zerolite.tensor_parallel.cuts import is_partial
+from zerolite.utils.accelerator import is_fake
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: neighbouring ranks get distant seeds
 _MASK = (1 << 63) - 1

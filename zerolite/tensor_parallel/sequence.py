@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerolite.comm import Communicator
-from zerolite.cuts import cut_of, mark_partial
-from zerolite.runtime.precision import map_tensors
+from zerolite.precision.dtypes import map_tensors
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.auto import ELEMENTWISE
+from zerolite.tensor_parallel.cuts import cut_of, mark_partial
 from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, along_sequence
 from zerolite.tensor_parallel.owners import Owner
 from zerolite.tensor_parallel.plan import PlanError, is_container

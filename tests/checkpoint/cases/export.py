@@ -21,7 +21,7 @@ from zerolite.checkpoint.boxes import boxes_of_range
 from zerolite.checkpoint.checksums import entry_of
 from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
 from zerolite.checkpoint.safetensors import Entry, Header, as_bytes, build_header, read_header, tensor_on
-from zerolite.runtime.whole_model import WholeModel
+from zerolite.engine.whole_model import WholeModel
 
 Tensors = dict[str, torch.Tensor]
 

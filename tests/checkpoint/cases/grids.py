@@ -16,9 +16,9 @@ from tests import models
 from tests.distributed.cases.grid import Gpt, Grid, on_grid
 from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
-from zerolite.cuts import Cut, cut_of, mark_partial, set_cut, set_names
-from zerolite.runtime.build import Arguments, build_engine
-from zerolite.runtime.full_state import guard_parts
+from zerolite.engine.build import Arguments, build_engine
+from zerolite.engine.full_state import guard_parts
+from zerolite.tensor_parallel.cuts import Cut, cut_of, mark_partial, set_cut, set_names
 
 VOCABULARY, WIDTH, HEADS = 7, 6, 8
 GRIDS: dict[int, list[Grid]] = {

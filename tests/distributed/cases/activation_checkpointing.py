@@ -14,7 +14,7 @@ import zerolite
 from tests import models
 from tests.distributed.cases.training import snapshot
 from zerolite.comm import record
-from zerolite.memory_items import listeners
+from zerolite.utils.memory_items import listeners
 
 ROWS, WIDTH = 32, 64  # inputs of 4096 bytes in 16 bits
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.cases.collectives import UNITS, pair, transport
-from zerolite import memory_items
 from zerolite.comm import Communicator, Pending, dry_communicator, gloo, record
+from zerolite.utils import memory_items
 
 KINDS = {"native": "nccl", "messages": "gloo", "shared memory": "shared_memory"}
 SMALL = 1024  # bytes: what ranks tell each other is not counted

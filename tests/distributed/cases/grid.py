@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerolite
 from tests import models
 from zerolite.comm import record
-from zerolite.cuts import cut_of
+from zerolite.tensor_parallel.cuts import cut_of
 from zerolite.zero import GatheredParameters
 
 Grid = tuple[int, int, int]  # pipe, data, tensor

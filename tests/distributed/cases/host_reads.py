@@ -12,7 +12,7 @@ import zerolite
 from tests import models
 from tests.distributed.cases.lockstep import Layers, loss_of, make_engine
 from tests.distributed.cases.training import snapshot
-from zerolite.accelerator import HostRead
+from zerolite.utils.accelerator import HostRead
 
 STEPS, STEADY = 7, 3
 

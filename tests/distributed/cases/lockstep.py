@@ -17,7 +17,7 @@ import zerolite
 from tests import models
 from tests.distributed.cases.training import counters, snapshot
 from zerolite.comm import record
-from zerolite.runtime.decisions import SKIPS_ON_DEVICE
+from zerolite.engine.decisions import SKIPS_ON_DEVICE
 
 
 class Gated(nn.Module):

@@ -14,7 +14,7 @@ from tests import models
 from tests.distributed.cases.training import make_engine
 from tests.distributed.configs import PARTITIONED, SGD
 from tests.distributed.configs import config as make_config
-from zerolite.memory_items import GRADIENTS, MASTERS, STATES
+from zerolite.utils.memory_items import GRADIENTS, MASTERS, STATES
 
 TRAINS = (
     "backward",

@@ -28,7 +28,7 @@ from tests.checkpoint.cases.recipes import (
 )
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds
 from tests.distributed.configs import SGD, dynamic_fp16
-from zerolite.runtime.zero.tiers import Tiers
+from zerolite.offload.tiers import Tiers
 from zerolite.zero import GatheredParameters
 
 STEPS = 5

@@ -20,15 +20,15 @@ from tests import models
 from tests.distributed.cases.growth import Frozen
 from tests.distributed.cases.training import KINDS, snapshot
 from zerolite.comm import Communicator
-from zerolite.memory_items import COMPUTE, GATHERED, HOST, STAGING, listeners
-from zerolite.runtime import build
-from zerolite.runtime.offload import tiers_of
-from zerolite.runtime.zero.layout import part_numel
-from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.runtime.zero.partitioned_parameter import handle_of
-from zerolite.runtime.zero.shard_reader import Arrival, ShardReader
-from zerolite.runtime.zero.swap_file import SwapFile
+from zerolite.engine import build
+from zerolite.offload.from_config import tiers_of
+from zerolite.offload.shard_reader import Arrival, ShardReader
+from zerolite.offload.swap_file import SwapFile
+from zerolite.utils.memory_items import COMPUTE, GATHERED, HOST, STAGING, listeners
 from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
+from zerolite.zero.layout import part_numel
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
 class External(nn.Module):

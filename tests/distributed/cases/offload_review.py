@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import zerolite
-from zerolite import memory_items
 from zerolite.comm import create
-from zerolite.runtime.zero.partitioned_parameter import handle_of
+from zerolite.utils import memory_items
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
 def build(width: int = 131) -> nn.Module:

@@ -122,7 +122,7 @@ def no_memory(config: dict[str, Any]) -> dict[str, Any]:
     """The host has no memory for the third storage: nothing has changed, and the next call works."""
     from unittest import mock
 
-    from zerolite.runtime import state_offload
+    from zerolite.engine import state_offload
 
     engine = zerolite.initialize(models.build(Mixed), config)
     engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))

@@ -19,7 +19,7 @@ import zerolite
 from tests import models
 from tests.distributed.cases.stage3_init import raises
 from tests.distributed.configs import PARTITIONED, config
-from zerolite.runtime.zero import between_steps
+from zerolite.zero.stage3 import between_steps
 
 Extra = Callable[[], Any]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zerolite
 from tests import models
 from tests.distributed.cases.training import snapshot
-from zerolite.runtime import build_stage3
+from zerolite.engine import build_stage3
 
 WIDTH = 6
 STEPS = 4

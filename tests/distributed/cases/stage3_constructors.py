@@ -16,7 +16,7 @@ import zerolite
 from tests.distributed.cases.stage3_init import assert_partitioned, assert_same, raises, values_of, whole
 from tests.distributed.configs import ADAMW, config
 from zerolite import zero
-from zerolite.runtime.zero.questions import ATTRIBUTES, METHODS
+from zerolite.zero.stage3.questions import ATTRIBUTES, METHODS
 
 _nested: Callable[[], Any] = contextlib.nullcontext  # zero.Init while models are built partitioned
 

@@ -19,7 +19,7 @@ import zerolite
 from tests import models
 from tests.distributed.configs import ADAMW, config
 from zerolite import zero
-from zerolite.runtime.zero.layout import part_numel
+from zerolite.zero.layout import part_numel
 
 MOVING = {
     "stage3_param_persistence_threshold": 0,

@@ -24,9 +24,9 @@ from tests.distributed.cases.stage3_lifecycle import (
     state_of,
     train,
 )
-from zerolite.runtime.engine import Engine
-from zerolite.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, Unit, Use
-from zerolite.runtime.zero.partitioned_parameter import PartitionedParameter, _Launch
+from zerolite.engine.engine import Engine
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, Unit, Use
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, _Launch
 
 # ---------------------------------------------------------------- torch.compile
 

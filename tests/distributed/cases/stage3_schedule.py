@@ -16,8 +16,8 @@ import zerolite
 from tests import models
 from tests.distributed.cases.edges import everywhere_equal
 from tests.distributed.cases.traffic import gathered, stage3_engine, stage3_loss
-from zerolite.runtime.zero import partitioned_param_coordinator as coordinating
 from zerolite.zero import GatheredParameters, ZeroParamStatus
+from zerolite.zero.stage3 import partitioned_param_coordinator as coordinating
 
 Event = tuple[str, Any]
 

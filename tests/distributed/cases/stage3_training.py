@@ -11,8 +11,8 @@ import torch.distributed as dist
 import zerolite
 from tests.distributed.cases.training import BATCHES, LOSSES, make_engine, train_engine
 from tests.models import has_no_values
-from zerolite.runtime.zero.layout import part_numel
 from zerolite.zero import ZeroParamStatus
+from zerolite.zero.layout import part_numel
 
 
 def train(

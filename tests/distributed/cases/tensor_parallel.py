@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import zerolite
 from examples.gpt.model import GPT, GPTConfig
 from zerolite.comm import Communicator, create_communicator, record
-from zerolite.cuts import Cut, cut_of, is_partial
 from zerolite.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -26,6 +25,7 @@ from zerolite.tensor_parallel import (
     apply,
     tensor_ranks,
 )
+from zerolite.tensor_parallel.cuts import Cut, cut_of, is_partial
 from zerolite.tensor_parallel.layers import cut_of_rows
 
 CPU = torch.device("cpu")

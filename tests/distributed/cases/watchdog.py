@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.distributed.configs import ADAMW, PARTITIONED, config
-from zerolite import failure_record
 from zerolite.comm import flight
-from zerolite.runtime import watchdog
+from zerolite.diagnostics import watchdog
+from zerolite.utils import failure_record
 
 FOR_EVER = 1000.0
 ODD = 1  # the rank that parts from the others

@@ -1,0 +1,226 @@
+"""Activation checkpointing: torch's, beside which inputs are kept elsewhere than on the device."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zerolite.activation_checkpointing.clock import (
+    FORWARD,
+    RECOMPUTATION,
+    CheckpointClock,
+    Tell,
+    span,
+)
+from zerolite.activation_checkpointing.copies import Copies, Copy
+from zerolite.activation_checkpointing.cut import Cut
+from zerolite.activation_checkpointing.kept import Keeper, KeptInput
+from zerolite.activation_checkpointing.memory import DeviceMemory, HostMemory, OneBuffer, Source
+from zerolite.comm import Communicator
+from zerolite.config import ActivationCheckpointingConfig
+from zerolite.utils.accelerator import is_dry_run
+
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # of torch's checkpoint
+
+
+class _Nesting(threading.local):
+    """Whether this thread is inside a checkpoint: what is checkpointed in there is kept by the outer one."""
+
+    depth = 0
+
+
+_nesting = _Nesting()
+
+
+class Checkpointing:
+    """One way of checkpointing, with its memory."""
+
+    def __init__(
+        self,
+        settings: ActivationCheckpointingConfig,
+        device: torch.device,
+        group: Callable[[], Communicator | None],
+        tell: Tell,
+        counts: bool = False,
+    ) -> None:
+        """device: the one that computes. group: gives the ranks over which inputs are cut, None where there are none.
+        tell: is given the times of each step if ``settings.profile``, when the clock is told of its end; counts: or
+        when a checkpoint follows a backward, as nobody tells of steps."""
+        self.settings = settings
+        self.used = False  # whether a checkpoint was called
+        self._device = device
+        self._counts = counts
+        self._passes = 0  # backwards so far
+        self._in_backward = False
+        self._latest: weakref.ref[_Call] | None = None
+        self.clock = CheckpointClock(device, tell) if settings.profile else None
+        keeps = settings.cpu_checkpointing or settings.partition_activations
+        self._keeper = self._make_keeper(group) if keeps else None
+        self._waits = settings.synchronize_checkpoint_boundary and device.type == "cuda"
+        self._plain = self._keeper is None and self.clock is None and not self._waits
+
+    def _make_keeper(self, group: Callable[[], Communicator | None]) -> Keeper:
+        settings, cuda = self.settings, self._device.type == "cuda"
+        copies = Copies(self._device, self.clock)
+        source: Source = DeviceMemory(self._device)
+        if settings.cpu_checkpointing:
+            source = HostMemory(cuda, copies.finish)
+        if settings.contiguous_memory_optimization and settings.number_checkpoints is not None:
+            source = OneBuffer(source, settings.number_checkpoints)
+        cuts = _Cuts(group) if settings.partition_activations else _no_cut
+        return Keeper(self._device, source, cuts, copies, self.clock)
+
+    def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)``, computed again in backward; see :func:`zerolite.checkpointing.checkpoint`."""
+        self.used = True
+        kwargs = dict(kwargs)
+        if kwargs.pop("use_reentrant", None):
+            raise ValueError(
+                "zerolite.checkpointing.checkpoint: expected use_reentrant to be False, which is how it works, got "
+                "True; leave it out (the numbers are the same)"
+            )
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if self._plain or _nesting.depth or torch.compiler.is_compiling():
+            return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        self._count()
+        call = _Call(self, function, args, kwargs)
+        try:
+            return torch_checkpoint(call, *call.passed, use_reentrant=False, **options)
+        finally:
+            call.end_forward()
+
+    def keep(self, call: _Call, leaves: list[Any]) -> tuple[dict[int, KeptInput], Copy | None]:
+        """What is kept of ``leaves``, by position."""
+        if self._keeper is None:
+            return {}, None
+        chosen = [index for index, leaf in enumerate(leaves) if self._keeper.takes(leaf)]
+        if not chosen:
+            return {}, None
+        call.before, self._latest = self._latest, weakref.ref(call)
+        kept, copy = self._keeper.keep([leaves[index] for index in chosen])
+        return dict(zip(chosen, kept, strict=True)), copy
+
+    def bring(self, call: _Call) -> dict[int, torch.Tensor]:
+        """What :meth:`keep` has kept, on the device, in backward."""
+        self._in_backward = True
+        if self._keeper is None or not call.kept:
+            return {}
+        before = None if call.before is None else call.before()
+        following = [] if before is None else list(before.kept.values())
+        tensors = self._keeper.bring(list(call.kept.values()), following, call.name)
+        return dict(zip(call.kept, tensors, strict=True))
+
+    def _count(self) -> None:
+        ended, self._in_backward = self._in_backward, False
+        if ended and self._counts and self.clock is not None:
+            self._passes += 1
+            self.clock.end_step(self._passes)
+
+    def boundary(self) -> None:
+        if self._waits:
+            torch.cuda.synchronize(self._device)
+
+    def memory(self) -> list[torch.Tensor]:
+        """Buffers for inputs that nobody uses now."""
+        return [] if self._keeper is None else self._keeper.memory()
+
+
+class _Cuts:
+    """How inputs are cut now: over the ranks of ``group()``."""
+
+    def __init__(self, group: Callable[[], Communicator | None]) -> None:
+        self._group = group
+        self._latest: tuple[Communicator, Cut] | None = None
+
+    def __call__(self) -> Cut | None:
+        comm = None if is_dry_run() else self._group()
+        if comm is None or comm.world_size == 1:
+            return None
+        if self._latest is None or self._latest[0] is not comm:
+            self._latest = (comm, Cut(comm))
+        return self._latest[1]
+
+
+def _no_cut() -> Cut | None:
+    return None
+
+
+class _Call:
+    """One call of a function that is checkpointed, which torch calls for the first time and again in backward. What it
+    keeps lives as long as the graph does that needs it."""
+
+    def __init__(
+        self, owner: Checkpointing, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.name = _name(function)
+        self.before: weakref.ref[_Call] | None = None  # the one before it in forward, whose backward comes after
+        self._owner = owner
+        self._function = function
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until forward has ended
+        leaves, self._structure = _pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
+        self.kept, self._copy = owner.keep(self, leaves)
+        self._requires = {index: leaves[index].requires_grad for index in self.kept}
+        positional = {id(value) for value in args if isinstance(value, torch.Tensor)}
+        self._others = [i for i, leaf in enumerate(leaves) if id(leaf) in positional and i not in self.kept]
+        elsewhere = {*self.kept, *self._others}
+        self._constants = [None if i in elsewhere else leaf for i, leaf in enumerate(leaves)]
+        devices = {leaves[index].device: leaves[index] for index in self.kept}
+        # What torch keeps, with its checks; and something of every device, whose random state it keeps.
+        self.passed = [leaves[i] for i in self._others] + [tensor.new_empty(0) for tensor in devices.values()]
+
+    def __call__(self, *passed: torch.Tensor) -> Any:
+        owner = self._owner
+        owner.boundary()
+        phase = RECOMPUTATION if self._first is None else FORWARD
+        args, kwargs = self._again(passed) if self._first is None else self._first
+        _nesting.depth += 1
+        try:
+            with span(owner.clock, phase):
+                return self._function(*args, **kwargs)
+        finally:
+            _nesting.depth -= 1
+            owner.boundary()
+
+    def _again(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments once more, in containers of their own."""
+        leaves = list(self._constants)
+        for index, tensor in self._owner.bring(self).items():
+            leaves[index] = tensor.detach().requires_grad_(self._requires[index])
+        for index, tensor in zip(self._others, passed, strict=False):
+            leaves[index] = tensor
+        args, kwargs = _pytree.tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+    def end_forward(self) -> None:
+        """Let go of the inputs."""
+        for entry in self.kept.values():
+            entry.unchanged()  # looks while they are there
+        if self._copy is not None:
+            self._copy.wait()
+        self._first = self._copy = None
+        self.passed = []
+
+
+def _is_leaf(value: Any) -> bool:
+    """True for all but the containers of Python itself: others may not survive being taken apart."""
+    return type(value) not in (list, tuple, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        owner = function.args[0] if function.args else None
+        function = type(owner) if isinstance(owner, torch.nn.Module) else function.func
+    bound = getattr(function, "__self__", None)
+    if isinstance(bound, torch.nn.Module):
+        function = type(bound)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"the checkpoint of {name}"

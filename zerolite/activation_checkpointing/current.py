@@ -1,0 +1,58 @@
+"""Which way of checkpointing a call takes: that of the engine whose model runs, or what the user has configured."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from zerolite.activation_checkpointing.checkpoint import Checkpointing
+from zerolite.activation_checkpointing.clock import Tell
+from zerolite.comm import Communicator, local_rank
+from zerolite.config import ActivationCheckpointingConfig
+from zerolite.utils.accelerator import default_device
+
+
+class _Running(threading.local):
+    """Of the models whose forwards are under way in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Checkpointing] = []
+
+
+running = _Running()
+_configured: Checkpointing | None = None
+_group: Communicator | None = None
+
+
+def current() -> Checkpointing:
+    """For a call from here."""
+    if running.stack:
+        return running.stack[-1]
+    if _configured is not None:
+        return _configured
+    return _PLAIN
+
+
+def configured() -> Checkpointing | None:
+    """What the user has asked for beside engines' configs."""
+    return _configured
+
+
+def replace_configured(settings: ActivationCheckpointingConfig | None, group: Communicator | None, tell: Tell) -> None:
+    """Another way from now on, for calls outside of engines that have one; None: torch's. group: for those of engines
+    too."""
+    global _configured, _group
+    _group = group
+    device = default_device(local_rank())
+    _configured = None if settings is None else Checkpointing(settings, device, group_of_parts, tell, counts=True)
+
+
+def group_of_parts() -> Communicator | None:
+    """Over whose ranks inputs are cut."""
+    return _group
+
+
+_PLAIN = Checkpointing(
+    ActivationCheckpointingConfig(), torch.device("cpu"), group_of_parts, lambda step, times: None
+)  # keeps nothing, so that the device does not matter

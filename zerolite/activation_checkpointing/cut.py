@@ -1,0 +1,92 @@
+"""``partition_activations``: inputs that are equal on all ranks of a group, cut over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.utils.accelerator import host_values
+
+_ALIGNMENT = 16  # bytes; of a part
+_AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Cut:
+    """The parts of a group. comm: of the ranks on which activations are replicated."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._unread: list[_Flags] = []
+
+    def part(self, flat: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """This rank's part of ``flat``, uint8 [nbytes], a view, which is shorter or empty at the end; and the length of
+        a part."""
+        nbytes = self.part_nbytes(flat.numel())
+        start = min(self._comm.rank * nbytes, flat.numel())
+        return flat[start : start + nbytes], nbytes
+
+    def part_nbytes(self, nbytes: int) -> int:
+        """Bytes of each rank's part of so many."""
+        return -(-nbytes // (self._comm.world_size * _ALIGNMENT)) * _ALIGNMENT
+
+    def gather(self, parts: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
+        """The whole of each, uint8 [world_size * part]. checksums: of each, as :func:`checksum` gives them. what: for
+        messages. Raises RuntimeError if they were not equal on all ranks: at once on the CPU; on CUDA, where nothing
+        waits for the device, by a later call. Called on all ranks of the group, in the same order."""
+        self.check()
+        world = self._comm.world_size
+        own = torch.stack(list(checksums)).view(torch.uint8)
+        wholes = [part.new_empty(world * part.numel()) for part in parts]
+        all_sums = own.new_empty(world * own.numel())
+        sizes = hash(tuple(part.numel() for part in parts)) & 0x7FFFFFFF
+        self._comm.gather_shards([*wholes, all_sums], [*parts, own], "activations", sizes).wait()
+        rows = all_sums.view(torch.int64).view(world, -1)
+        self._unread.append(_Flags((rows != rows[0]).any(1), what))
+        self.check()
+        return wholes
+
+    def check(self) -> None:
+        """Raises RuntimeError for unequal inputs that are known of by now."""
+        while self._unread and self._unread[0].known():
+            flags = self._unread.pop(0)
+            different = flags.ranks()
+            if different:
+                self._unread.clear()
+                raise RuntimeError(_unequal(flags.what, different))
+
+
+class _Flags:
+    """Which ranks differ from the first, on its way to the host: bool [world_size]."""
+
+    def __init__(self, different: torch.Tensor, what: str) -> None:
+        self.what = what
+        self._event: torch.cuda.Event | None = None
+        self._host = different
+        if different.is_cuda:
+            self._host = torch.empty(different.shape, dtype=different.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(different, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(different.device))
+
+    def known(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def ranks(self) -> list[int]:
+        return [rank for rank, different in enumerate(host_values(self._host)) if different]
+
+
+def checksum(flat: torch.Tensor) -> torch.Tensor:
+    """The sum of the bits of ``flat``, of any dtype, as integers: int64 []."""
+    return flat.view(_AS_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+
+
+def _unequal(what: str, different: Sequence[int]) -> str:
+    ranks = ", ".join(map(str, different))
+    return (
+        f"activation_checkpointing.partition_activations: expected the inputs of {what} to be equal on all ranks of "
+        f"the group that zerolite.checkpointing.configure was given, got others on its rank {ranks} than on its rank "
+        "0, so gradients would be wrong; give it the group in which activations are replicated (the tensor-parallel "
+        "one), or set partition_activations to false"
+    )

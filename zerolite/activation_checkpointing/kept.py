@@ -1,0 +1,222 @@
+"""What checkpoints keep of their inputs, off the device or in parts, and how it comes back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zerolite.activation_checkpointing.clock import GATHER, TO_DEVICE, TO_HOST, CheckpointClock, span
+from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
+from zerolite.activation_checkpointing.cut import Cut, checksum
+from zerolite.activation_checkpointing.memory import Region, Source
+from zerolite.utils.accelerator import is_fake
+from zerolite.utils.memory_items import HOST
+
+SMALLEST = 4096
+"""Bytes: smaller inputs stay as they are."""
+_ALIGNMENT = 512  # bytes; where inputs begin in a region
+_ALLOCATORS = 64  # bytes: tensors that begin at multiples get the same arithmetic wherever they are
+
+
+class KeptInput:
+    """An input that a checkpoint needs again. It rests in memory of :mod:`memory`, whole or this rank's part; or, if
+    several checkpoints share it, where it is, because it is there only once anyway."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.resident: torch.Tensor | None = None
+        self.resting: torch.Tensor | None = None  # uint8
+        self.checksum: torch.Tensor | None = None  # of one that is cut
+        self.region: Region | None = None
+        self._version = tensor._version
+        self._source: weakref.ref[torch.Tensor] = weakref.ref(tensor)
+        self._changed = False
+
+    def stay(self, tensor: torch.Tensor) -> None:
+        """``tensor`` itself is kept from now on."""
+        self.resident, self.region, self.resting = tensor, None, None
+
+    def unchanged(self) -> bool:
+        """Whether nobody has written into the tensor, as far as it is there."""
+        source = self._source()
+        self._changed = self._changed or (source is not None and source._version != self._version)
+        return not self._changed
+
+    def from_bytes(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor over ``whole``, uint8 [at least nbytes]."""
+        return whole[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class _Ahead:
+    """Inputs of one checkpoint on their way to the device, before it needs them."""
+
+    def __init__(self, kept: Sequence[KeptInput], arrived: dict[KeptInput, torch.Tensor], copy: Copy) -> None:
+        self.kept = list(kept)
+        self.arrived = arrived
+        self.copy = copy
+
+
+class Keeper:
+    """Keeps inputs of checkpoints: on the host (``source``'s place), in parts (``cut``), or both."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        source: Source,
+        cut: Callable[[], Cut | None],
+        copies: Copies,
+        clock: CheckpointClock | None,
+    ) -> None:
+        """cut: asked at each checkpoint."""
+        self._device = device
+        self._source = source
+        self._cut = cut
+        self._copies = copies
+        self._clock = clock
+        self._known = WeakTensorKeyDictionary()  # inputs that are there -> weak references to what is kept of them
+        self._ahead: _Ahead | None = None
+
+    # ---------------------------------------------------------------- forward
+
+    def takes(self, value: Any) -> bool:
+        """Whether ``value`` is kept here. Not: parameters and other leaves, which are there all the time; what is
+        elsewhere, small, or not dense."""
+        return (
+            (type(value) is torch.Tensor or (isinstance(value, torch.Tensor) and is_fake(value)))
+            and not isinstance(value, torch.nn.Parameter)
+            and not (value.requires_grad and value.is_leaf)
+            and value.device == self._device
+            and value.layout is torch.strided
+            and value.numel() * value.element_size() >= SMALLEST
+            and (self._source.place == HOST or self._cut() is not None)
+            and not (value.is_inference() or value.is_conj() or value.is_neg())
+            and value.storage_offset() * value.element_size() % _ALLOCATORS == 0
+            and _is_dense(value)
+        )
+
+    @torch.no_grad()
+    def keep(self, tensors: Sequence[torch.Tensor]) -> tuple[list[KeptInput], Copy]:
+        """What is kept of each, in order, and the copy that must be waited for before they may be changed or freed."""
+        self._forget_ahead()
+        cut = self._cut()
+        kept: list[KeptInput] = []
+        new: list[tuple[KeptInput, torch.Tensor]] = []
+        for tensor in tensors:
+            entry = self._look_up(tensor)
+            if entry is None:
+                entry = KeptInput(tensor)
+                self._known[tensor] = weakref.ref(entry)
+                new.append((entry, tensor))
+            elif all(entry is not other for other, _ in new):
+                entry.stay(tensor)
+            kept.append(entry)
+        return kept, self._put_away(new, cut)
+
+    def _look_up(self, tensor: torch.Tensor) -> KeptInput | None:
+        known = self._known.get(tensor)
+        entry: KeptInput | None = None if known is None else known()
+        return entry if entry is not None and entry.unchanged() else None
+
+    def _put_away(self, new: Sequence[tuple[KeptInput, torch.Tensor]], cut: Cut | None) -> Copy:
+        lengths = [entry.nbytes if cut is None else cut.part_nbytes(entry.nbytes) for entry, _ in new]
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
+        if not new:
+            return Copy((), None, self._device)
+        region = self._source.take(starts[-1])
+        pairs: list[Pair] = []
+        for (entry, tensor), start, length in zip(new, starts, lengths, strict=False):
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+            entry.region, entry.resting = region, region.memory.narrow(0, start, length)
+            part = flat.view(torch.uint8)
+            if cut is not None:
+                entry.checksum = checksum(flat)
+                part, _ = cut.part(part)
+            pairs.append((part, entry.resting[: part.numel()]))
+        if self._source.place == HOST:
+            return self._copies.launch(pairs, TO_HOST)
+        for part, resting in pairs:
+            resting.copy_(part)
+        return Copy((), None, self._device)
+
+    # ---------------------------------------------------------------- backward
+
+    @torch.no_grad()
+    def bring(self, kept: Sequence[KeptInput], before: Sequence[KeptInput], what: str) -> list[torch.Tensor]:
+        """The tensors of ``kept`` on the device, without gradients. before: what is needed next, whose way begins now.
+        what: the checkpoint, for messages. Raises RuntimeError if one has been written into, and as
+        :meth:`Cut.gather` does."""
+        if not all(entry.unchanged() for entry in kept):
+            raise RuntimeError(_written_into(what))
+        entries = list(dict.fromkeys(entry for entry in kept if entry.resident is None))
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.kept != entries:
+            if ahead is not None:
+                ahead.copy.wait()
+            ahead = self._fetch(entries)
+        ahead.copy.wait()
+        following = list(dict.fromkeys(entry for entry in before if entry.resident is None))
+        if following and self._source.place == HOST:
+            self._ahead = self._fetch(following)
+        wholes = self._gather(entries, ahead.arrived, what)
+        found = {entry: entry.from_bytes(wholes[entry]) for entry in entries}
+        return [entry.resident if entry.resident is not None else found[entry] for entry in kept]
+
+    def _fetch(self, entries: Sequence[KeptInput]) -> _Ahead:
+        arrived: dict[KeptInput, torch.Tensor] = {}
+        pairs: list[Pair] = []
+        for entry in entries:
+            assert entry.resting is not None
+            if self._source.place == HOST:
+                arrived[entry] = torch.empty(entry.resting.numel(), dtype=torch.uint8, device=self._device)
+                pairs.append((entry.resting, arrived[entry]))
+            else:
+                arrived[entry] = entry.resting
+        copy = self._copies.launch(pairs, TO_DEVICE) if pairs else Copy((), None, self._device)
+        return _Ahead(entries, arrived, copy)
+
+    def _gather(
+        self, entries: Sequence[KeptInput], arrived: dict[KeptInput, torch.Tensor], what: str
+    ) -> dict[KeptInput, torch.Tensor]:
+        parted = [entry for entry in entries if entry.checksum is not None]
+        cut = self._cut()
+        if not parted or cut is None:
+            return arrived
+        with span(self._clock, GATHER):
+            sums = [entry.checksum for entry in parted if entry.checksum is not None]
+            wholes = cut.gather([arrived[entry] for entry in parted], sums, what)
+        return {**arrived, **dict(zip(parted, wholes, strict=True))}
+
+    def _forget_ahead(self) -> None:
+        """A new forward: what has been fetched was not needed."""
+        if self._ahead is not None:
+            self._ahead.copy.wait()
+            self._ahead = None
+
+    def memory(self) -> list[torch.Tensor]:
+        """Buffers that nobody uses now."""
+        return self._source.memory()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each place once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _written_into(what: str) -> str:
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: an input of "
+        f"{what} was written into after the call, so it cannot be computed again; change a copy of it instead"
+    )

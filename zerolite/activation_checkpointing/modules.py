@@ -1,0 +1,186 @@
+"""What an engine does: its config's way of checkpointing inside its model, and modules that are checkpointed without a
+change to the model."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zerolite.activation_checkpointing.checkpoint import Checkpointing
+from zerolite.activation_checkpointing.clock import Tell
+from zerolite.activation_checkpointing.current import current, group_of_parts, running
+from zerolite.comm import Communicator
+from zerolite.config import ActivationCheckpointingConfig, ConfigError
+from zerolite.utils.module_hook import ModuleHook, WeakHook
+
+logger = logging.getLogger("zerolite")
+
+KEY = "activation_checkpointing.modules"
+
+
+@dataclass
+class Attached:
+    """What is installed. handles: with ``remove()``."""
+
+    checkpointing: Checkpointing | None  # None: what the user has configured
+    handles: list[Any] = field(default_factory=list)
+
+    def end_step(self, step: int) -> None:
+        """Step number ``step`` has ended: its times are told, if they are measured."""
+        if self.checkpointing is not None and self.checkpointing.clock is not None:
+            self.checkpointing.clock.end_step(step)
+
+    def check_used(self) -> None:
+        """After the first step: say so if no checkpoint was called for which the settings are."""
+        if self.checkpointing is not None and not self.checkpointing.used:
+            logger.warning(
+                "activation_checkpointing: the first step has called no checkpoint, so the block has no effect; name "
+                "modules of the model in activation_checkpointing.modules, or call zerolite.checkpointing.checkpoint "
+                "in its forward"
+            )
+
+    def memory(self) -> list[torch.Tensor]:
+        """Buffers for inputs that nobody uses now."""
+        return [] if self.checkpointing is None else self.checkpointing.memory()
+
+
+def attach(
+    model: torch.nn.Module,
+    settings: ActivationCheckpointingConfig,
+    device: torch.device,
+    tell: Tell,
+    group: Communicator | None = None,
+) -> Attached:
+    """Let calls of ``zerolite.checkpointing.checkpoint`` inside ``model``'s forward do as ``settings`` say, and
+    checkpoint the modules that they name. device: the one that computes. tell: is given the times of each step. group:
+    of the ranks on which activations are equal, where ``zerolite.checkpointing.configure`` names none.
+
+    Before other hooks are put on the modules, which then see what they see where the model itself calls the checkpoint:
+    a forward, and once more inside backward. Raises ConfigError for patterns that match no module, and for TorchScript.
+    """
+    chosen = list(_chosen(model, settings.modules))
+    attached = Attached(None)
+    if settings.model_copy(update={"modules": ()}) != type(settings)():
+        attached.checkpointing = Checkpointing(settings, device, lambda: group_of_parts() or group, tell)
+        enter = _Enter(attached.checkpointing)
+        attached.handles.append(enter.install(model.register_forward_pre_hook, prepend=True))
+        attached.handles.append(_Leave().install(model.register_forward_hook, always_call=True))
+    for module in chosen:
+        attached.handles.append(CheckpointedCall(module))
+    return attached
+
+
+class _Enter(WeakHook[Checkpointing]):
+    """Before the model's forward."""
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        running.stack.append(self.owner() or current())
+
+
+class _Leave(ModuleHook):
+    """After the model's forward."""
+
+    def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+        if running.stack:
+            running.stack.pop()
+
+
+class CheckpointedCall:
+    """Stands in a module's own attributes for what ``module(...)`` calls, hooks included: inside the checkpoint they
+    run again in backward. Copies of the module are as it was."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        compiled = module._compiled_call_impl is not None
+        self._name = "_compiled_call_impl" if compiled else "_call_impl"
+        self._module = weakref.ref(module)
+        self._replaced = module._compiled_call_impl if compiled else None
+        module.__dict__[self._name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return current().checkpoint(self._inner(), args, kwargs)
+
+    def _inner(self) -> Any:
+        if self._replaced is not None:
+            return self._replaced
+        module = self._module()
+        assert module is not None  # it is what is being called, or copied
+        return functools.partial(type(module)._call_impl, module)
+
+    def __reduce__(self) -> Any:
+        return self._inner().__reduce__()  # torch leaves compiled calls out of copies
+
+    def remove(self) -> None:
+        """Give the module its call back."""
+        module = self._module()
+        if module is not None and vars(module).get(self._name) is self:
+            del module.__dict__[self._name]
+            if self._replaced is not None:
+                module.__dict__[self._name] = self._replaced
+
+
+# -------------------------------------------------------------------- which they are
+
+
+def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[torch.nn.Module]:
+    """The modules that match, each once, without those inside of others."""
+    if not patterns:
+        return
+    modules = [(name, module) for name, module in _named(model) if _is_called(module)]
+    missing = [pattern for pattern in patterns if not any(_matches(*entry, pattern) for entry in modules)]
+    if missing:
+        raise ConfigError([(KEY, _matches_none(pattern, modules)) for pattern in missing])
+    inside: set[int] = set()
+    for name, module in modules:
+        if id(module) in inside or not any(_matches(name, module, pattern) for pattern in patterns):
+            continue
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError([(KEY, _is_script(name))])
+        inside.update(id(inner) for inner in module.modules())
+        yield module
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules under all their names, outer ones first; what torch.compile wraps has the name of the wrapper."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        parts = [part for part in name.split(".") if part != "_orig_mod"]
+        if name and not name.endswith("_orig_mod"):
+            yield ".".join(parts), module
+
+
+def _is_called(module: torch.nn.Module) -> bool:
+    """False for containers, whose children are called instead."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not torch.nn.Module.forward
+
+
+def _matches(name: str, module: torch.nn.Module, pattern: str) -> bool:
+    cls = type(module)
+    texts = (name, cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+    return any(fnmatch.fnmatchcase(text, pattern) for text in texts)
+
+
+def _matches_none(pattern: str, modules: Sequence[tuple[str, torch.nn.Module]]) -> str:
+    sentence = f'expected patterns of names or classes of modules that are called, got "{pattern}", which matches none'
+    known = list(dict.fromkeys(text for name, module in modules for text in (name, type(module).__name__)))
+    if not known:
+        return f"{sentence}: the model has no modules in it; leave the key out"
+
+    def likeness(text: str) -> tuple[float, float]:
+        last, wanted = text.rpartition(".")[2], pattern.rpartition(".")[2]
+        return difflib.SequenceMatcher(None, text, pattern).ratio(), difflib.SequenceMatcher(None, last, wanted).ratio()
+
+    return f'{sentence}; the nearest name is "{max(known, key=likeness)}" (model.named_modules() lists all)'
+
+
+def _is_script(name: str) -> str:
+    return (
+        f"expected modules that are written in Python, got '{name}', which is TorchScript, whose call cannot be "
+        "replaced; leave it out, or use the module that it was made from"
+    )

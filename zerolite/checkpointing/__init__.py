@@ -1,0 +1,5 @@
+"""Activation checkpointing under the names that DeepSpeed's users know: ``zerolite.checkpointing.checkpoint``."""
+
+from zerolite.activation_checkpointing.configure import checkpoint, configure, is_configured, reset
+
+__all__ = ["checkpoint", "configure", "is_configured", "reset"]

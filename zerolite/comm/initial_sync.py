@@ -1,0 +1,110 @@
+"""Rank 0's values are everyone's values: checked by hashes, copied only where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.utils.accelerator import HostRead, is_fake
+
+_ROW = 1 << 14  # words that have factors of their own
+_OTHER = 0x5851F42D4C957F2C
+_ROWS = {"cpu": 4}  # hashed at once: what a core's cache holds; elsewhere what keeps a device busy
+_WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that divides a tensor is taken
+
+
+def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on ``device`` (default: the tensor's),
+    where it is computed, part by part. Equal tensors have equal hashes, and so have tensors without memory."""
+    device = device or tensor.device
+    if tensor.numel() == 0 or is_fake(tensor):
+        return torch.zeros((), dtype=torch.int64, device=device)
+    words = _words(tensor.detach().contiguous().reshape(-1))
+    count = -(-words.numel() // _ROW)
+    factors = _odd(min(_ROW, words.numel()), device)
+    step = _ROWS.get(device.type, 128)
+    # Any change of one word changes a sum, because odd factors can be inverted modulo 2^64 (overflow wraps); those of
+    # several words cancel with a probability of 2^-32, because a word has half of the bits.
+    sums = torch.empty(count, dtype=torch.int64, device=device)
+    for first, part in zip(range(0, count, step), words.split(_ROW * step), strict=True):
+        part = part.to(device)
+        whole = part.numel() // _ROW
+        if whole:
+            rows = part[: whole * _ROW].view(whole, _ROW)
+            torch.sum(rows * factors, 1, out=sums[first : first + whole])
+        rest = part[whole * _ROW :]
+        if rest.numel():  # the last row
+            sums[-1] = (rest * factors[: rest.numel()]).sum()
+    return (sums * (_odd(count, device) ^ _OTHER)).sum()  # other factors, or (row 1, word 2) would be (row 2, word 1)
+
+
+def combined_hash(hashes: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """One hash of several 0-dim int64 ``hashes`` on ``device``, in their order."""
+    if not hashes:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return (torch.stack(list(hashes)) * _odd(len(hashes), device)).sum()
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    size, offset = flat.element_size(), flat.storage_offset()
+    for dtype in _WORDS:
+        if flat.numel() * size % dtype.itemsize == 0 and offset * size % dtype.itemsize == 0:
+            return flat.view(dtype)
+    raise AssertionError("every tensor consists of bytes")
+
+
+def _odd(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 64 bits for the places from 0 on (splitmix64's mixing of a counter)."""
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return mixed | 1
+
+
+def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:
+    """For each tensor, whether its bytes differ between ranks: one small all-reduce. Called on all ranks with as
+    many tensors."""
+    if comm.world_size == 1 or not tensors:
+        return [False] * len(tensors)
+    hashes = torch.stack([content_hash(tensor, device) for tensor in tensors])
+    extremes = torch.cat([hashes, ~hashes])
+    comm.all_reduce_max(extremes, tag="initial_sync")
+    largest, smallest = extremes[: len(tensors)], ~extremes[len(tensors) :]
+    return [bool(value) for value in HostRead(largest != smallest).get().tolist()]
+
+
+def synchronize_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device, tag: str) -> None:
+    """Overwrite with rank 0's values those of ``tensors`` that differ. Called on all ranks with the same shapes."""
+    for tensor, different in zip(tensors, differing(tensors, comm, device), strict=True):
+        if different:
+            broadcast_into(tensor, comm, device, tag)
+
+
+@torch.no_grad()
+def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.device, tag: str, source: int = 0) -> None:
+    """Rank ``source``'s values into ``tensor``, whatever its strides, dtype and device."""
+    if tensor.numel() == 0:
+        return
+    sent = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+    comm.broadcast(sent.view(torch.uint8) if sent.dim() else sent.reshape(1).view(torch.uint8), tag, source)
+    tensor.copy_(sent)
+
+
+@torch.no_grad()
+def broadcast_together(
+    tensors: Iterable[torch.Tensor], comm: Communicator, device: torch.device, tag: str, source: int = 0
+) -> None:
+    """The same for several tensors, in one collective for each dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors if comm.world_size > 1 else ():
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for members in by_dtype.values():
+        flat = torch.cat([member.to(device).reshape(-1) for member in members])
+        comm.broadcast(flat.view(torch.uint8), tag, source)
+        parts = flat.split([member.numel() for member in members])
+        torch._foreach_copy_(members, [part.view(m.shape) for part, m in zip(parts, members, strict=True)])

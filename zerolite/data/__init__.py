@@ -1,0 +1,1 @@
+"""Loaders, their positions, and values brought together over ranks."""

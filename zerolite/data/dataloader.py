@@ -1,0 +1,263 @@
+"""The loaders of an engine: `training_data` to one that gives each rank its own part of the data, all of them in a
+checkpoint, and one that never ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from zerolite.data.position import EpochSampler, Position, position_from
+from zerolite.data.tracked_loader import Pass, Rows, TrackedLoader, share_of
+
+logger = logging.getLogger("zerolite")
+
+ROUTES = ("train", "eval", "predict")
+
+
+class RepeatingLoader:
+    """Iterates over a loader for ever: when it is exhausted, it begins a new pass. `iter()` continues, it does not
+    begin anew.
+
+    Each pass is shuffled anew: where `loader.sampler` has an epoch that the pass before left as it was (torch's
+    DistributedSampler), it is advanced by one.
+
+    Raises ValueError when a pass yields nothing, since the next one would not either.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._epoch: int | None = None  # of the sampler, before the pass under way
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        for _ in range(2):  # of a pass that is continued there may be nothing left
+            if self._batches is None:
+                self._epoch = self._sampler_epoch()
+                self._batches = iter(self.loader)
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._batches = None
+                self._leave_epoch()
+        raise ValueError(
+            "RepeatingLoader got nothing from a new pass over its loader. Give it a loader that can be iterated "
+            "more than once and is not empty, such as a DataLoader; a generator is neither."
+        )
+
+    def _leave_epoch(self) -> None:
+        epoch = self._sampler_epoch()
+        if epoch is not None and epoch == getattr(self.loader, "last_epoch", self._epoch):
+            self.loader.sampler.set_epoch(epoch + 1)  # type: ignore[attr-defined]
+
+    def _sampler_epoch(self) -> int | None:
+        sampler = getattr(self.loader, "sampler", None)
+        return getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
+
+
+class Loaders:
+    """Makes the loaders of one engine and knows which batch is in hand."""
+
+    def __init__(
+        self, rank: int, world_size: int, device_type: str, micro_batch_size: int | None, drop_last: bool
+    ) -> None:
+        self.collate_fn: Callable[[list[Any]], Any] | None = None  # for loaders that are given none
+        self._rank = rank
+        self._world_size = world_size
+        self._device_type = device_type
+        self._micro_batch_size = micro_batch_size
+        self._drop_last = drop_last
+        self._running: list[Pass] = []
+        self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()  # by number
+        self._numbers = itertools.count()
+        self._waiting: list[Position] = []  # of loaders that have not been made yet
+
+    def make(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+    ) -> Any:
+        """A loader of `dataset`: see :meth:`zerolite.engine.engine.Engine.deepspeed_io`."""
+        if route not in ROUTES:
+            raise ValueError(f"engine.deepspeed_io: expected route to be one of {', '.join(ROUTES)}, got {route!r}.")
+        loader = build_dataloader(
+            dataset,
+            self._micro_batch_size if batch_size is None else batch_size,
+            self._rank,
+            self._world_size,
+            collate_fn=collate_fn or self.collate_fn,
+            device_type=self._device_type if pin_memory else "cpu",
+            num_workers=num_workers,
+            drop_last=self._drop_last and route == "train",
+            shuffle=route == "train",
+        )
+        return loader if isinstance(dataset, IterableDataset) else self.prepare(loader)
+
+    def prepare(self, loader: Any) -> TrackedLoader:
+        """`loader`, its batches known. Raises ValueError where that cannot be: see :func:`share_of`."""
+        if isinstance(loader, TrackedLoader):
+            return loader
+        share = share_of(loader, self._rank, self._world_size)
+        tracked = TrackedLoader(loader, share, self._rank, self._running)
+        number = next(self._numbers)
+        self._made[number] = tracked
+        if self._waiting:
+            position = self._waiting.pop(0)
+            same = position.samples == share.total
+            self._report(number, position, tracked.restore(position) if same else f"it has {share.total} samples now")
+        return tracked
+
+    def rows(self, loader: Any = None) -> Rows | None:
+        """The rows of the batch in hand: of the pass begun last and not ended; None outside of any. With `loader`: of
+        all batches of the pass over it that was begun last. Raises ValueError for a loader that this did not make."""
+        if loader is None:
+            return self._running[-1].rows if self._running else None
+        if not isinstance(loader, TrackedLoader) or loader._running is not self._running:
+            raise ValueError(
+                f"expected loader to come from engine.deepspeed_io, engine.prepare_loader or engine.dataloader of this "
+                f"engine, got {type(loader).__name__}; pass what engine.prepare_loader(loader) returns"
+            )
+        return loader.last_share.whole()
+
+    def state_dict(self) -> list[dict[str, int | str | None]]:
+        """The positions of the loaders that exist, in the order in which they were made, in plain data: the same on all
+        ranks that have taken equally many batches. Of passes over one loader at the same time: that begun last."""
+        return [asdict(loader.position()) for loader in self._made.values()]
+
+    def load_state_dict(self, state: list[dict[str, int | str | None]]) -> None:
+        """The next batch of each loader is the one after those that the ranks together had been given when `state` was
+        saved, also where the number of ranks or the batch size is another one. A pass under way goes on from there.
+
+        Loaders are told apart by their order: the positions of those that are not made yet wait for them. Warns where a
+        pass cannot be continued; it begins anew. Raises ValueError, and changes nothing, where :meth:`check_state_dict`
+        does.
+        """
+        positions = self.check_state_dict(state)
+        loaders = list(self._made.values())
+        self._waiting = positions[len(loaders) :]
+        for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
+            self._report(number, position, loader.restore(position))
+
+    def _report(self, number: int, position: Position, obstacle: str | None) -> None:
+        if obstacle and position.consumed and self._rank == 0:
+            logger.warning(
+                "Loader %d of this engine had given %d of %d samples of a pass that cannot be continued, because %s. "
+                "The pass begins anew, so these samples come again.",
+                number,
+                position.consumed,
+                position.samples,
+                obstacle,
+            )
+
+    def check_state_dict(self, state: list[dict[str, int | str | None]]) -> list[Position]:
+        """What is in `state`. Raises ValueError where a loader has not as many samples as that of which it was
+        saved."""
+        positions = [position_from(entry) for entry in state]
+        for number, (loader, position) in enumerate(zip(self._made.values(), positions, strict=False)):
+            if position.samples != loader.share.total:
+                raise ValueError(
+                    f"expected {position.samples} samples in loader {number} of this engine, as when its position was "
+                    f"saved, got {loader.share.total}; give it the same data, and make the loaders in the same order"
+                )
+        return positions
+
+
+def build_dataloader(
+    dataset: Dataset[Any] | Iterable[Any],
+    micro_batch_size: int | None,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    device_type: str = "cpu",
+    seed: int = 0,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    shuffle: bool = True,
+) -> DataLoader[Any]:
+    """A loader of batches of `micro_batch_size` samples for this rank.
+
+    dataset: with `__len__` and `__getitem__`: split over the ranks; with `shuffle` in an order drawn from `seed`,
+    another one in each pass. An IterableDataset: batched as it comes; it splits itself over ranks (and workers), since
+    nobody else can. A DataLoader: refused, since it has batches already. collate_fn: a list of samples to a batch;
+    default: torch's. device_type: "cuda" pins the host memory of batches. num_workers: processes that load; 0 loads in
+    this one. drop_last: False: every sample comes in each pass; the first ones are repeated at its end where the ranks'
+    shares would differ, and the last batch may be smaller, on all ranks alike. True: all batches are full and no sample
+    is repeated; what is left over is left out.
+
+    Raises ValueError for a missing or wrong size, and TypeError for data that cannot be loaded.
+    """
+    if micro_batch_size is None:
+        raise ValueError(
+            "training_data needs a batch size: set train_micro_batch_size_per_gpu in the configuration (or "
+            "train_batch_size and gradient_accumulation_steps, from which it follows)."
+        )
+    _check_size("train_micro_batch_size_per_gpu", micro_batch_size, 1)
+    _check_size("num_local_io_workers", num_workers, 0)
+    options: dict[str, Any] = {
+        "batch_size": micro_batch_size,
+        "collate_fn": collate_fn,
+        "pin_memory": device_type == "cuda",
+        "num_workers": num_workers,
+        "drop_last": drop_last,
+    }
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "training_data must be a dataset, but is a DataLoader, which has made its batches already. Pass its "
+            "dataset, or iterate over it yourself."
+        )
+    if isinstance(dataset, IterableDataset):
+        if world_size > 1 and rank == 0:
+            logger.warning(
+                "training_data is an IterableDataset (%s): each of the %d ranks iterates over all that it yields "
+                "there; it must yield a different part on each rank, and equally many samples.",
+                type(dataset).__name__,
+                world_size,
+            )
+        return DataLoader(dataset, **options)
+    samples = _length(dataset)
+    if drop_last and samples < micro_batch_size * world_size:
+        raise ValueError(
+            f"training_data has {samples} samples, too few for a batch of {micro_batch_size} on each of {world_size} "
+            "ranks, and dataloader_drop_last leaves out what does not fill one. Set it to false or take smaller "
+            "batches."
+        )
+    sampler = EpochSampler(
+        dataset,  # type: ignore[arg-type]
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )
+    return DataLoader(dataset, sampler=sampler, **options)  # type: ignore[arg-type]
+
+
+def _check_size(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")
+
+
+def _length(dataset: Any) -> int:
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        raise TypeError(
+            f"training_data must have a length and an index, or be a torch IterableDataset, but "
+            f"{type(dataset).__name__} has no {' and no '.join(missing)}. Add it, or derive the class from "
+            f"torch.utils.data.IterableDataset and let it yield this rank's samples."
+        )
+    samples = len(dataset)
+    if samples == 0:
+        raise ValueError(f"training_data ({type(dataset).__name__}) is empty: there is nothing to train on.")
+    return samples

@@ -1,0 +1,341 @@
+"""Values of all ranks brought together: reduced to one, or concatenated to those of the whole data set.
+
+Every call is two small all-gathers. The first one says what each rank brings: if ranks differ, or one of them has
+nothing that can be sent, all of them raise with the same sentence and none is left waiting. The second one carries the
+values, as bytes, so that dtypes do not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from zerolite.comm import Communicator
+from zerolite.data.dataloader import Loaders, Rows
+from zerolite.utils.accelerator import HostRead
+
+OPS = ("mean", "sum", "max", "min")
+_LINE = 16  # bytes to which values that travel together are aligned
+_SHOWN = 4  # ranks and lines that an error quotes
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One value of a nested structure, on this rank."""
+
+    path: str
+    kind: str  # what must be the same on all ranks
+    sent: torch.Tensor | None  # [rows, ...]; rows may differ over ranks, the rest may not. None for None
+    finish: Callable[[list[torch.Tensor]], Any]  # from every rank's `sent` to the result
+
+
+class _Unfit(ValueError):
+    """This rank's value cannot be sent."""
+
+
+@torch.no_grad()
+def reduce(value: Any, op: str, comm: Communicator, device: torch.device) -> Any:
+    """See :meth:`zerolite.engine.engine.Engine.reduce`. Called on all ranks."""
+
+    def leaf(path: str, item: Any) -> _Leaf:
+        if op not in OPS:
+            raise _Unfit(f"expected op to be one of {', '.join(OPS)}, got {op!r}")
+        if isinstance(item, torch.Tensor):
+            return _reduced_tensor(path, item, op, device)
+        if isinstance(item, numbers.Real):
+            encoded = torch.tensor([_encode(path, item)], dtype=torch.int64, device=device)
+            return _Leaf(path, "a number", encoded, lambda parts: _reduce_numbers(_decode(parts), op))
+        raise _Unfit(
+            f"expected numbers and tensors, got {type(item).__name__} at {path}; make it a tensor or leave it out"
+        )
+
+    return _together(f"engine.reduce, op={op}", value, leaf, comm, device)
+
+
+@torch.no_grad()
+def gather(
+    value: Any, comm: Communicator, device: torch.device, loaders: Loaders | None = None, loader: Any = None
+) -> Any:
+    """See :meth:`zerolite.engine.engine.Engine.gather`; with ``loaders``, ``gather_for_metrics`` there. Called on all
+    ranks."""
+    problem, rows = "", None
+    if loaders is not None:
+        try:
+            rows = loaders.rows(loader)
+        except ValueError as error:
+            problem = str(error)
+
+    def leaf(path: str, item: Any) -> _Leaf:
+        if problem:
+            raise _Unfit(problem)
+        return _gathered(path, item, rows, comm.world_size, device)
+
+    name = "engine.gather" if loaders is None else "engine.gather_for_metrics"
+    part = f", {rows.per_rank} samples on each rank and {rows.samples} in all" if rows is not None else ""
+    return _together(name + part, value, leaf, comm, device)
+
+
+@torch.no_grad()
+def be_absent(comm: Communicator, device: torch.device) -> None:
+    """Take part in a call of the other ranks, with nothing to add: their result is over those that do."""
+    nbytes, present = _agree([], "", 0, comm, device, absent=True)
+    if present:
+        _all_gather(torch.zeros(nbytes, dtype=torch.uint8, device=device), comm)
+
+
+# -------------------------------------------------------------------- leaves
+
+
+def _gathered(path: str, item: Any, rows: Rows | None, world_size: int, device: torch.device) -> _Leaf:
+    if isinstance(item, numbers.Real):
+        item = _number_tensor(path, item)
+    if not isinstance(item, torch.Tensor):
+        raise _Unfit(f"expected tensors, got {type(item).__name__} at {path}; make it a tensor or leave it out")
+    home = item.device
+    sent = _sendable(path, item.reshape(1) if item.dim() == 0 else item, device)
+    trailing = "".join(f", {size}" for size in sent.shape[1:])
+    kind = f"{item.dtype} [*{trailing}]"
+    if rows is None:
+        return _Leaf(path, kind, sent, lambda parts: torch.cat(parts).to(home))
+    if item.dim() == 0 and rows.per_rank != 1:
+        return _Leaf(path, f"{item.dtype}, one for each rank", sent, lambda parts: torch.cat(parts).to(home))
+    if sent.shape[0] != rows.per_rank:
+        raise _Unfit(
+            f"expected a row for each of the {rows.per_rank} samples that the loader gave this rank, got "
+            f"{sent.shape[0]} rows at {path}; for values that are not one for each sample call engine.gather"
+        )
+
+    def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) < world_size:
+            raise RuntimeError(
+                "engine.gather_for_metrics: some ranks have finished their batches (engine.join), so the rows of the "
+                "others are not those of a whole batch; collect them and call this after the join block, with loader="
+            )
+        return torch.stack(parts, 1).flatten(0, 1)[: rows.samples].to(home)
+
+    return _Leaf(path, kind, sent, in_order)
+
+
+def _reduced_tensor(path: str, item: torch.Tensor, op: str, device: torch.device) -> _Leaf:
+    if item.is_complex() and op in ("max", "min"):
+        raise _Unfit(f"expected real numbers for {op}, got {item.dtype} at {path}")
+    if item.dtype == torch.uint64:
+        raise _Unfit(f"expected a dtype that int64 contains, got torch.uint64 at {path}; cast it to torch.int64")
+    home = item.device
+    sent = _sendable(path, item.unsqueeze(0), device)
+    kind = f"{item.dtype} {list(item.shape)}"
+    return _Leaf(path, kind, sent, lambda parts: _reduce_tensors([part[0] for part in parts], op).to(home))
+
+
+def _sendable(path: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        what = f"device {tensor.device}" if tensor.device.type == "meta" else f"{tensor.layout}, {tensor.dtype}"
+        raise _Unfit(f"expected a dense tensor with values, got one with {what} at {path}; make it dense")
+    return tensor.detach().to(device)
+
+
+def _number_tensor(path: str, number: Any) -> torch.Tensor:
+    if isinstance(number, bool):
+        return torch.tensor(number, device="cpu")
+    if isinstance(number, numbers.Integral):
+        return torch.tensor(_int64(path, number), dtype=torch.int64, device="cpu")
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu")
+
+
+def _int64(path: str, number: Any) -> int:
+    if not -(2**63) <= int(number) < 2**63:
+        raise _Unfit(f"expected integers of at most 64 bits, got {int(number)} at {path}; pass it as a float")
+    return int(number)
+
+
+# -------------------------------------------------------------------- reductions
+
+
+def _reduce_tensors(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    """In rank order, so that all ranks get the same bits. Floats in float64, integers in int64."""
+    dtype = parts[0].dtype
+    inexact = dtype.is_floating_point or dtype.is_complex
+    if inexact or op == "mean":
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+    else:
+        wide = torch.int64
+    result = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        other = part.to(wide)
+        if op in ("mean", "sum"):
+            result += other
+        else:
+            result = torch.maximum(result, other) if op == "max" else torch.minimum(result, other)
+    if op == "mean":
+        result /= len(parts)
+    if inexact:
+        return result.to(torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32)
+    return result.to(dtype) if op in ("max", "min") else result
+
+
+_BOOL, _INT, _FLOAT = range(3)
+
+
+def _encode(path: str, number: Any) -> tuple[int, int]:
+    """A number's type and its 64 bits."""
+    if isinstance(number, bool):
+        return _BOOL, int(number)
+    if isinstance(number, numbers.Integral):
+        return _INT, _int64(path, number)
+    return _FLOAT, struct.unpack("<q", struct.pack("<d", float(number)))[0]
+
+
+def _decode(parts: list[torch.Tensor]) -> list[Any]:
+    decoded: list[Any] = []
+    for kind, bits in HostRead(torch.cat(parts)).get().tolist():
+        decoded.append(struct.unpack("<d", struct.pack("<q", bits))[0] if kind == _FLOAT else bits)
+        if kind == _BOOL:
+            decoded[-1] = bool(bits)
+    return decoded
+
+
+def _reduce_numbers(values: list[Any], op: str) -> Any:
+    """One float among them makes the result a float."""
+    if op in ("mean", "sum"):
+        total = sum(values)
+        return total / len(values) if op == "mean" else total
+    if any(isinstance(value, float) for value in values):
+        values = [float(value) for value in values]
+        if any(math.isnan(value) for value in values):
+            return math.nan
+    elif any(type(value) is int for value in values):
+        values = [int(value) for value in values]
+    return max(values) if op == "max" else min(values)
+
+
+# -------------------------------------------------------------------- the exchange
+
+
+def _together(
+    call: str, value: Any, leaf: Callable[[str, Any], _Leaf], comm: Communicator, device: torch.device
+) -> Any:
+    """``value`` with each item replaced by what ``leaf`` makes of it over all ranks; None stays."""
+    items, structure = tree_flatten_with_path(value)
+    leaves: list[_Leaf] = []
+    problem = ""
+    try:
+        for key, item in items:
+            path = keystr(key) or "the value"
+            leaves.append(_Leaf(path, "None", None, lambda parts: None) if item is None else leaf(path, item))
+    except _Unfit as error:
+        problem = str(error)
+    except Exception as error:  # the other ranks are about to wait for this one: they must hear of it
+        problem = f"{type(error).__name__}: {error}"
+    order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
+    lines = [call, *(f"{leaves[index].path}: {leaves[index].kind}" for index in order)]
+    sent = [tensor for index in order if (tensor := leaves[index].sent) is not None]
+    nbytes, present = _agree(lines, problem, 0 if problem else _packed_bytes(sent), comm, device)
+    arrived = iter(_exchange(sent, nbytes, present, comm, device))
+    results: dict[int, Any] = {}
+    for index in order:
+        results[index] = None if leaves[index].sent is None else leaves[index].finish(next(arrived))
+    return tree_unflatten([results[index] for index in range(len(leaves))], structure)
+
+
+_FINE, _PROBLEM, _ABSENT = range(3)
+
+
+def _agree(
+    lines: list[str], problem: str, nbytes: int, comm: Communicator, device: torch.device, absent: bool = False
+) -> tuple[int, list[int]]:
+    """The largest ``nbytes`` of all ranks and which of them take part, if those all say the same ``lines``.
+
+    Otherwise raises on all of them, ValueError where one has a ``problem``, RuntimeError where lines differ; an absent
+    rank gets ``(0, [])``.
+    """
+    text = (problem or "\n".join(lines)).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    kind = _ABSENT if absent else _PROBLEM if problem else _FINE
+    header = torch.tensor([digest, len(text), nbytes, kind], dtype=torch.int64, device=device)
+    headers = HostRead(_all_gather(header, comm)).get().tolist()
+    present = [rank for rank, other in enumerate(headers) if other[3] != _ABSENT]
+    first = headers[present[0]]
+    if all(headers[rank][:2] == first[:2] and headers[rank][3] == _FINE for rank in present):
+        return max(other[2] for other in headers), present
+    longest = max(other[1] for other in headers)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    rows = HostRead(_all_gather(padded, comm)).get().tolist()
+    if absent:
+        return 0, []
+    texts = [bytes(row[: other[1]]).decode() for row, other in zip(rows, headers, strict=True)]
+    name = lines[0].partition(",")[0]
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][3] == _PROBLEM]
+    if said:
+        raise ValueError(f"{name}: {_some(said, '; ')}.")
+    raise RuntimeError(_difference(name, {rank: texts[rank] for rank in present}))
+
+
+def _difference(name: str, texts: Mapping[int, str]) -> str:
+    told = {rank: text.split("\n") for rank, text in texts.items()}
+    common = set.intersection(*(set(lines) for lines in told.values()))
+    said: dict[str, int] = {}
+    for rank, lines in told.items():
+        said.setdefault(_some([line for line in lines if line not in common], "; ") or "nothing more", rank)
+    has = _some([f"rank {rank} has {text}" for text, rank in said.items()], " | ")
+    return (
+        f"{name}: the ranks did not call it alike. Expected the same structure, dtypes and shapes (beyond the rows "
+        f"that are gathered) on all ranks; {has}. A rank with nothing to add passes zeros, or for a gather a tensor "
+        "of the same dtype with 0 rows."
+    )
+
+
+def _some(parts: list[str], separator: str) -> str:
+    left = len(parts) - _SHOWN
+    return separator.join(parts[:_SHOWN]) + (f"{separator}and {left} more" if left > 0 else "")
+
+
+def _exchange(
+    sent: Sequence[torch.Tensor], nbytes: int, present: Sequence[int], comm: Communicator, device: torch.device
+) -> list[list[torch.Tensor]]:
+    """For each tensor, that of every rank that is ``present``. ``nbytes``: of the longest rank."""
+    packed = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    counts = torch.tensor([tensor.shape[0] for tensor in sent], dtype=torch.int64, device=device)
+    start = 0
+    for tensor in [counts, *sent]:
+        size = tensor.numel() * tensor.element_size()
+        packed[start : start + size].view(tensor.dtype).copy_(tensor.reshape(-1))
+        start += _aligned(size)
+    everything = _all_gather(packed, comm)
+    start = counts.numel() * counts.element_size()
+    rows = HostRead(everything[:, :start].reshape(-1).view(torch.int64)).get().view(comm.world_size, len(sent)).tolist()
+    starts = [_aligned(start)] * comm.world_size
+    result = []
+    for index, tensor in enumerate(sent):
+        parts = []
+        for rank in present:
+            shape = (rows[rank][index], *tensor.shape[1:])
+            size = math.prod(shape) * tensor.element_size()
+            parts.append(everything[rank, starts[rank] : starts[rank] + size].clone().view(tensor.dtype).view(shape))
+            starts[rank] += _aligned(size)
+        result.append(parts)
+    return result
+
+
+def _packed_bytes(sent: Sequence[torch.Tensor]) -> int:
+    sizes = [8 * len(sent), *(tensor.numel() * tensor.element_size() for tensor in sent)]
+    return sum(_aligned(size) for size in sizes)
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + _LINE - 1) // _LINE * _LINE
+
+
+def _all_gather(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """[world_size, numel] of every rank's ``tensor`` [numel]."""
+    full = torch.empty(comm.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    comm.gather_shards([full], [tensor], tag="metrics").wait()
+    return full.view(comm.world_size, tensor.numel())

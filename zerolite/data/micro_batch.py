@@ -1,0 +1,63 @@
+"""What a loader gives, as a call of the model and of the loss function: what ``engine.train_batch`` works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.precision.dtypes import map_tensors
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """args, kwargs: of the model. target: of the loss function; None without one."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+
+    @classmethod
+    def of(cls, batch: Any, loss_fn: LossFunction | None, device: torch.device) -> MicroBatch:
+        """``batch``, its tensors on ``device``. With a loss function it is a pair of inputs and targets; without, the
+        model's arguments. Either way a mapping is keywords, a tuple or list positions, anything else one argument.
+        Raises ValueError for what is no such pair."""
+        batch = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+        target = None
+        if loss_fn is not None:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                got = f"{len(batch)} items" if isinstance(batch, (tuple, list)) else type(batch).__name__
+                raise ValueError(
+                    f"engine.train_batch: with a loss_fn, expected a micro-batch to be a pair (inputs, targets), got "
+                    f"{got}; give initialize no loss_fn if the model computes its loss itself"
+                )
+            batch, target = batch
+        if isinstance(batch, Mapping):
+            return cls((), dict(batch), target)
+        return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, target)
+
+    def loss(self, outputs: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+        """The loss: of ``loss_fn``, or what the model has returned: a scalar, a tuple with one scalar in it or that
+        begins with one, or an object or mapping with a ``loss``. Raises ValueError for anything else."""
+        if loss_fn is not None:
+            return _scalar(loss_fn(outputs, self.target), "the loss_fn")
+        if isinstance(outputs, Mapping) and "loss" in outputs:
+            outputs = outputs["loss"]
+        elif not isinstance(outputs, torch.Tensor) and getattr(outputs, "loss", None) is not None:
+            outputs = outputs.loss
+        elif isinstance(outputs, (tuple, list)) and outputs:
+            scalars = [item for item in outputs if isinstance(item, torch.Tensor) and item.numel() == 1]
+            outputs = scalars[0] if len(scalars) == 1 else outputs[0]
+        return _scalar(outputs, "the model")
+
+
+def _scalar(loss: Any, who: str) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        remedy = "reduce it with .mean()" if who == "the loss_fn" else "give initialize a loss_fn"
+        raise ValueError(f"engine.train_batch: expected {who} to give a loss with one element, got {got}; {remedy}")
+    return loss

@@ -1,0 +1,277 @@
+"""What must be equal on all ranks is compared before anything depends on it, and differences are named."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
+from typing import Any, NoReturn
+
+import torch
+
+from zerolite.comm import Communicator, HostGroup
+from zerolite.comm.collective_check import VARIABLE as CHECK_VARIABLE
+from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
+from zerolite.config import ZeroliteConfig
+from zerolite.utils.accelerator import HostRead
+from zerolite.version import __version__
+from zerolite.zero.stage3.partitioned_parameter import whole_shape
+
+LOCAL_KEYS = {
+    "csv_monitor": "files of rank 0 alone",
+    "jsonl_monitor": "a file of rank 0 alone",
+    "tensorboard": "files of rank 0 alone",
+    "wandb": "a run of rank 0 alone",
+    "steps_per_print": "lines that rank 0 alone prints",
+    "wall_clock_breakdown": "rank 0 alone measures and prints",
+    "dump_state": "rank 0 alone prints",
+}
+"""Config keys and blocks that may differ between ranks, with the reason. (Seeds, devices and folders are no part of the
+config, or those of rank 0.)"""
+
+_DIFFERENT = "zerolite.initialize: the ranks hold different models, configs or optimizers"
+_MAKE_ALIKE = "Make them the same way on every rank, without branches or random numbers that depend on it."
+_SHOWN = 10  # differences in one message
+_NAMED = 3  # members in one difference
+_WIDTH = 100  # characters of a value
+
+
+@dataclass
+class Description:
+    """What one rank holds, in words.
+
+    items: facts by subject ("parameter 'head.weight'", "config key gradient_clipping") and, where a subject has
+    several, by aspect ("shape"); the aspect of a single fact is "". lists: names in an order that matters, by what
+    they are the list of. Lists whose members are subjects of ``items`` themselves are in ``orders``.
+    """
+
+    items: dict[str, dict[str, str]] = field(default_factory=dict)
+    lists: dict[str, list[str]] = field(default_factory=dict)
+    orders: dict[str, list[str]] = field(default_factory=dict)
+
+    def number(self) -> int:
+        """63 bits made of all of it; equal for equal descriptions, and hardly for others."""
+        text = json.dumps([self.items, self.lists, self.orders], sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def check_agreement(mine: Description, comm: Communicator, device: torch.device, what: str, remedy: str = "") -> None:
+    """Raise RuntimeError on all ranks, with the differences by name, if ``mine`` is not the same on all of them.
+
+    what: what the message begins with: the call, and what is different. remedy: what it ends with. One small all-reduce
+    while all is equal. Called on all ranks of ``comm``.
+    """
+    if comm.world_size == 1:
+        return
+    number = mine.number()
+    extremes = torch.tensor([number, -number], device=device)
+    comm.all_reduce_max(extremes, tag="initial_sync")
+    largest, smallest = HostRead(extremes).get().tolist()
+    if largest != -smallest:
+        raise_differences(mine, comm, what, remedy)
+
+
+def raise_differences(mine: Description, comm: Communicator, what: str, remedy: str = "") -> NoReturn:
+    """Raise RuntimeError with the differences between the ranks' descriptions; see :func:`check_agreement`. Called on
+    all ranks of ``comm``."""
+    sentences = list(differences(HostGroup(comm, "agreement").gather(mine)))
+    shown = "".join(f"\n- {sentence}" for sentence in sentences[:_SHOWN]) or "\n- differences between other ranks"
+    rest = len(sentences) - _SHOWN
+    more = f"\n- and {rest} more difference{'s' if rest > 1 else ''}" if rest > 0 else ""
+    raise RuntimeError(
+        f"{what}; expected the same on all {comm.world_size} ranks, got:{shown}{more}\n{remedy or _MAKE_ALIKE}"
+    )
+
+
+def check_initialize(
+    config: ZeroliteConfig,
+    model: torch.nn.Module,
+    optimizer: Any,
+    groups: Sequence[Mapping[str, Any]],
+    comm: Communicator,
+    device: torch.device,
+    **arguments: Any,
+) -> None:
+    """:func:`check_agreement` of what ``zerolite.initialize`` is given: the resolved config, the model, the optimizer
+    with the param groups, the other ``arguments``, versions, and the environment where it matters."""
+    if comm.world_size > 1:
+        described = [describe_process(), describe_arguments(**arguments), describe_config(config)]
+        described += [describe_model(model), describe_optimizer(optimizer, groups, model)]
+        check_agreement(joined(*described), comm, device, _DIFFERENT)
+
+
+def check_made_optimizer(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, comm: Communicator, device: torch.device
+) -> None:
+    """:func:`check_agreement` of the optimizer that a user's function has made; called on all ranks."""
+    if comm.world_size > 1:
+        check_agreement(describe_optimizer(optimizer, optimizer.param_groups, model), comm, device, _DIFFERENT)
+
+
+# ------------------------------------------------------------------ what is described
+
+
+def describe_process() -> Description:
+    """Versions, and the variable that adds collectives."""
+    facts = {
+        "the version of zerolite": __version__,
+        "the version of torch": str(torch.__version__),
+        f"the environment variable {CHECK_VARIABLE}": repr(os.environ.get(CHECK_VARIABLE, "")),
+    }
+    return Description({subject: {"": text} for subject, text in facts.items()})
+
+
+def describe_config(config: ZeroliteConfig) -> Description:
+    """Every key that is set, by its dotted name, but for :data:`LOCAL_KEYS`."""
+    values = config.model_dump()
+    return Description(
+        {f"config key {key}": {"": text} for key, text in _flat({k: values[k] for k in values if k not in LOCAL_KEYS})}
+    )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", plain_text(value)
+
+
+def describe_model(model: torch.nn.Module) -> Description:
+    """Parameters (whole, where they are partitioned) and buffers, in their order."""
+    found = Description()
+    for name, parameter in model.named_parameters():
+        found.items[f"parameter '{name}'"] = describe_parameter(parameter)
+    for name, buffer in model.named_buffers():
+        found.items[f"buffer '{name}'"] = {"shape": str(tuple(buffer.shape)), "dtype": str(buffer.dtype)}
+    found.orders["the model's parameters"] = [name for name, _ in model.named_parameters()]
+    found.orders["the model's buffers"] = [name for name, _ in model.named_buffers()]
+    return found
+
+
+def describe_parameter(parameter: torch.nn.Parameter) -> dict[str, str]:
+    """Shape [whole], dtype, and whether it requires a gradient."""
+    return {
+        "shape": str(tuple(whole_shape(parameter))),
+        "dtype": str(parameter.dtype),
+        "requires_grad": str(parameter.requires_grad),
+    }
+
+
+def describe_optimizer(optimizer: Any, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> Description:
+    """An optimizer (an instance, a class, a function that makes one, or None) and its param groups: which parameters
+    each holds, and its hyperparameters as far as they are plain values."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = Description({"the optimizer": {"": "not given" if optimizer is None else kind_of(optimizer)}})
+    for number, group in enumerate(groups):
+        found.lists[f"param group {number}"] = [names.get(id(p), "(of no name)") for p in group["params"]]
+        settings = {key: plain_text(value) for key, value in group.items() if key not in ("params", "param_names")}
+        found.items[f"param group {number}"] = {str(key): text for key, text in settings.items()}
+    return found
+
+
+def describe_arguments(**arguments: Any) -> Description:
+    """Arguments of a call: plain values, and kinds of everything else."""
+    return Description({f"the argument {name}": {"": plain_text(value)} for name, value in arguments.items()})
+
+
+def joined(*descriptions: Description) -> Description:
+    """All of them, in this order."""
+    whole = Description()
+    for part in descriptions:
+        whole.items.update(part.items)
+        whole.lists.update(part.lists)
+        whole.orders.update(part.orders)
+    return whole
+
+
+def plain_text(value: Any) -> str:
+    """A value as text that is equal on all ranks where the value is: what is not plain is its kind alone."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(plain_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {plain_text(item)}' for key, item in value.items())}}}"
+    return kind_of(value)
+
+
+def kind_of(value: Any) -> str:
+    """The qualified name of a class or function, or of the class of anything else."""
+    if isinstance(value, functools.partial):
+        return f"partial of {kind_of(value.func)} with {plain_text([*value.args, value.keywords])}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+# ------------------------------------------------------------------ what differs
+
+
+def differences(ranks: Sequence[Description]) -> Iterator[str]:
+    """A sentence for each difference between the descriptions, which are in rank order."""
+    for subject in _everywhere(entry.items for entry in ranks):
+        found = [entry.items.get(subject) for entry in ranks]
+        single = any("" in aspects for aspects in found if aspects is not None)
+        there = [rank for rank, aspects in enumerate(found) if aspects is not None]
+        if len(there) < len(ranks) and not single:
+            yield f"{subject} exists on {name_ranks(there)} only"
+            continue
+        for aspect in _everywhere(aspects or {} for aspects in found):
+            values = [None if aspects is None else aspects.get(aspect) for aspects in found]
+            if len(set(values)) > 1:
+                yield f"{subject} {f'has {aspect}' if aspect else 'is'} {_by_ranks(values)}"
+    for subject in _everywhere(entry.lists for entry in ranks):
+        members = [entry.lists[subject] for entry in ranks if subject in entry.lists]
+        if len(members) == len(ranks):
+            yield from _membership(subject, members)
+    for subject in _everywhere(entry.orders for entry in ranks):
+        yield from _order(subject, [entry.orders.get(subject, []) for entry in ranks])
+
+
+def _everywhere(keys: Iterable[Iterable[str]]) -> list[str]:
+    """The keys of all ranks, each once, in the order in which they come."""
+    return list(dict.fromkeys(key for rank in keys for key in rank))
+
+
+def _by_ranks(values: Sequence[str | None]) -> str:
+    """``0.001 on ranks 0 and 2, but 0.01 on rank 1``."""
+    groups = ranks_by_value(values)
+    return ", but ".join(
+        f"{'not set' if value is None else _short(value)} on {name_ranks(ranks)}" for value, ranks in groups.items()
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+
+
+def _membership(subject: str, lists: Sequence[list[str]]) -> Iterator[str]:
+    sets = [frozenset(names) for names in lists]
+    if len(set(sets)) == 1:
+        yield from _order(subject, lists)
+        return
+    counts = _by_ranks([f"{len(names)} parameters" if len(names) != 1 else "1 parameter" for names in lists])
+    strays = [name for name in _everywhere(lists) if not all(name in names for names in sets)]
+    named = [
+        f"'{name}' is in it on {name_ranks(rank for rank, names in enumerate(sets) if name in names)} only"
+        for name in islice(strays, _NAMED)
+    ]
+    more = [f"{len(strays) - _NAMED} more"] if len(strays) > _NAMED else []
+    yield f"{subject} holds {counts}: {list_of([*named, *more])}"
+
+
+def _order(subject: str, lists: Sequence[list[str]]) -> Iterator[str]:
+    """One sentence if lists of the same names have them in different orders; none if the names differ."""
+    if len({frozenset(names) for names in lists}) > 1:
+        return
+    for place, names in enumerate(zip_longest(*lists)):
+        if len(set(names)) > 1:
+            quoted = [None if name is None else f"'{name}'" for name in names]
+            yield f"{subject} come in another order: number {place} is {_by_ranks(quoted)}"
+            return

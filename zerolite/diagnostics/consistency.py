@@ -1,0 +1,280 @@
+"""Comparison, while training runs, of what must be equal on all ranks: the numbers that updates use, and the weights
+that all ranks hold.
+
+The numbers travel as a hash in the step's statistics. The weights are hashed on the device every so many steps. Either
+way the ranks gather what they hold, in order to name it, only once they know that it differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.comm import HostGroup, Topology
+from zerolite.comm.initial_sync import combined_hash, content_hash
+from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
+from zerolite.diagnostics.agreement import Description, plain_text, raise_differences
+from zerolite.utils.accelerator import HostRead
+from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.stage3.partitioned_parameter import handle_of
+
+_HASH = 1 << 52  # two of them add without rounding in float64
+_EXACT = 1 << 24  # integers below are exact in fp32
+_OFF = 'set "consistency_check_interval" to 0 to compare nothing'
+_ALIKE = (
+    "Change them alike on all ranks: give a schedule to zerolite.initialize, and ReduceLROnPlateau a loss that all "
+    "ranks share (engine.reduce(loss)). At stage 3 run the same modules on all ranks, or name what some may skip in "
+    f"zero_optimization.leaf_modules. If ranks may differ, {_OFF}."
+)
+_NAMED = 10  # parameters in one message
+
+
+@dataclass(frozen=True)
+class UpdateNumbers:
+    """The numbers that one update uses beside gradients and states.
+
+    Attributes:
+        step: updates before it.
+        groups: of each param group, the values that the optimizer reads, by key.
+        divisor: of the summed gradient (the loss scale, less what a partial accumulation lacks).
+        max_norm: for clipping, 0 for none.
+        gathers: a hash of what stage 3 has gathered so far. A rank that has run other modules than the rest has
+            exchanged other parameters than they believe, without a word from NCCL.
+    """
+
+    step: int
+    groups: tuple[dict[str, Any], ...]
+    divisor: float
+    max_norm: float
+    gathers: int = 0
+
+    def fingerprint(self) -> tuple[int, list[torch.Tensor]]:
+        """A hash below 2^52 of what the host knows, and the tensors on a device that belong to it. Floats count as the
+        fp32 numbers that kernels use: schedules may differ in the last bit of a double between two C libraries."""
+        numbers, texts = array("f", (self.divisor, self.max_norm)), [f"{self.step},{self.gathers}"]
+        tensors: list[torch.Tensor] = []
+        for group in self.groups:
+            texts.append("|")
+            for value in group.values():
+                _note(value, numbers, texts, tensors)
+        digest = hashlib.blake2b(",".join(texts).encode() + numbers.tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % _HASH, tensors
+
+    def describe(self) -> Description:
+        """The same in words."""
+        found = Description({"the step": {"number": str(self.step + 1)}})
+        found.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
+        found.items["the update"] = {"a gradient divisor of": repr(self.divisor), "a max_norm of": repr(self.max_norm)}
+        for number, group in enumerate(self.groups):
+            found.items[f"param group {number}"] = {key: plain_text(value) for key, value in group.items()}
+        return found
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """The values of ``keys`` in each group, kept as they are now."""
+    return tuple({key: _kept(group[key]) for key in keys if key in group} for group in groups)
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return tuple(value) if type(value) is list else value
+
+
+def _note(value: Any, numbers: array[float], texts: list[str], tensors: list[torch.Tensor]) -> None:
+    kind = type(value)
+    if kind is float or ((kind is int or kind is bool) and abs(value) < _EXACT):
+        numbers.append(value)
+        texts.append("n")  # keeps (1.0, None) apart from (None, 1.0)
+    elif kind is tuple:
+        for item in value:
+            _note(item, numbers, texts, tensors)
+    elif not isinstance(value, torch.Tensor):
+        texts.append(plain_text(value))
+    elif type(value) is torch.Tensor and value.device.type == "cpu":
+        for item in value.reshape(-1).tolist():
+            _note(item, numbers, texts, tensors)
+    else:
+        tensors.append(value)
+
+
+@dataclass(frozen=True)
+class SharedWeight:
+    """A tensor that all data-parallel ranks hold; parts: views of it by parameter."""
+
+    tensor: torch.Tensor
+    parts: dict[str, torch.Tensor]
+
+
+def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer) -> Iterator[SharedWeight]:
+    """The weights that all data-parallel ranks hold between two steps: full buckets, frozen parameters, and at stage 3
+    the parameters that stay whole.
+
+    The model's buffers are not among them. Those that are sent take rank 0's values before each forward and are each
+    rank's own after it, as those that are not sent are.
+    """
+    if not isinstance(buffer, PartitionedParameterBuffer):
+        for bucket, flat in zip(buffer.layout.buckets, buffer.compute, strict=True):
+            yield SharedWeight(flat, {slot.name: flat[slot.start : slot.end] for slot in bucket.slots})
+    trained = {id(parameter) for parameter in buffer.parameters}
+    for name, parameter in model.named_parameters():
+        handle = handle_of(parameter)
+        if handle.persistent if handle is not None else id(parameter) not in trained:
+            yield SharedWeight(parameter.data, {name: parameter.data})
+
+
+class ConsistencyCheck:
+    """Compares numbers in every step and weights every ``interval`` steps; see the module. All methods are called on
+    all ranks, except :meth:`note`, which each rank calls when it reads the statistics."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        weights: Callable[[], Iterator[SharedWeight]],
+        interval: int,
+        late: bool,
+    ) -> None:
+        """late: the outcome of a comparison of weights is read in the next step, when the device has it."""
+        self._topology = topology
+        self._device = device
+        self._weights = weights
+        self._interval = interval
+        self._late = late
+        self._updates = 0
+        self.numbers: UpdateNumbers | None = None  # of the latest update
+        self._differing: UpdateNumbers | None = None  # as the statistics have shown
+        self._compared: _Comparison | None = None  # whose outcome has not been read
+
+    # ---------------------------------------------------------------- numbers
+
+    @property
+    def size(self) -> int:
+        """Values in the statistics: one for each rank."""
+        return self._topology.world.world_size
+
+    def write(self, values: torch.Tensor) -> None:
+        """Put this rank's hash into ``values`` [size], zeros, which are summed over all ranks. The host does not wait
+        for the device."""
+        if self.numbers is None:
+            return
+        number, tensors = self.numbers.fingerprint()
+        own = values[self._topology.world.rank]
+        own.fill_(number)
+        if tensors:  # a learning rate that only the device knows
+            own += (combined_hash([content_hash(t, self._device) for t in tensors], self._device) % _HASH).double()
+
+    def note(self, values: torch.Tensor, numbers: UpdateNumbers) -> None:
+        """Keep what the ranks' hashes of ``numbers`` have shown. Raising is left to :meth:`act`: when a rank reads the
+        statistics is its own affair, and naming the difference takes a collective."""
+        of_stage = values.view(self._topology.pipe.world_size, -1)  # a stage may have param groups of its own
+        if bool((of_stage != of_stage[:, :1]).any()):
+            self._differing = numbers
+
+    def forget(self) -> None:
+        """What ranks have differed in does not matter any more: all have loaded the same. Called on all ranks."""
+        self._differing = self._compared = None
+
+    def act(self) -> None:
+        """Raise RuntimeError on all ranks if the numbers in the last statistics differ within a pipeline stage."""
+        differing, self._differing = self._differing, None
+        if differing is not None:
+            what = "zerolite: the ranks update with different numbers, or have gathered different parameters"
+            ranks = self._topology.world if self._topology.pipe.world_size == 1 else self._topology.data
+            raise_differences(differing.describe(), ranks, what, _ALIKE)
+
+    # ---------------------------------------------------------------- weights
+
+    def before_update(self, numbers: UpdateNumbers) -> None:
+        """Called in the same place of every step, with the numbers of the coming update, when parameters are those of
+        the step before. Raises RuntimeError on all ranks if weights differ."""
+        self._finish()
+        self.numbers = numbers
+        self._updates += 1  # calls, which are the same on all ranks; a counter that is loaded might not be
+        if self._updates % self._interval == 0:
+            self._compared = _Comparison(self._weights(), self._topology, self._device)
+            if not self._late:
+                self._finish()
+
+    def use(self, numbers: UpdateNumbers) -> None:
+        """Let the next :meth:`write` be of ``numbers``."""
+        self.numbers = numbers
+
+    def compare_weights(self) -> None:
+        """Compare the weights now. Raises RuntimeError on all ranks."""
+        self._finish()
+        self._compared = _Comparison(self._weights(), self._topology, self._device)
+        self._finish()
+
+    def _finish(self) -> None:
+        compared, self._compared = self._compared, None
+        if compared is not None and compared.differs():
+            raise RuntimeError(compared.sentence(self._topology))
+
+
+class _Comparison:
+    """Hashes of the weights on the device, and one all-reduce of two numbers."""
+
+    def __init__(self, weights: Iterator[SharedWeight], topology: Topology, device: torch.device) -> None:
+        self._weights = list(weights)
+        self._hashes = [content_hash(weight.tensor, device) for weight in self._weights]
+        whole = combined_hash(self._hashes, device).reshape(1)
+        extremes = torch.cat([whole, ~whole])
+        topology.data.all_reduce_max(extremes, tag="consistency")
+        different = (extremes[:1] != ~extremes[1:]).long()
+        if not topology.trivial:  # all parts of the model stop together
+            topology.model.all_reduce_max(different, tag="consistency")
+        self._different = HostRead(different)
+
+    def differs(self) -> bool:
+        return bool(self._different.get().item())
+
+    def sentence(self, topology: Topology) -> str:
+        """What differs, by name. Called on all ranks."""
+        hashes = HostRead(torch.stack(self._hashes)).get().tolist() if self._hashes else []
+        now = {
+            name: int(HostRead(content_hash(part)).get().item())
+            for weight in self._weights
+            for name, part in weight.parts.items()
+        }
+        held = [list(weight.parts) for weight in self._weights]
+        rows = HostGroup(topology.world, "agreement").gather((topology.place, hashes, now, held))
+        parts = {(pipe, tensor) for (pipe, _, tensor), *_ in rows}
+        sentences: list[str] = []
+        for part in sorted(parts):
+            ranks = [rank for rank, row in enumerate(rows) if (row[0][0], row[0][2]) == part]
+            sentences += _named_differences(ranks, [rows[rank] for rank in ranks])
+        more = f"\n- and {len(sentences) - _NAMED} more" if len(sentences) > _NAMED else ""
+        shown = "".join(f"\n- {sentence}" for sentence in sentences[:_NAMED]) + more
+        return (
+            "zerolite: the ranks hold different weights, expected the same on all ranks that have them; by the hashes "
+            f"of their bytes:{shown}\nSome rank has written into them, or has computed another update (another "
+            "processor, library or optimizer state). Go back to the last checkpoint and write values on all ranks. If "
+            f"ranks may differ, {_OFF}."
+        )
+
+
+def _named_differences(ranks: Sequence[int], rows: Sequence[Any]) -> list[str]:
+    """A sentence for each parameter that differs between ``ranks``, whose rows are (place, hashes when they were
+    compared, hashes by parameter now, parameters of each hash)."""
+    sentences = []
+    for index, names in enumerate(rows[0][3]):
+        if len({row[1][index] for row in rows}) == 1:
+            continue
+        found = [name for name in names if len({row[2][name] for row in rows}) > 1]
+        for name in found:
+            sentences.append(f"parameter '{name}' is {_by_ranks(ranks, [row[2][name] for row in rows])}")
+        if not found:  # a step later they are equal again: the owner's values have reached all ranks
+            some = list_of([f"'{name}'" for name in names[:3]]) + (" and others" if len(names) > 3 else "")
+            sentences.append(f"one of the parameters {some} was {_by_ranks(ranks, [row[1][index] for row in rows])}")
+    return sentences
+
+
+def _by_ranks(ranks: Sequence[int], hashes: Sequence[int]) -> str:
+    groups = ranks_by_value([f"{value & (1 << 64) - 1:016x}" for value in hashes])
+    return ", but ".join(f"{value} on {name_ranks(ranks[i] for i in places)}" for value, places in groups.items())

@@ -1,0 +1,373 @@
+"""Where this rank stands, for people: read off the stack and the counters, when somebody asks.
+
+Nothing is written down while training runs. Which call of the engine is under way, from which line of the user's, and
+in which module is on the stack of the main thread; steps are counted anyway; and each communicator remembers its latest
+collectives. May be called by another thread while the main thread goes on: what is read then may be a moment old.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from zerolite.comm import HostGroup
+from zerolite.comm.flight import WAIT, Entry
+from zerolite.comm.ranks import name_ranks
+
+if TYPE_CHECKING:
+    from zerolite.comm import Communicator, Topology
+    from zerolite.zero.grad_reducer import GradReducer
+    from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from zerolite.zero.step_outcome import StepCounters
+
+LATEST = 48  # collectives of each communicator that are told, and twice as many uses
+_DEEPEST = 60  # frames of a stack
+WATCHDOG = "zerolite watchdog"
+"""The name of the thread that asks for positions."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one rank stands.
+
+    Attributes:
+        rank, host, process: who it is.
+        call: the call of zerolite's that is under way, such as "engine.backward()"; "" outside of any.
+        line: the user's line that made it, or that runs now: "train.py:40, in main".
+        inside: the user's line that runs inside that call, such as one of a model's forward; "" if there is none.
+        module: the innermost module whose forward is under way, by its name in the model; "" if there is none.
+        step: the step in hand, counted from 1; 0 where there is no engine yet. micro_steps: backwards so far.
+        waits_for: the collective that it waits for, "" if it waits for none; waits_s: since how many seconds.
+        collectives: by communicator, (number, description) of the latest collectives, and their count.
+        uses: at stage 3, (number, "module entered" or "module left") of this step of the schedule.
+        schedule_step: number of that step.
+        stack: the main thread's, innermost call last.
+        engine: whose call it is, such as "engine 2"; "" if there is only one.
+    """
+
+    rank: int
+    host: str
+    process: int
+    call: str
+    line: str
+    inside: str
+    module: str
+    step: int
+    micro_steps: int
+    waits_for: str
+    waits_s: float
+    collectives: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    uses: list[tuple[int, str]] = field(default_factory=list)
+    schedule_step: int = 0
+    stack: str = ""
+    engine: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Position:
+        values = json.loads(text)
+        values["collectives"] = {name: [tuple(e) for e in entries] for name, entries in values["collectives"].items()}
+        values["uses"] = [tuple(use) for use in values["uses"]]
+        return cls(**values)
+
+    def place(self) -> str:
+        """In half a sentence."""
+        doing = (
+            f"in {self.call}" + (f" of {self.engine}" if self.engine else "")
+            if self.call
+            else "in no call of the engine"
+        )
+        module = f", module '{self.module}'" if self.module else ""
+        inside = f" (now at {self.inside})" if self.inside else ""
+        step = f"step {self.step}" if self.step else "before the first step"
+        return f"{step}, {doing}{module}, at {self.line or 'an unknown line'}{inside}"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An engine's parts."""
+
+    module: torch.nn.Module
+    comm: Communicator
+    reducer: GradReducer
+    counters: StepCounters
+
+
+class EngineView(Protocol):
+    """What is read of an engine, and of which calls are looked for on the stack."""
+
+    coordinator: PartitionedParameterCoordinator | None
+    optimizer: Any
+
+    @property
+    def parts(self) -> Parts: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def global_steps(self) -> int: ...
+    @property
+    def micro_steps(self) -> int: ...
+
+
+def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None = None) -> Position:
+    """This rank's. engines: those that are alive, by the number, from 1, of the call of ``initialize`` that made them,
+    which is the same on all ranks. thread: identifies the one that trains; default: the main thread."""
+    main = thread or threading.main_thread().ident
+    frames = _frames(sys._current_frames().get(main or 0))
+    numbers, alive = list(engines), list(engines.values())
+    call, line, inside = _call_and_lines(frames)
+    under_way = _engine_on(frames, alive)
+    engine = under_way or (alive[-1] if alive else None)
+    several = max(numbers, default=0) > 1
+    position = Position(
+        rank=rank,
+        host=socket.gethostname(),
+        process=os.getpid(),
+        call=call,
+        line=line,
+        inside=inside,
+        module=_module_on(frames, alive),
+        step=0 if engine is None else engine.global_steps + 1,
+        micro_steps=0 if engine is None else engine.micro_steps,
+        waits_for="",
+        waits_s=WAIT.seconds(),
+        stack=stacks(main),
+        engine=f"engine {numbers[alive.index(under_way)]}" if len(alive) > 1 and under_way is not None else "",
+    )
+    known = [Names(engine) for engine in alive]
+    told: dict[str, Any] = {}
+    for number, names in zip(numbers, known, strict=True):
+        prefix = f"engine {number}: " if several else ""
+        for name, entries in names.collectives().items():
+            told[prefix + name] = entries
+    entry = WAIT.entry
+    waits_for = ""
+    if WAIT.under_way():
+        own = next((names for e, names in zip(alive, known, strict=True) if e is engine), None)
+        waits_for = describe(Entry(*entry), own) if entry is not None else _OTHERS
+    elif any(isinstance(_owner(frame), HostGroup) for frame in frames):
+        waits_for = _OTHERS
+    uses, steps = known[alive.index(engine)].uses() if engine is not None else ([], 0)
+    return dataclasses.replace(position, collectives=told, waits_for=waits_for, uses=uses, schedule_step=steps)
+
+
+_OTHERS = "the other ranks"
+AMONG = " among "
+"""In the name of a communicator that some ranks have: theirs are compared with each other alone."""
+
+
+class Names:
+    """What an engine's collectives are about, by the names of parameters and modules."""
+
+    def __init__(self, engine: EngineView) -> None:
+        self._engine = engine
+        self._parts = engine.parts
+        self._of = {id(parameter): name for name, parameter in self._parts.module.named_parameters()}
+
+    def of_bucket(self, key: int) -> list[str]:
+        buckets = self._parts.reducer.layout.buckets
+        return [slot.name for slot in buckets[key - 1].slots] if 0 < key <= len(buckets) else []
+
+    def of_parameter(self, key: int) -> list[str]:
+        coordinator = self._engine.coordinator
+        if coordinator is None or not 0 < key <= len(coordinator.handles):
+            return []
+        return [self._of.get(id(coordinator.handles[key - 1].ref()), f"parameter {key}")]
+
+    def collectives(self) -> dict[str, list[tuple[int, str]]]:
+        topology = self._engine.topology
+        comms = {"gradients and statistics": self._parts.comm}
+        coordinator = self._engine.coordinator
+        if coordinator is not None and coordinator.handles and coordinator.comm is not self._parts.comm:
+            comms["gathers of parameters"] = coordinator.comm
+        if topology.tensor.world_size > 1:
+            comms["parts of layers"] = topology.tensor
+        if not topology.trivial and topology.model is not topology.tensor:
+            comms["parts of the model"] = topology.model
+        return {
+            name if topology.trivial else f"{name}{AMONG}{_members(comm)}": [
+                (number, describe(entry, self)) for number, entry in comm.flight.numbered()[-LATEST:]
+            ]
+            for name, comm in comms.items()
+            if topology.trivial or comm.world_size > 1
+        }
+
+    def uses(self) -> tuple[list[tuple[int, str]], int]:
+        coordinator = self._engine.coordinator
+        if coordinator is None:
+            return [], 0
+        _, first, events = coordinator.schedule.events()
+        names = [unit.name or "the model" for unit in coordinator.units]
+        told = [
+            (number, f"'{names[event]}' entered" if event >= 0 else f"'{names[~event]}' left")
+            for number, event in enumerate(events, first)
+        ]
+        return told[-2 * LATEST :], coordinator.schedule.steps
+
+
+def describe(entry: Entry, names: Names | None) -> str:
+    """A collective in words, the same on all ranks that launch the same one."""
+    if entry.op == "message":
+        return "a message from another stage of the pipeline"
+    if isinstance(entry.what, int):
+        numel, dtype, tensors = entry.what, entry.dtype, 1
+        members = names.of_bucket(entry.key) if names is not None else []
+    else:
+        shards = entry.what
+        numel, dtype, tensors = sum(shard.numel() for shard in shards), shards[0].dtype, len(shards)
+        members = names.of_parameter(entry.key) if names is not None else []
+    named = ""
+    if members:
+        more = max(len(members), tensors) - 1
+        named = f" '{members[0]}'" + (f" and {more} more" if more else "")
+    if entry.op == "new_group":
+        return f"a new process group for {_TAGS.get(entry.tag, entry.tag)} ({numel} ranks)"
+    size = f"{numel} {str(dtype).removeprefix('torch.')}" + ("" if isinstance(entry.what, int) else " on each rank")
+    return f"{entry.op} for {_TAGS.get(entry.tag, entry.tag)}{named} ({size})"
+
+
+_TAGS = {
+    "stats": "the step's statistics",
+    "initial_sync": "the start",
+    "consistency": "the comparison of weights",
+    "control": "engine.join()",
+    "tensor": "parts of a layer",
+    "loss": "the mean loss",
+    "shared_gradients": "gradients that several parts share",
+}
+
+
+def _members(comm: Communicator) -> str:
+    return name_ranks(comm.members())
+
+
+# -------------------------------------------------------------------- the stack
+
+_ZEROLITE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LAUNCHER = os.path.join(_ZEROLITE, "launcher") + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STANDARD = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+_PACKAGES = os.path.abspath(sysconfig.get_paths()["purelib"]) + os.sep
+
+
+def _frames(innermost: FrameType | None) -> list[FrameType]:
+    """The outermost first."""
+    frames = []
+    while innermost is not None:
+        frames.append(innermost)
+        innermost = innermost.f_back
+    return frames[::-1]
+
+
+def _kind(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    if path.startswith(_LAUNCHER) or path.startswith("<frozen"):
+        return "other"
+    if path.startswith(_ZEROLITE):
+        return "zerolite"
+    if path.startswith(_TORCH):
+        return "torch"
+    return "other" if path.startswith(_STANDARD) and not path.startswith(_PACKAGES) else "user"
+
+
+def _call_and_lines(frames: Sequence[FrameType]) -> tuple[str, str, str]:
+    """The outermost call of zerolite's, or of ``loss.backward()``, the user's line that it came from, and the user's
+    innermost line inside it."""
+    call = line = inside = ""
+    for frame in frames:
+        kind = _kind(frame)
+        if kind == "user":
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+            line, inside = (line, where) if call else (where, "")
+        elif not call and kind == "zerolite":
+            call = _call(frame)
+        elif not call and kind == "torch" and frame.f_code.co_name == "backward":
+            call = "loss.backward()"
+    return call, line, inside
+
+
+def _owner(frame: FrameType) -> Any:
+    """Whose method it is; None for functions, and for frames of other files than zerolite's and the one in which torch
+    calls a module. Before Python 3.13 asking a frame for its locals leaves a copy of them in it, which keeps them alive
+    until it returns: a user's loop would keep its tensors."""
+    if _kind(frame) == "zerolite" or frame.f_code.co_filename.endswith(_CALLS_MODULES):
+        return frame.f_locals.get("self")
+    return None
+
+
+def _call(frame: FrameType) -> str:
+    name, owner = frame.f_code.co_name, _owner(frame)
+    if name.startswith("__torch_") and frame.f_code.co_filename.endswith("sharded_grad.py"):
+        return "an operation on p.grad"
+    if owner is None:
+        return f"zerolite.{name}()"
+    kind = type(owner).__name__
+    if kind == "Engine":
+        return "the forward" if name == "__call__" else f"engine.{name}()"
+    return {"ShardedOptimizer": f"engine.optimizer.{name}()"}.get(kind, f"{kind}.{name}()")
+
+
+def _engine_on(frames: Sequence[FrameType], engines: Sequence[EngineView]) -> EngineView | None:
+    """The engine whose call is under way."""
+    for frame in frames:
+        owner = _owner(frame)
+        for engine in engines:
+            if owner is engine or owner is engine.optimizer:
+                return engine
+    return None
+
+
+def _module_on(frames: Sequence[FrameType], engines: Sequence[EngineView]) -> str:
+    for frame in reversed(frames):
+        module = _owner(frame)
+        if isinstance(module, torch.nn.Module):
+            for engine in engines:
+                for name, known in engine.parts.module.named_modules():
+                    if known is module:
+                        return name
+    return ""
+
+
+def stacks(main: int | None) -> str:
+    """The main thread's stack, and those of other threads that are inside zerolite (backward on CUDA is)."""
+    text: list[str] = []
+    own = {thread.ident for thread in threading.enumerate() if thread.name == WATCHDOG}
+    for thread, innermost in sys._current_frames().items():
+        frames = _frames(innermost)
+        if thread == main:
+            text.insert(0, _stack(innermost))
+        elif thread not in own and any(_kind(frame) == "zerolite" for frame in frames):
+            text.append("another thread:\n" + _stack(innermost))
+    return "".join(text)
+
+
+def _stack(innermost: FrameType) -> str:
+    """Without the frames in which torch calls a module and those that ask for the stack, which say nothing."""
+    told = [
+        entry
+        for entry in traceback.extract_stack(innermost)
+        if not entry.filename.endswith(_DULL) and not entry.filename.startswith((_LAUNCHER, "<frozen", "<string>"))
+    ]
+    return "".join(traceback.format_list(told[-_DEEPEST:]))
+
+
+_CALLS_MODULES = os.path.join("torch", "nn", "modules", "module.py")
+_DULL = (
+    _CALLS_MODULES,
+    os.path.join("diagnostics", "watchdog.py"),
+    os.path.join("diagnostics", "position.py"),
+)

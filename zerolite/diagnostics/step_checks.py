@@ -1,0 +1,153 @@
+"""What a step checks beside its gradients: that the ranks agree, and that the update before left weights finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.diagnostics.agreement import plain_text
+from zerolite.diagnostics.consistency import ConsistencyCheck, UpdateNumbers, numbers_of
+from zerolite.diagnostics.updated_weights import UpdatedWeights
+from zerolite.utils.accelerator import HostRead
+
+_ONLY_KERNELS = ("bias_correction", "fp32_optimizer_states")  # keys of param groups that torch's defaults lack
+
+
+class _Written(NamedTuple):
+    """One part of what travels: how many values, and which update they are about; None before the first."""
+
+    size: int
+    numbers: UpdateNumbers | None
+
+
+class StepChecks:
+    """Both checks, whose numbers travel with the step's statistics (:class:`~zerolite.zero.grad_stats.Extra`).
+
+    :meth:`note` is called by each rank when it reads the statistics, :meth:`act` by all ranks in the same place, where
+    it may communicate and raise; the other methods are called by all ranks, too.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        world: Communicator,
+        device: torch.device,
+        consistency: ConsistencyCheck | None,
+        updated: UpdatedWeights | None,
+    ) -> None:
+        """optimizer: whose param groups are used, and whose defaults say which of their values it reads."""
+        self._optimizer = optimizer
+        self._keys = (*optimizer.defaults, *_ONLY_KERNELS)
+        self._world = world
+        self._device = device
+        self._consistency = consistency
+        self._updated = updated
+        self.blame = ""  # a sentence about an update that has made weights non-finite
+
+    # ---------------------------------------------------------------- statistics
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self._parts())
+
+    def _parts(self) -> list[ConsistencyCheck | UpdatedWeights]:
+        return [part for part in (self._consistency, self._updated) if part is not None]
+
+    def write(self, values: torch.Tensor) -> list[_Written]:
+        """What is returned goes with ``values``: the next statistics may be begun before these have been read."""
+        written = []
+        for part in self._parts():
+            of_part, values = values[: part.size], values[part.size :]
+            part.write(of_part)
+            written.append(_Written(len(of_part), part.numbers))
+        return written
+
+    def note(self, extra: tuple[list[_Written], torch.Tensor] | None) -> None:
+        """extra: what :meth:`write` has returned, and what the ranks have written, added, on the host."""
+        if extra is None:
+            return
+        written, values = extra
+        for part, (size, numbers) in zip(self._parts(), written, strict=True):
+            of_part, values = values[:size], values[size:]
+            if numbers is None:
+                continue
+            if isinstance(part, ConsistencyCheck):
+                part.note(of_part, numbers)
+            elif groups := part.spoilt(of_part):
+                self.blame = _blame(groups, numbers)
+
+    def act(self) -> None:
+        """Raise on all ranks what the statistics have shown: RuntimeError if the ranks use different numbers,
+        FloatingPointError if an update has made weights non-finite."""
+        blame, self.blame = self.blame, ""
+        if blame:
+            assert self._updated is not None
+            self._updated.tell()
+            raise FloatingPointError(
+                f"{blame}. These weights are lost: start again from the last checkpoint, and look at the value that "
+                "did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."
+            )
+        if self._consistency is not None:
+            self._consistency.act()
+
+    # ---------------------------------------------------------------- the step
+
+    def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
+        """In the same place of every step, before its statistics are needed. step: updates so far; gathers: see
+        :class:`UpdateNumbers`. Raises as :meth:`act` does, and RuntimeError if the ranks hold different weights."""
+        self.act()
+        groups = numbers_of(self._optimizer.param_groups, self._keys)
+        numbers = UpdateNumbers(step, groups, divisor, max_norm, gathers)
+        if self._updated is not None:
+            self._updated.announce(numbers)
+        if self._consistency is not None:
+            self._consistency.before_update(numbers)
+
+    def before_save(self, step: int, scale: float, max_norm: float) -> None:
+        """Look at everything at once, between two steps. Raises as :meth:`before_update` does."""
+        self.act()
+        numbers = UpdateNumbers(step, numbers_of(self._optimizer.param_groups, self._keys), scale, max_norm)
+        if self._consistency is not None:
+            self._consistency.use(numbers)
+        values = torch.zeros(self.size, dtype=torch.float64, device=self._device)
+        if self.size:
+            written = self.write(values)
+            self._world.all_reduce(values, tag="consistency").wait()
+            self.note((written, HostRead(values).get()))
+            self.act()
+        if self._consistency is not None:
+            self._consistency.compare_weights()
+
+    def forget(self, update: bool) -> None:
+        """Values have been written, so that weights are not what the last update has left. update: all of them are
+        new, and what that update has made does not matter any more."""
+        if self._updated is not None:
+            self._updated.forget(update)
+        if update:
+            self.blame = ""
+            if self._consistency is not None:
+                self._consistency.forget()
+
+    def replan(self) -> None:
+        """The layout has other buckets than before."""
+        if self._updated is not None:
+            self._updated.replan()
+
+
+def _blame(groups: Sequence[int], numbers: UpdateNumbers) -> str:
+    which = f"param group {groups[0]}" + (f" and {len(groups) - 1} more" if len(groups) > 1 else "")
+    known = numbers.groups[groups[0]] if groups[0] < len(numbers.groups) else {}  # else of another pipeline stage
+    values = {key: value for key, value in known.items() if _is_number(value)}
+    used = ", ".join(f"{key}={plain_text(value)}" for key, value in values.items())
+    scaled = f", gradients divided by {numbers.divisor:g} (loss scale)" if numbers.divisor != 1.0 else ""
+    return (
+        f"the update of step {numbers.step + 1} made weights of {which} non-finite, from finite gradients and weights, "
+        f"with {used}{scaled}"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (float, int, tuple, torch.Tensor)) and not isinstance(value, bool)

@@ -1,0 +1,66 @@
+"""Exceptions that end a process in which engines live: Ctrl-C in one line, errors about dtypes explained."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zerolite.precision.dtype_errors import explain
+
+
+class _Hook:
+    """Stands in ``sys.excepthook``, before the hook that was there."""
+
+    def __init__(self) -> None:
+        self.models: weakref.WeakKeyDictionary[torch.nn.Module, torch.dtype | None] = weakref.WeakKeyDictionary()
+        self.rank = 0
+        self._before: Any = None
+
+    def install(self) -> None:
+        if self._before is None:
+            self._before, sys.excepthook = sys.excepthook, self
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt) and _only_prints(self._before):
+            if self.rank == 0:  # one line for the job
+                print(f"{_new_line()}zerolite: interrupted by Ctrl-C{_place(trace)}", file=sys.stderr, flush=True)
+            return
+        for model, compute in list(self.models.items()):
+            explain(error, model, compute)
+        self._before(kind, error, trace)
+
+
+_hook = _Hook()
+
+
+def watch(model: torch.nn.Module, compute: torch.dtype | None, rank: int) -> None:
+    """Let uncaught exceptions be told with what is known of an engine's model. compute: see :func:`explain`. rank: of
+    the job; rank 0 speaks for all of it."""
+    _hook.models[model], _hook.rank = compute, rank
+    _hook.install()
+
+
+def _only_prints(hook: Any) -> bool:
+    """True for Python's hook, also inside that of torch.distributed, which puts the rank before each line."""
+    if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":
+        return hook is sys.__excepthook__
+    inside = [cell.cell_contents for cell in hook.__closure__ or ()]
+    return all(_only_prints(other) for other in inside if callable(other))
+
+
+def _new_line() -> str:
+    """A line of its own on a terminal, which shows ``^C``."""
+    return "\n" if sys.stderr.isatty() else ""
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the file that the process runs."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    lines = [entry for entry in traceback.extract_tb(trace) if main is not None and entry.filename == main]
+    return f" at {os.path.basename(lines[-1].filename)}, line {lines[-1].lineno}" if lines else ""

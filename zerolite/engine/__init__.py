@@ -1,0 +1,1 @@
+"""What a user touches, and what is built from the config behind it."""

@@ -1,0 +1,250 @@
+"""What `initialize` is given besides the config: checked, and brought into one form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.optim.lr_schedules import build_scheduler
+from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole, resolve_optimizer
+from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
+from zerolite.zero.stages import StagePolicy
+
+# Parameter -> the engine that trains it, neither kept alive.
+OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
+
+
+def param_groups_of(
+    model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any, staged: bool = False
+) -> Groups:
+    """Param groups over the model's own parameters: the given optimizer's, those of ``model_parameters``, or one of
+    all. staged: the model is one stage of a pipeline, and parameters of the others are left out, of an optimizer
+    too."""
+    if isinstance(optimizer, Optimizer):
+        if model_parameters is not None:
+            raise ValueError(
+                "zerolite.initialize: got an optimizer instance and model_parameters; the instance has its "
+                "parameters already, so leave "
+                "model_parameters out, or pass the optimizer's class"
+            )
+        groups = optimizer.param_groups
+    else:
+        source: list[Any] = (
+            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+        )
+        if source and not isinstance(source[0], dict):
+            source = [{"params": source}]
+        groups = [{**group, "params": _plain_parameters(group["params"])} for group in source]
+    known = {id(p) for p in model.parameters()}
+    if staged:
+        for group in groups:
+            group["params"][:] = [p for p in group["params"] if id(p) in known]
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"zerolite.initialize: param group {number} holds a tensor of shape {tuple(parameter.shape)} "
+                    "that is no parameter of the "
+                    "model; build the optimizer from model.parameters() of the very model that is passed"
+                )
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"zerolite.initialize: a parameter of shape {tuple(parameter.shape)} is in two param groups"
+                )
+            seen.add(id(parameter))
+    return groups
+
+
+def freeze(model: torch.nn.Module, config: ZeroliteConfig, model_parameters: Any, lr_scheduler: Any) -> Groups:
+    """Let no parameter require a gradient, and return the param groups of an engine without an optimizer: an empty one.
+    Raises ConfigError where something else asks for training."""
+    for name, given in (
+        ("model_parameters", model_parameters),
+        ("lr_scheduler", lr_scheduler),
+        ('the config\'s block "scheduler"', config.scheduler),
+    ):
+        if given is not None:
+            raise ConfigError(
+                [
+                    (
+                        "optimizer",
+                        'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or '
+                        f"zerolite.initialize(optimizer=…), beside {name}, got neither; without an optimizer an engine "
+                        "only evaluates its model, and takes neither parameters to train nor a schedule",
+                    )
+                ]
+            )
+    model.requires_grad_(False)
+    return [{"params": []}]
+
+
+def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
+    if isinstance(params, torch.Tensor):
+        return [params]  # type: ignore[list-item]
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+
+
+def check_not_wrapped(model: torch.nn.Module) -> None:
+    """Raises ValueError for a model in which another wrapper averages gradients or partitions parameters."""
+    for name, module in model.named_modules():
+        kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
+        if kind is not None and type(module).__module__.startswith("torch."):
+            where = f"module '{name}' is" if name else "the model is"
+            raise ValueError(
+                f"zerolite.initialize: {where} wrapped in {kind}, which works on gradients and parameters too; pass "
+                "the model inside, its .module"
+            )
+
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+
+
+def check_parameters(parameters: list[torch.nn.Parameter], names: dict[int, str], meta_allowed: bool) -> None:
+    """Raise ValueError for parameters that an engine cannot take. names: by id."""
+    for parameter in parameters:
+        name = names[id(parameter)]
+        if parameter.is_meta and not meta_allowed:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' is on the meta device and has no values; materialise "
+                "the model first, e.g. "
+                "with model.to_empty(device='cpu') and its own initialisation"
+            )
+        if parameter.is_complex():
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' is complex ({parameter.dtype}); use two real ones"
+            )
+        owner = OWNERS.get(parameter)
+        if owner is not None and owner() is not None:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' belongs to another engine that is still alive; delete "
+                "that one first (del engine)"
+            )
+        if parameter.grad is not None:
+            raise ValueError(
+                f"zerolite.initialize: parameter '{name}' already has a gradient, which the engine would not see; call "
+                "model.zero_grad() first"
+            )
+
+
+# -------------------------------------------------------------------- optimizer and scheduler
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """make: the user's instance, or a function from param groups to an optimizer. untested: whether it updates parts of
+    parameters although nothing is known of its class, because the config allows it. whole: whether each parameter
+    belongs whole to one rank."""
+
+    make: Callable[[Groups], Optimizer] | Optimizer
+    untested: bool = False
+    whole: bool = False
+
+    @property
+    def made(self) -> Optimizer | None:
+        """The optimizer that exists already."""
+        return self.make if isinstance(self.make, Optimizer) else None
+
+
+def choose_optimizer(
+    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups, cut: bool = False
+) -> OptimizerChoice:
+    """The optimizer, and what of each parameter a rank updates. cut: ranks have parts of layers. Raises ConfigError or
+    ValueError where it cannot work."""
+    if optimizer is not None and config.optimizer is not None:
+        raise ConfigError(
+            [
+                (
+                    "optimizer",
+                    "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave "
+                    "one out",
+                )
+            ]
+        )
+    if optimizer is None and config.optimizer is None:
+        return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
+    make, kind = _maker(optimizer, config, groups)
+    reason, asked = check_elementwise(kind), config.zero_optimization.whole_parameters
+    whole = asked or needs_whole(kind)
+    untested = reason is not None and not whole and config.zero_allow_untested_optimizer
+    if cut and (whole or (reason is not None and not untested)):
+        why = reason or "zero_optimization.whole_parameters is true."
+        raise ValueError(
+            f"tensor_parallel gives each rank a part of the parameters of a layer to update. {why} Use an optimizer "
+            "that updates each element by itself, such as AdamW."
+        )
+    if not policy.shard_optimizer:
+        return OptimizerChoice(make, untested and cut)
+    if whole and policy.shard_parameters:
+        cause = "zero_optimization.whole_parameters is true." if asked else reason
+        raise ValueError(
+            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to hold and update. "
+            f"{cause} Use stage 1 or 2, where each parameter belongs whole to one rank, or an elementwise optimizer."
+        )
+    if reason is not None and not whole and not untested:
+        raise ValueError(
+            f"zero_optimization.stage {policy.stage} gives each rank a part of every parameter to update. {reason}"
+        )
+    return OptimizerChoice(make, untested, whole)
+
+
+def _maker(
+    optimizer: OptimizerLike | None, config: ZeroliteConfig, groups: Groups
+) -> tuple[Callable[[Groups], Optimizer] | Optimizer, type[Optimizer]]:
+    """The user's instance, or a function from param groups to an optimizer; and its class."""
+    if optimizer is None:
+        assert config.optimizer is not None
+        spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
+        return spec.make, spec.cls
+    if isinstance(optimizer, type):
+        check_usable(optimizer)
+        return optimizer, optimizer
+    instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(groups)
+    if not isinstance(instance, Optimizer):
+        raise ValueError(
+            "zerolite.initialize: expected optimizer(parameters) to give a torch.optim.Optimizer, got "
+            f"{type(instance).__name__}"
+        )
+    check_usable(instance)
+    return instance, type(instance)
+
+
+def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:
+    if given is not None and config.scheduler is not None:
+        raise ConfigError(
+            [
+                (
+                    "scheduler",
+                    "expected a schedule in the config or in zerolite.initialize(lr_scheduler=…), got both; "
+                    "leave one out",
+                )
+            ]
+        )
+    if given is not None:
+        made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
+        if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "zerolite.initialize: lr_scheduler is a ReduceLROnPlateau, whose step() needs a metric that the "
+                "engine does not have; leave it "
+                "out and call its step(metric) yourself"
+            )
+        bound_to = getattr(made, "optimizer", optimizer)
+        if bound_to is not optimizer and bound_to is not optimizer.inner:
+            raise ValueError(
+                "zerolite.initialize: lr_scheduler is bound to another optimizer than the engine's, so it would "
+                "change nothing; bind it to "
+                "the optimizer that is passed, or pass a function such as lambda optimizer: StepLR(optimizer, 10)"
+            )
+        return made
+    if config.scheduler is None:
+        return None
+    return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)

@@ -1,0 +1,166 @@
+"""What stage 3 adds to an engine: shards in sliced buckets, and what gathers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.config.zero import AUTO_GRANULARITY
+from zerolite.engine.engine import Engine
+from zerolite.offload.tiers import Tiers
+from zerolite.precision.dtypes import Precision
+from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
+from zerolite.zero.publisher import Publisher
+from zerolite.zero.stage3.fetch_plan import FetchLimits
+from zerolite.zero.stage3.launch_plan import LaunchPlan
+from zerolite.zero.stage3.partitioned_model import PartitionedModel, Stage3Options, bucket_groups, units_of_buckets
+from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
+from zerolite.zero.stage3.units import LeafRule, leaf_rule
+from zerolite.zero.step import StepPipeline
+
+
+def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig, world_size: int) -> int:
+    """Elements of a bucket, as the config says, or by the sizes of the model and of the data-parallel group."""
+    zero = config.zero_optimization
+    # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
+    sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
+    if sizes:
+        return min(sizes)
+    total = sum(spec.numel for spec in specs)
+    divided = zero.offload_optimizer.enabled and 0 < zero.offload_optimizer.ratio < 1  # by whole buckets
+    numel = auto_bucket_numel(total, world_size)
+    return min(numel, -(-total // 32)) if divided else numel
+
+
+def partitioned_buffer(
+    partitioned: PartitionedModel,
+    trained: list[torch.nn.Parameter],
+    specs: list[ParameterSpec],
+    config: ZeroliteConfig,
+    precision: Precision,
+    comm: Communicator,
+    tiers: Tiers,
+) -> ParameterBuffer:
+    """Stage 3: shards in sliced buckets, one for each unit, where ``tiers`` says."""
+    _check_leaves(partitioned.model, config)
+    partitioned.plan(_stage3_options(config))
+    layout = sliced_layout(partitioned, trained, specs, config, comm)
+    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, tiers, _stays)
+    buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
+    in_layout = {id(p) for p in trained}
+    numel = bucket_numel(specs, config, comm.world_size)
+    partitioned.place_frozen(in_layout, precision.compute_dtype, tiers, numel)
+    return buffer
+
+
+def _stays(parameter: torch.nn.Parameter) -> bool:
+    handle = handle_of(parameter)
+    return handle is not None and handle.persistent
+
+
+def sliced_layout(
+    partitioned: PartitionedModel,
+    parameters: Sequence[torch.nn.Parameter],
+    specs: list[ParameterSpec],
+    config: ZeroliteConfig,
+    comm: Communicator,
+) -> PartitionLayout:
+    """A bucket for each unit's share of ``parameters``; small ones have one together."""
+    together = not config.zero_optimization.offload_param.enabled
+    limit = bucket_numel(specs, config, world_size=1)  # does not grow with the ranks: gradients of a bucket are whole
+    groups = bucket_groups(parameters, partitioned.plans, limit, together)
+    return PartitionLayout.build_sliced(specs, groups, comm.world_size)
+
+
+def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
+    zero = config.zero_optimization
+    leaf, granularity = zero.leaf_module, zero.stage3_module_granularity_threshold
+    return Stage3Options(
+        persistence=zero.stage3_param_persistence_threshold,
+        model_persistence=zero.stage3_model_persistence_threshold,
+        granularity=AUTO_GRANULARITY if granularity is None else granularity,
+        blocks=granularity is None,
+        is_leaf=leaf_rule(zero.leaf_modules, leaf.classes, leaf.names, leaf.name_suffixes),
+        limits=FetchLimits(
+            prefetch_numel=0 if zero.overlap_comm is False else zero.stage3_prefetch_bucket_size,
+            max_live_numel=zero.stage3_max_live_parameters,
+            max_reuse_distance=zero.stage3_max_reuse_distance,
+            read_numel=zero.offload_param.buffer_count * zero.offload_param.buffer_size,
+        ),
+    )
+
+
+def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
+    """Raise ConfigError for leaf modules that the model does not have, which would otherwise be gathered in parts and
+    perhaps hang. DeepSpeed's block may list classes of other models beside one that is there."""
+    zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
+    modules = list(model.named_modules())
+
+    def lacks(rule: LeafRule) -> bool:
+        return not any(rule(name, module) for name, module in modules)
+
+    missing = {"leaf_modules": [pattern for pattern in zero.leaf_modules if lacks(leaf_rule([pattern]))]}
+    named = [*leaf.classes, *leaf.names, *leaf.name_suffixes]
+    if lacks(leaf_rule((), leaf.classes, leaf.names, leaf.name_suffixes)):
+        missing["leaf_module"] = named
+    known = [name for name, _ in modules if name] + sorted({type(module).__name__ for _, module in modules})
+    errors = []
+    for key, entries in missing.items():
+        if entries:
+            close = [match for entry in entries for match in get_close_matches(entry, known, 1)]
+            hint = f"; the closest name is '{close[0]}'" if close else ""
+            listed = ", ".join(f"'{entry}'" for entry in entries)
+            sentence = (
+                f"expected classes or qualified names of modules in the model, got {listed}, which none has{hint}"
+            )
+            errors.append((f"zero_optimization.{key}", sentence))
+    if errors:
+        raise ConfigError(errors)
+
+
+def start_stage3(
+    partitioned: PartitionedModel,
+    engine: Engine,
+    pipeline: StepPipeline,
+    publisher: Publisher,
+    reducer: GradReducer,
+) -> list[Any]:
+    """Install what gathers; returns the hooks. The engine keeps the coordinator alive, hooks know it weakly."""
+    coordinator = partitioned.start()
+    engine.coordinator = coordinator
+    publisher.on_published = coordinator.on_update
+    coordinator.on_backward_begin = pipeline.begin_backward
+    coordinator.on_use_end = reducer.on_use_end
+    follow_units(partitioned, reducer)
+    pipeline.trace = coordinator.schedule
+    pipeline.on_zero_grad = coordinator.drop_failed
+    pipeline.collect_writes = coordinator.collect_writes
+    tell_trained(reducer.parameters)
+    coordinator.look_at_whole()
+    return partitioned.hooks
+
+
+def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
+    """Let buckets be launched at the ends of their units' backward uses, which is learned from here on, and shards be
+    read ahead from where they are now."""
+    partitioned.coordinator.look_at_disk()
+    coordinator = partitioned.coordinator
+    schedule = coordinator.schedule
+    units, uncertain = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
+    number = lambda: 0 if coordinator.used_outside else schedule.plan_number  # noqa: E731
+    reducer.follow(LaunchPlan(units, uncertain, number, lambda: schedule.plan_done))
+
+
+def tell_trained(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """The engine trains these parameters: each update gives them new values."""
+    for parameter in parameters:
+        handle = handle_of(parameter)
+        assert handle is not None
+        handle.trained = True

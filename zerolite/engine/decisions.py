@@ -1,0 +1,166 @@
+"""From the config to the options of the parts: every decision that depends on it is taken here, once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.precision.dtypes import DTYPES, Precision
+from zerolite.precision.loss_scaler import LossScaler
+from zerolite.zero.bucket_state import ReductionOptions
+from zerolite.zero.stages import StagePolicy
+from zerolite.zero.step import StepOptions
+
+SKIPS_ON_DEVICE = {"cuda"}
+"""Types of device on which the host does not wait for a step's statistics. Tests add "cpu"."""
+
+
+def precision_of(config: ZeroliteConfig) -> Precision:
+    buffers = config.data_types.buffer_dtype
+    block = next((block for block in (config.fp16, config.bf16, config.torch_autocast) if block.enabled), None)
+    outputs = None if block is None else block.output_dtype
+    return dataclasses.replace(
+        _precision_of(config),
+        buffers=None if buffers is None else DTYPES[buffers],
+        outputs_in_fp32=None if outputs is None else outputs == "fp32",
+    )
+
+
+def _precision_of(config: ZeroliteConfig) -> Precision:
+    if config.fp16.enabled:
+        low = config.fp16.fp16_master_weights_and_grads
+        return Precision(compute=torch.float16, separate_masters=not low, update_in_fp32=True)
+    if config.bf16.enabled:
+        low = config.bf16.bf16_master_weights_and_grads
+        return Precision(
+            compute=torch.bfloat16, separate_masters=not low, update_in_fp32=not config.bf16.bf16_optimizer_states
+        )
+    if config.torch_autocast.enabled:
+        return Precision(autocast=DTYPES[config.torch_autocast.dtype])
+    return Precision()
+
+
+def loss_scaler(config: ZeroliteConfig) -> LossScaler | None:
+    fp16 = config.fp16
+    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
+    if not (fp16.enabled or autocast_fp16):
+        return None
+    if fp16.loss_scale:
+        return LossScaler(scale=fp16.loss_scale, dynamic=False)
+    return LossScaler(
+        scale=2.0**fp16.initial_scale_power,
+        dynamic=True,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_scale=fp16.min_loss_scale,
+    )
+
+
+EXACT_SUMS_FROM = 64
+"""Data-parallel ranks from which bf16 gradients travel in fp32, unless the config says otherwise. A ring adds the
+values of one rank after the other, and rounds each time: in bf16 the relative error of the sum grows, in a simulation,
+from 3e-3 at 8 ranks to 3.5e-2 at 1,024."""
+
+
+def communication_dtypes(
+    model: torch.nn.Module, config: ZeroliteConfig, precision: Precision, world_size: int
+) -> Callable[[torch.nn.Parameter], torch.dtype | None]:
+    """Return the dtype in which a parameter's gradient travels between ``world_size`` data ranks; None: the one it
+    has."""
+
+    def by_default(parameter: torch.nn.Parameter) -> torch.dtype | None:
+        long = world_size >= EXACT_SUMS_FROM
+        return torch.float32 if long and precision.compute_dtype(parameter) == torch.bfloat16 else None
+
+    if config.communication_data_type is not None:
+        everywhere = DTYPES[config.communication_data_type]
+        return lambda parameter: everywhere
+    autocast = config.torch_autocast
+    if not autocast.enabled or not autocast.lower_precision_safe_modules:
+        return by_default
+    safe = set(autocast.lower_precision_safe_modules)
+    low: set[int] = set()
+    found: set[str] = set()
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            matches = {f"{cls.__module__}.{cls.__qualname__}", _public_name(cls), cls.__qualname__} & safe
+            if matches:
+                found |= matches
+                low |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    if safe - found:
+        raise ConfigError(
+            [
+                (
+                    "torch_autocast.lower_precision_safe_modules",
+                    f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none "
+                    "of its modules is; write "
+                    "the class as in torch.nn.Linear",
+                )
+            ]
+        )
+    dtype = DTYPES[autocast.dtype]
+
+    def by_module(parameter: torch.nn.Parameter) -> torch.dtype | None:
+        chosen = id(parameter) in low and not precision.keeps_fp32(parameter)
+        return dtype if chosen else by_default(parameter)
+
+    return by_module
+
+
+def _public_name(cls: type) -> str:
+    """torch.nn.Linear rather than torch.nn.modules.linear.Linear."""
+    return f"torch.nn.{cls.__qualname__}" if getattr(torch.nn, cls.__qualname__, None) is cls else ""
+
+
+def reduction_options(
+    config: ZeroliteConfig,
+    policy: StagePolicy,
+    precision: Precision,
+    comm: Communicator,
+    accumulation: int,
+    communication: list[torch.dtype | None],
+    keep_buckets: bool,
+    alone: bool,
+) -> ReductionOptions:
+    """alone: whether there is one process, whose gradients the statistics look at anyway."""
+    zero = config.zero_optimization
+    asked = config.data_types.grad_accum_dtype
+    if asked is not None:
+        accumulate: torch.dtype | None = DTYPES[asked]
+    else:
+        accumulate = torch.float32 if precision.separate_masters else None
+    predivide = float(comm.world_size) if config.prescale_gradients else config.gradient_predivide_factor
+    # Multiplying by a power of two is exact, so where nothing else is asked for the mean is taken while gradients
+    # move into their buckets. Not in fp16, whose small numbers it would push below the smallest.
+    free = predivide == 1.0 and comm.world_size & (comm.world_size - 1) == 0 and precision.compute != torch.float16
+    return ReductionOptions(
+        reduce_each_pass=policy.shard_gradients,
+        shard=policy.shard_optimizer,
+        use_reduce_scatter=zero.reduce_scatter,
+        accumulate_dtype=accumulate,
+        several_expected=accumulation > 1,
+        communication_dtype=lambda bucket: communication[bucket.slots[0].index],
+        arrival_factor=1.0 / comm.world_size if free else 1.0,
+        predivide=predivide,
+        copy_on_arrival=zero.contiguous_gradients,
+        overlap=zero.overlap_comm is not False,
+        keep_buckets=keep_buckets,
+        probes=not alone,
+    )
+
+
+def step_options(config: ZeroliteConfig, update_numel: int, skip_on_device: bool) -> StepOptions:
+    return StepOptions(
+        max_norm=config.gradient_clipping,
+        check_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
+        max_skipped_in_a_row=config.max_consecutive_skipped_steps,
+        ignore_unused=config.zero_optimization.ignore_unused_parameters,
+        skip_on_device=skip_on_device,
+        update_numel=update_numel,
+        divide_plain_backward=config.divide_plain_backward,
+    )

@@ -1,0 +1,615 @@
+"""What a user touches: the model's forward, the two loops, and the phases of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import numbers
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerolite.activation_checkpointing import Attached
+from zerolite.comm import ControlChannel, Topology, local_rank
+from zerolite.comm.initial_sync import broadcast_together
+from zerolite.comm.ranks import name_ranks
+from zerolite.config import ZeroliteConfig
+from zerolite.data import metrics
+from zerolite.data.dataloader import Loaders
+from zerolite.data.micro_batch import LossFunction
+from zerolite.diagnostics.join import ROW, Join
+from zerolite.diagnostics.position import Parts
+from zerolite.engine.batch_methods import BatchMethods
+from zerolite.engine.checkpoint_methods import CheckpointMethods
+from zerolite.engine.parameter_access import ParameterAccess
+from zerolite.engine.pending_gradients import PendingGradients
+from zerolite.engine.place import Place
+from zerolite.engine.state_offload import StateOffload
+from zerolite.monitor import Monitor, StepLog
+from zerolite.monitor.comms_logger import CommsLogger
+from zerolite.monitor.memory_report import MemoryParts, MemoryReport, memory_report
+from zerolite.precision.dtype_errors import explain
+from zerolite.precision.dtypes import GraphBoundary, Precision, map_tensors
+from zerolite.utils.accelerator import host_value
+from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.commands import Command
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.grad_stats import SAME_BATCH
+from zerolite.zero.publisher import Publisher
+from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.step import StepPipeline
+
+logger = logging.getLogger("zerolite")
+
+
+class Engine(CheckpointMethods, BatchMethods, Place):
+    """A model in training; made by :func:`zerolite.initialize`.
+
+    Two loops give the same numbers and counters at every stage and precision::
+
+        loss = engine(x)                         loss = engine(x)
+        engine.backward(loss)                    loss.backward()
+        engine.step()                            engine.optimizer.step()
+                                                 engine.optimizer.zero_grad()
+
+    Attributes that the engine does not have are those of its module: ``engine.generate(...)``.
+
+    ``engine.backward`` divides the loss by ``gradient_accumulation_steps`` and ``engine.step`` applies only at the
+    boundary of a window; the plain loop divides by itself and steps when it says so. Gradients are averaged over
+    ranks either way, and consumed by the step.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: ZeroliteConfig,
+        device: torch.device,
+        topology: Topology,
+        precision: Precision,
+        pipeline: StepPipeline,
+        reducer: GradReducer,
+        publisher: Publisher,
+        optimizer: ShardedOptimizer,
+        window: AccumulationWindow,
+        boundary: GraphBoundary,
+        lr_scheduler: Any,
+        dataloader: Any,
+        broadcast_buffers: bool,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.topology = topology
+        comm = topology.data
+        self.optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        self.dataloader = dataloader
+        self.loaders = Loaders(
+            comm.rank,
+            comm.world_size,
+            device.type,
+            config.train_micro_batch_size_per_gpu,
+            config.dataloader_drop_last,
+        )
+        self._module = module
+        self._comm = comm
+        self._precision = precision
+        self._pipeline = pipeline
+        self._reducer = reducer
+        self._publisher = publisher
+        self._window = window
+        self._boundary = boundary
+        self._broadcast_buffers = broadcast_buffers
+        self._join: Join | None = None
+        self.monitor = Monitor()  # for values of the user's own; build puts the config's here
+        self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
+        self.comms_logger: CommsLogger | None = None  # if the config asks for it
+        self.runner: Any = None
+        self.tensor_channel: ControlChannel | None = None  # between ranks that share layers, on the CPU
+        self.loss_fn: LossFunction | None = None
+        self.call_module: Callable[..., Any] = module  # what __call__ calls: flops_profiler counts around it
+        self.parts = Parts(module, comm, reducer, pipeline.counters)  # what a message about this rank's position names
+        self.memory_parts: MemoryParts  # what holds tensors
+        self.state_offload: StateOffload
+        self.activation_checkpointing: Attached  # keeps what checkpoints of activations use
+        self.pending_gradients: PendingGradients  # what p.grad asks
+        self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
+        self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
+
+    # ---------------------------------------------------------------- the loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16). A loss comes back in fp32;
+        where the module returns none, all 16-bit outputs do (docs/precision.md)."""
+        self.refuse_pipeline("engine(...)")
+        if self._reducer.pass_open:  # an exception has cut this rank's backward short: launch what the others have
+            self._pipeline.end_backward(complete=False)
+        if self.topology.tensor.world_size > 1:
+            self._compare_inputs(_tensors_of((args, kwargs)))
+        sends = self._broadcast_buffers and self._module.training
+        with self._pipeline.commands(Command.FORWARD, sends):
+            if sends:
+                self.send_buffers()
+        args, kwargs = self._precision.cast(self._boundary.enter((args, kwargs)))
+        watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
+        with watch, self._precision.autocast_context(self.device):
+            try:
+                outputs = self.call_module(*args, **kwargs)
+            except Exception as error:
+                if isinstance(error, RuntimeError):
+                    self._pipeline.refresh_written()  # says so if the module has been cast
+                explain(error, self._module, self.compute_dtype)
+                raise
+        return self._boundary.leave(outputs)
+
+    forward = __call__
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        scale_wrt_gas: bool = True,
+        retain_graph: bool = False,
+        *,
+        weight: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Backward through ``loss``, a scalar, divided by ``gradient_accumulation_steps`` unless ``scale_wrt_gas``
+        is False.
+
+        weight: how much this loss, a mean over tokens or samples, counts in the step: their number. The step's gradient
+        is then that of the one joint batch, sum(weight × loss) / sum(weight) over ranks and micro-batches, instead of
+        the mean over them. 0 for a batch in which nothing counts, even if its loss is not finite. A tensor is read from
+        its device, for which CUDA must be waited for: count on the host. All backwards of a step have a weight, on all
+        ranks, or none has.
+
+        Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
+        needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
+        """
+        self.refuse_pipeline("engine.backward")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(
+                f"engine.backward: expected a loss with one element, got {shape}; reduce it with .mean() or .sum()"
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no "
+                "trainable parameter"
+            )
+        if self._reducer.pass_open:
+            self._pipeline.end_backward(complete=False)
+        exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        share = _checked_weight(weight, scale_wrt_gas)
+        if share is not None:
+            share /= self._pipeline.weight_unit()
+        first = self._window.empty
+        self._pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
+        if share != 0:
+            self._reducer.losses.append(exact.detach().reshape(()).float())
+        factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
+        if self.step_log is not None:
+            self.step_log.add_loss(exact, factor, self._pipeline.global_steps, first, share)
+        factor = factor if share is None else share
+        try:
+            exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
+        except BaseException:
+            self._reducer.show_held()  # for the user to drop
+            if self.coordinator is not None:
+                with contextlib.suppress(RuntimeError):  # of a gather in flight: the first error is the one to see
+                    self.coordinator.sweep()
+            raise
+        self._pipeline.end_backward(complete=True)
+        return loss
+
+    def step(self, flush: bool = False) -> bool:
+        """End a micro-batch; at the boundary of a window, update. True if an update was due.
+
+        ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens
+        if it is empty. Called on all ranks.
+        """
+        self.refuse_pipeline("engine.step")
+        if flush and self._window.empty:  # of backwards, which all ranks call alike, with or without gradients
+            return False
+        if self._join is not None:
+            self._pipeline.look_at_grads()  # what the others are told of it comes before the step
+        with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._window.forced_boundary)):
+            return self._step(flush)
+
+    def follow_step(self, flush: bool, forced: int) -> None:
+        """A :meth:`step` of the ranks that go on, with their boundary. Called by :class:`Join`."""
+        self._window.forced_boundary = _FORCED[forced]
+        self.step(flush)
+
+    def _step(self, flush: bool) -> bool:
+        if flush:  # what the window contains, before this call counts as a micro-batch
+            if self.step_log is not None:
+                self.step_log.close_early(self._window.flush_factor(), self._pipeline.global_steps)
+            self._pipeline.flush()
+        closes = self._window.on_engine_step() or flush
+        if closes:
+            self._pipeline.step()
+        return closes
+
+    @contextlib.contextmanager
+    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+        """Around a loop in which ranks may have different numbers of batches, 0 included: those that have finished
+        serve the others until all have, with gradients of zero, and end with the same parameters and counters.
+
+        divide_by_initial_world_size: gradients are divided by the number of all ranks to the end, as
+        ``torch.distributed.algorithms.Join`` does by default; False: by the number of those that still have batches.
+        With ``engine.backward(..., weight=)`` it does not matter: the gradient is that of the joint batch.
+
+        :meth:`reduce` and :meth:`gather` are over the ranks that go on. A call that needs all ranks (unfreezing,
+        ``zerolite.get_full_...``) raises RuntimeError once one has finished; so does every rank if one leaves with an
+        exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
+        small exchange on the host at each forward, backward and step. Called on all ranks.
+        """
+        self.refuse_pipeline("engine.join")
+        self._pipeline.check_here()
+        if self._comm.world_size == 1 or self._comm.group is None:
+            yield
+            return
+        if self._join is not None:
+            raise RuntimeError("engine.join: this engine is inside a join block already; it cannot be entered twice")
+        channel = ControlChannel(self._comm, ROW)
+        self._join = Join(self, self._pipeline, self._reducer, self._comm, channel, divide_by_initial_world_size)
+        try:
+            with self._join.running():
+                yield
+        finally:
+            self._join = None
+
+    def refuse_pipeline(self, call: str) -> None:
+        if self.runner is not None:
+            raise RuntimeError(
+                f"{call}: a pipeline runs forwards, backwards and updates in an order of its own; use "
+                "engine.train_batch(data_iter) and engine.eval_batch(data_iter)"
+            )
+
+    def _compare_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Ranks with parts of the same layers need the same inputs: shapes before anything depends on them, values with
+        the step's statistics."""
+        if self.tensor_channel is not None:
+            shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
+            rows = self.tensor_channel.exchange([shapes])
+            if any(row != rows[0] for row in rows):
+                raise RuntimeError(
+                    f"engine(...): expected inputs of the same shapes on {name_ranks(self.topology.tensor.members())}, "
+                    f"which share layers, got different ones, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
+                )
+        self._pipeline.note_inputs(tensors)
+
+    def mean_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """``value``, 0-dim fp32, as the mean over the data-parallel ranks; on all of them."""
+        flat = value.reshape(1)
+        return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())
+
+    # ---------------------------------------------------------------- accumulation
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate. At stage 2 they are reduced into the shards all the same: equal
+        numbers, memory kept."""
+        self.refuse_pipeline("engine.no_sync")
+        self._window.sync_disabled += 1
+        try:
+            yield
+        finally:
+            self._window.sync_disabled -= 1
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the micro-batch in hand closes its window, until said otherwise; None returns to
+        counting."""
+        self.refuse_pipeline("engine.set_gradient_accumulation_boundary")
+        self._window.forced_boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next (or pending) ``engine.step()`` will update."""
+        return self._window.is_boundary()
+
+    # ---------------------------------------------------------------- phases
+
+    def reduce_gradients(self) -> None:
+        """Finish the mean over ranks of all gradients since the last step. Called on all ranks."""
+        self._pipeline.reduce()
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of the last step's mean gradient over all parameters, unscaled and before clipping; None before the
+        first step. From :meth:`update` on, the step is the one in hand.
+
+        Sends nothing, so one rank alone may call it at any time, also inside an accumulation. It waits for the device.
+        :meth:`clip_gradients` returns the norm of gradients that no step has used yet.
+        """
+        return self._pipeline.grad_norm()
+
+    def memory_report(self) -> MemoryReport:
+        """What this rank's memory holds now: bytes by item, measured, and what the allocator says of the whole. It has
+        a table for people, ``str(report)``, and plain data, ``report.to_dict()``. Of this rank alone: nothing is sent
+        and the device is not waited for."""
+        return memory_report(self.memory_parts)
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Bring what this engine holds on its device to the host, between two steps, so that something else has the
+        device's memory until :meth:`reload_states`: another model, or generation with this one.
+
+        include: some of "optim_states", "hp_params" (master weights that are separate), "lp_params" (what the modules
+        compute with), "lp_grads" and "contiguous_grad_buffer", DeepSpeed's names; None: all. Without "lp_params" the
+        module can still compute under ``torch.no_grad()``. pin_memory: registered with CUDA, for fast copies.
+        non_blocking: return while copies are still under way; the device's memory is free for what is queued after
+        them. What rests at another tier already (``offload_optimizer``, ``offload_param``) stays there.
+
+        Raises RuntimeError between ``update`` and ``publish``, inside :meth:`join` and if states are out already;
+        whatever trains, saves, loads or reads meanwhile raises RuntimeError as well. Called on all ranks.
+        """
+        if self._join is not None:
+            raise RuntimeError("engine.offload_states: expected a call outside of engine.join()")
+        self.state_offload.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undo :meth:`offload_states`; nothing if it has not been called. non_blocking: accepted for DeepSpeed's loops;
+        the memory on the host goes when this returns, so it waits for the copies. An engine that goes while states are
+        out gives the model's back. Called on all ranks."""
+        self.state_offload.reload()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's, and return their norm before, as
+        ``torch.nn.utils.clip_grad_norm_`` does; ``float("inf")`` clips nothing. Called on all ranks."""
+        return self._pipeline.clip(max_norm)
+
+    def update(self) -> None:
+        """Update the master weights that this rank owns, or skip if a gradient is not finite; counters, scheduler
+        and loss scale follow. Called on all ranks; :meth:`publish` and :meth:`zero_grad` must follow."""
+        self._pipeline.update()
+
+    def publish(self) -> None:
+        """Bring updated master weights to the module's parameters on all ranks. Called on all ranks."""
+        self._pipeline.publish()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last step. Called on all ranks."""
+        self._pipeline.zero_grad()
+
+    # ---------------------------------------------------------------- data and metrics
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        *,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> Any:
+        """A loader of this rank's part of ``dataset``, in batches of ``batch_size`` samples (default: the config's
+        micro-batch), whose samples :meth:`gather_for_metrics` knows.
+
+        route: "train" shuffles, in each pass anew, and obeys ``dataloader_drop_last``; "eval" and "predict" keep the
+        order and every sample. pin_memory: where the engine's device is CUDA. collate_fn: a list of samples to a batch;
+        default: that of ``initialize``. num_local_io_workers: processes that load; 0 loads in this one. Raises
+        ValueError or TypeError for data that cannot be loaded.
+        """
+        return self.loaders.make(dataset, batch_size, route, pin_memory, collate_fn, num_local_io_workers)
+
+    def prepare_loader(self, loader: Any) -> Any:
+        """``loader``, a torch DataLoader with a ``DistributedSampler`` (or without, on one process), so that
+        :meth:`gather_for_metrics` knows its samples: iterate over what this returns. Raises ValueError for other
+        loaders, which work as they are but without that."""
+        return self.loaders.prepare(loader)
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """``value`` over all ranks, the same on all of them. value: a number, a tensor, or nested dicts, lists and
+        tuples of them; None stays. op: "mean" (each rank counts the same), "sum", "max", "min".
+
+        Floats are computed in float64, in rank order; tensors come back in their dtype, those of 16 bits and less in
+        float32. Integers stay integers (tensors: a sum is int64); their mean is a float (tensors: float64). Of bools,
+        max is any, min is all, sum counts. NaN on one rank is NaN. Raises ValueError or RuntimeError on all ranks if
+        one passes something else or they differ in structure, dtype or shape. Called on all ranks.
+        """
+        with self._pipeline.commands(Command.METRIC):
+            return metrics.reduce(value, op, self._comm, self.device)
+
+    def gather(self, tensors: Any) -> Any:
+        """The rows of all ranks, in rank order, on all of them: tensors ``[rows, ...]``, any dtype, or nested dicts,
+        lists and tuples of them. Rows may differ from rank to rank, and be 0; a 0-dim tensor or number is one row.
+        Raises as :meth:`reduce` does. Called on all ranks."""
+        with self._pipeline.commands(Command.METRIC):
+            return metrics.gather(tensors, self._comm, self.device)
+
+    def gather_for_metrics(self, tensors: Any, loader: Any = None) -> Any:
+        """As :meth:`gather`; inside a pass over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`, for values
+        with one row for each sample of the batch in hand: in the order of the data set (or of its shuffle), without
+        the samples that were repeated to make ranks even.
+
+        loader: such a loader; the rows are those of a whole pass over it, collected on this rank. Raises as
+        :meth:`reduce` does, and ValueError where the rows are not one for each sample. Called on all ranks.
+        """
+        with self._pipeline.commands(Command.METRIC):
+            return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
+
+    def absent_from_metric(self) -> None:
+        """Take part in the others' :meth:`reduce` or :meth:`gather` with nothing. Called by :class:`Join`."""
+        metrics.be_absent(self._comm, self.device)
+
+    def comms_summary(self) -> list[dict[str, Any]]:
+        """What ``comms_logger`` has measured so far on this rank: a dict for each kind of collective, with op, tag
+        (what it is for), ranks (that take part), nbytes (of one, of its full tensors), count, total_bytes, mean_ms,
+        algbw and busbw (10^9 bytes a second), and with ``debug`` the caller. Raises RuntimeError if the config has no
+        logger."""
+        if self.comms_logger is None:
+            raise RuntimeError(
+                "engine.comms_summary: expected comms_logger.enabled = true in the configuration, which measures "
+                "collectives, got false; set it"
+            )
+        return self.comms_logger.summary()
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's module, its parameters up to date."""
+        self._publisher.wait_all()
+        return self._module
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype of the module's parameters; None in fp32 and under autocast, where each keeps its own."""
+        return self._precision.compute
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that the engine steps after every update, or None."""
+        self._pipeline.settle()
+        return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._lr_scheduler = scheduler
+
+    def settle_schedule(self) -> None:
+        """Bring the param groups up to date, which the engine's schedule changes when the outcome of a step is read.
+        Nothing without one: a loop that steps a schedule of its own need not wait for the device."""
+        if self._lr_scheduler is not None:
+            self._pipeline.settle()
+
+    def step_scheduler(self) -> None:
+        """After an update that was not skipped. Called by the pipeline."""
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+
+    @property
+    def global_steps(self) -> int:
+        """Windows that ended in an update or in a skipped one."""
+        return self._pipeline.global_steps
+
+    @property
+    def global_samples(self) -> int | None:
+        """Samples of :attr:`global_steps` steps over all ranks, the x axis of the monitors; None if the config leaves
+        the batch size to the user's loader."""
+        size = self.config.train_batch_size
+        return None if size is None else self._pipeline.global_steps * size
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped because a gradient was not finite."""
+        return self._pipeline.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Backwards so far: micro-batches, where each has one."""
+        return self._pipeline.micro_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """The fp16 loss scale in force; 1.0 in other precisions."""
+        return self._pipeline.scale
+
+    @property
+    def local_rank(self) -> int:
+        return local_rank()
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._window.micro_batches
+
+    @property
+    def train_batch_size(self) -> int | None:
+        """Samples per update over all ranks; None if the config leaves it to the user's loader."""
+        return self.config.train_batch_size
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples per backward on one rank; None if the config leaves it to the user's loader."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        self._pipeline.settle()
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def train(self, mode: bool = True) -> Engine:
+        self._module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        return self.module.parameters(recurse)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's state dict, names without a prefix, in the compute dtype."""
+        return self.module.state_dict(*args, **kwargs)
+
+    if not TYPE_CHECKING:  # a checker knows the engine's own attributes only
+
+        def __getattr__(self, name: str) -> Any:
+            """An attribute of the module, for a name that the engine does not have."""
+            if hasattr(type(self), name):  # a property of the engine has failed: its error, not the module's
+                return object.__getattribute__(self, name)
+            if "_module" not in vars(self) or (name.startswith("__") and name.endswith("__")):
+                raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            return getattr(self.module, name)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an engine is a part of a job on several processes and cannot be copied or pickled; save "
+            "engine.full_state_dict() and engine.optimizer.state_dict(), or copy.deepcopy(engine.module)"
+        )
+
+    def __repr__(self) -> str:
+        precision = self._precision.compute or self._precision.autocast or "parameters' own"
+        grid = f"{self.topology.grid}, " if not self.topology.trivial else ""
+        stage = self.config.zero_optimization.stage
+        return (
+            f"Engine({grid}stage={stage}, world_size={self.world_size}, rank={self.rank}, "
+            f"precision={precision}, device={self.device}, global_steps={self._pipeline.global_steps})"
+        )
+
+    def send_buffers(self) -> None:
+        """Buffers take the values of the first rank that has batches. Called on all ranks, before a forward."""
+        source = self._join.source if self._join is not None else 0
+        broadcast_together(self._module.buffers(), self._comm, self.device, "buffers", source)
+
+
+def _tensors_of(inputs: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, inputs)
+    return found
+
+
+_FORCED = (None, False, True)  # boundaries said by hand, by the number that travels
+
+
+def _checked_weight(weight: Any, scale_wrt_gas: bool) -> float | None:
+    if weight is None:
+        return None
+    if not scale_wrt_gas:
+        raise ValueError(
+            "engine.backward: a weight takes the place of the division by gradient_accumulation_steps; leave "
+            "scale_wrt_gas out"
+        )
+    value: Any = host_value(weight) if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(
+            f"engine.backward: expected weight to be the number of tokens or samples in this loss, 0 or more, got {got}"
+        )
+    return float(value)

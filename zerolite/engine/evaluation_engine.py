@@ -1,0 +1,97 @@
+"""An engine without an optimizer: a model that is only evaluated, such as a reference, reward or teacher model.
+
+It is an engine whose layout has no buckets: all parameters are frozen, so there are no masters, gradients or states. At
+stage 3 they are sharded and gathered like those of any other model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from zerolite.engine.engine import Engine
+from zerolite.utils.accelerator import host_values
+from zerolite.zero.step import StepPipeline, trace_vote
+
+_REMEDY = 'To train it, give zerolite.initialize a config with an "optimizer" block, or optimizer=...'
+
+
+class EvaluationPipeline(StepPipeline):
+    """A pipeline that never steps. A backward may pass through the model to its inputs."""
+
+    def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
+        """Look whether a parameter has been unfrozen; there is nothing to begin."""
+        self.check_here()
+        self.on_begin()
+
+    def end_backward(self, complete: bool) -> None:
+        """Nothing has been opened."""
+
+    def agree_on_trace(self) -> None:
+        """Let stage 3 follow its recorded trace if all ranks have the same; the host waits for the answer. Called on
+        all ranks."""
+        assert self.trace is not None
+        vote = trace_vote(self.trace)
+        lowest = highest = vote
+        if self._comm.world_size > 1 and not self._comm.peers_agree:
+            votes = torch.tensor([vote, -vote], device=self._device)
+            self._comm.all_reduce_max(votes, tag="stats")
+            highest, lowest = (int(value) * sign for value, sign in zip(host_values(votes), (1, -1), strict=True))
+        self._agreed, self._last_vote = lowest == highest, vote
+        self._decide_on_trace()
+
+
+def check_frozen(model: torch.nn.Module) -> None:
+    """Raise RuntimeError for a parameter that requires a gradient, which nothing would reduce or use."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"parameter '{name}' requires a gradient, and its engine has no optimizer, so nothing would average or "
+                f"use that gradient. {_REMEDY}, or call requires_grad_(False)"
+            )
+
+
+def _refuses(call: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"engine.{call}: expected an engine with an optimizer, got one without, which only evaluates its model. "
+            f"{_REMEDY}"
+        )
+
+    return refuse
+
+
+class EvaluationEngine(Engine):
+    """See the module. ``optimizer`` is None; whatever trains raises RuntimeError; the rest is an engine's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.optimizer: Any = None
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`Engine`. No step follows in which ranks could compare the order of their modules, so stage 3
+        compares it before some calls: those whose number is a power of two. All ranks count alike, because calls inside
+        :meth:`join`, where ranks may make different numbers of them, do not count."""
+        if self.coordinator is not None and self._join is None:
+            self._calls += 1
+            if not self._calls & (self._calls - 1):
+                self._pipeline.agree_on_trace()  # type: ignore[attr-defined]
+        return super().__call__(*args, **kwargs)
+
+    forward = __call__
+
+    backward = _refuses("backward")
+    step = _refuses("step")
+    train_batch = _refuses("train_batch")
+    reduce_gradients = _refuses("reduce_gradients")
+    clip_gradients = _refuses("clip_gradients")
+    update = _refuses("update")
+    publish = _refuses("publish")
+    full_optimizer_state_dict = _refuses("full_optimizer_state_dict")
+
+    def get_lr(self) -> list[float]:
+        """Empty: there is no param group."""
+        return []

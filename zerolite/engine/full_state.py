@@ -1,0 +1,370 @@
+"""Whole state dicts and 16-bit models at every stage, and the refusal to hand out partitioned ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.names import clean
+from zerolite.checkpoint.safetensors import Entry
+from zerolite.comm import Communicator, Topology
+from zerolite.comm.initial_sync import broadcast_into
+from zerolite.engine.whole_model import Known, Masters, WholeModel, first_names, sent, union
+from zerolite.engine.whole_model import known as known_as
+from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.utils.accelerator import host_value, host_values
+from zerolite.utils.module_hook import ModuleHook
+from zerolite.zero.stage3.partition_parameters import GatheredParameters
+from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.released_parameter import opened
+
+logger = logging.getLogger("zerolite")
+
+_SHOWN = 8  # names in a message
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
+
+_allowed = 0  # calls under way that know what they do
+
+
+def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
+    """The names of a module's parameters of which this rank has a part."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [prefix + key for key, parameter in named if cut_of(parameter) is not None]
+
+
+class _Guard(ModuleHook):
+    """Calls ``refuse``. A copy of the module keeps it if it has parts of parameters too."""
+
+    def __init__(self, refuse: Callable[..., None], module: torch.nn.Module) -> None:
+        self._refuse, self._module = refuse, weakref.ref(module)
+
+    def __call__(self, *args: Any) -> None:
+        self._refuse(*args)
+
+    def stays_in_copies(self) -> bool:
+        module = self._module()
+        return module is None or bool(_cut(module, ""))
+
+
+def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    found = [] if _allowed else _cut(module, prefix)
+    if found:
+        raise RuntimeError(
+            f"state_dict: this rank has parts of parameters, cut by tensor parallelism: {_listed(found)}. Call "
+            "engine.full_state_dict() on all ranks, which gives the whole ones."
+        )
+
+
+def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+    found = [] if _allowed else _cut(module, prefix)
+    if found:
+        raise RuntimeError(
+            f"load_state_dict: this rank has parts of parameters, cut by tensor parallelism, which cannot take whole "
+            f"values: {_listed(found)}. Call engine.load_full_state_dict(state) on all ranks."
+        )
+
+
+def _guard_state_dict(model: torch.nn.Module) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of all modules with cut parameters raise RuntimeError. For good."""
+    for module in model.modules():
+        if not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
+            _Guard(_before_save, module).install(module.register_state_dict_pre_hook)
+            _Guard(_before_load, module).install(module.register_load_state_dict_pre_hook)
+
+
+def guard_parts(model: torch.nn.Module, topology: Topology) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of ``model``, of which this rank has a part, raise RuntimeError where
+    it would be taken for the whole: of all modules with cut parameters, and of a stage as a whole. For good."""
+    if topology.tensor.world_size > 1:
+        _guard_state_dict(model)
+    if topology.pipe.world_size > 1:
+        stage = f"this rank has stage {topology.pipe.rank + 1} of {topology.pipe.world_size} of the model only"
+        model.register_state_dict_pre_hook(functools.partial(_refuse_stage, f"state_dict: {stage}", _WHOLE))
+        model.register_load_state_dict_pre_hook(functools.partial(_refuse_stage, f"load_state_dict: {stage}", _INTO))
+
+
+_WHOLE = "Call engine.full_state_dict() on all ranks, which gives the whole one."
+_INTO = "Call engine.load_full_state_dict(state) on all ranks, which takes the whole one's."
+
+
+def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -> None:
+    if not _allowed:
+        raise RuntimeError(f"{what}. {remedy}")
+
+
+@torch.no_grad()
+def full_state_dict(
+    model: torch.nn.Module,
+    topology: Topology,
+    device: torch.device,
+    rank0_only: bool,
+    dtype: torch.dtype | None = None,
+    masters: Masters | None = None,
+) -> dict[str, Any]:
+    """The whole model's ``state_dict()`` with whole tensors on the CPU, copies of their own; tied ones share one copy.
+    Parameters are gathered one by one. ``rank0_only``: other ranks get an empty dict.
+
+    dtype: of all floating tensors, fp32, bf16 or fp16, from the ``masters`` of those that have some; None: the one that
+    each has. Raises ValueError for another. Called on all ranks.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(
+            f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, _DTYPES))}, got {dtype!r}"
+        )
+    whole = WholeModel(model, _unguarded_state(model), topology, device, masters)
+    copies: dict[str, torch.Tensor | None] = {}
+    state: dict[str, Any] = {}
+    for name, entry in whole.entries.items():
+        if isinstance(entry, Known) and entry.owner not in copies:
+            copies[entry.owner] = whole.get(entry, dtype, rank0_only)
+        state[name] = copies[entry.owner] if isinstance(entry, Known) else entry
+    return state if not rank0_only or topology.world.rank == 0 else {}
+
+
+def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
+    """``model.state_dict()``, in which partitioned parameters are empty."""
+    global _allowed
+    _allowed += 1
+    try:
+        with opened():
+            return dict(model.state_dict())
+    finally:
+        _allowed -= 1
+
+
+# -------------------------------------------------------------------- a model in files
+
+
+@torch.no_grad()
+def save_16bit_model(
+    model: torch.nn.Module,
+    topology: Topology,
+    device: torch.device,
+    save_dir: str | Path,
+    dtype: torch.dtype,
+    masters: Masters,
+    max_shard_size: str | int,
+    exclude_frozen: bool,
+) -> None:
+    """Rank 0 writes the model as safetensors files (see :class:`ModelWriter`), while all ranks gather one parameter
+    after the other. All floating tensors are in ``dtype``. exclude_frozen: only what trains, that is trained parameters
+    and the buffers of the modules that have some.
+
+    Raises ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write. Called on all ranks.
+    """
+    world = topology.world
+    whole = WholeModel(model, _unguarded_state(model), topology, device, masters)
+    tensors = dict(whole.tensors())
+    left_out = sorted(whole.entries.keys() - tensors.keys())
+    if left_out and world.rank == 0:
+        logger.warning("save_16bit_model: left out what is no tensor: %s", _listed(left_out))
+    if exclude_frozen:
+        tensors = _training(tensors)
+    first: dict[str, str] = {}  # name of a tensor
+    for name, known in tensors.items():
+        first.setdefault(known.owner, name)
+    written = {clean(name): tensors[name] for name in first.values()}
+    entries = [Entry(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
+    aliases = {clean(name): clean(first[known.owner]) for name, known in tensors.items() if name != first[known.owner]}
+    plan = plan_files(entries, max_shard_size, aliases)
+    writer = ModelWriter(Path(save_dir), plan)
+
+    def get(entry: Entry) -> torch.Tensor | None:
+        return whole.get(written[entry.name], dtype, rank0_only=True)
+
+    with contextlib.ExitStack() as stack:
+        _on_rank0(functools.partial(stack.enter_context, writer), world, device)
+        for file in plan:
+            values = _Gathered(file, get)
+            _on_rank0(functools.partial(writer.write, file, values), world, device, values)
+        _on_rank0(writer.commit, world, device)
+
+
+def _training(tensors: Mapping[str, Known]) -> dict[str, Known]:
+    modules = {name.rpartition(".")[0] for name, known in tensors.items() if known.trained}
+    return {
+        name: known
+        for name, known in tensors.items()
+        if known.trained or (not known.parameter and name.rpartition(".")[0] in modules)
+    }
+
+
+class _Gathered:
+    """The whole values of a file's tensors, one by one; iterated over on all ranks at the same time."""
+
+    def __init__(self, file: ModelFile, get: Callable[[Entry], torch.Tensor | None]) -> None:
+        self._entries = iter(file.entries)
+        self._get = get
+        self.failed = False
+
+    def __iter__(self) -> _Gathered:
+        return self
+
+    def __next__(self) -> Any:
+        entry = next(self._entries)
+        try:
+            return self._get(entry)
+        except BaseException:
+            self.failed = True
+            raise
+
+
+def _on_rank0(
+    work: Callable[[], object], comm: Communicator, device: torch.device, values: _Gathered | None = None
+) -> None:
+    """Rank 0 does ``work``, for which the others only iterate over ``values``. If it raises, all ranks do: the others
+    CheckpointError. Called on all ranks."""
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            work()
+        except Exception as error:
+            if values is not None and values.failed:
+                raise  # a collective's error, not rank 0's own
+            failure = error
+    if values is not None:
+        deque(values, maxlen=0)  # also what rank 0 has not asked for
+    text = b"" if failure is None else (str(failure) or type(failure).__name__).encode()
+    length = torch.tensor(len(text), device=device)
+    comm.broadcast(length, "checkpoint")
+    if not (count := int(host_value(length))):
+        return
+    sent = torch.tensor(list(text) if text else [0] * count, dtype=torch.uint8, device=device)
+    comm.broadcast(sent, "checkpoint")
+    if failure is not None:
+        raise failure
+    raise CheckpointError(f"rank 0: {bytes(int(code) for code in host_values(sent)).decode()}")
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    model: torch.nn.Module,
+    state: Mapping[str, Any] | None,
+    topology: Topology,
+    device: torch.device,
+    strict: bool,
+) -> list[str]:
+    """Write rank 0's whole values into parameters and buffers, one by one, and give modules their extra state; what
+    other ranks pass is ignored. Returns the names of the tensors written here. ``strict``: names must be exactly the
+    whole model's. Raises RuntimeError on all ranks, before anything is written. Called on all ranks."""
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    transient = {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key in module._non_persistent_buffers_set
+    }
+    own.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
+    first = first_names(own)
+    known = {name: known_as(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
+    extra = _with_extra_state(model)
+    targets = union({**known, **dict.fromkeys(extra)}, topology, device)
+    here = {known[name].owner: tensor for name, tensor in own.items()}
+    given = dict(state or {}) if topology.world.rank == 0 else {}
+    present = _agree(targets, given, topology.world, device, strict)
+    done: set[str] = set()
+    for name, target in targets.items():
+        if name in present and isinstance(target, Known) and target.owner not in done:
+            done.add(target.owner)
+            _spread(given.get(name), target, here.get(target.owner), topology, device)
+    others = sorted(name for name in present if targets[name] is None)
+    if others:
+        values = sent({name: given.get(name) for name in others}, topology.world, device)
+        for name, module in extra.items():
+            if name in values:
+                module.set_extra_state(values[name])
+    return [name for name in own if known[name].owner in done]
+
+
+def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """By the key of a state dict, the modules that add something else to it."""
+    plain = torch.nn.Module.get_extra_state
+    return {
+        f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    }
+
+
+def _spread(
+    given: torch.Tensor | None, known: Known, here: torch.Tensor | None, topology: Topology, device: torch.device
+) -> None:
+    """Rank 0's whole values, ``given`` there, into the tensor ``here``, or this rank's part of them. Called on all
+    ranks."""
+    if topology.trivial and here is not None and handle_of(here) is None:
+        if given is not None:
+            here.data.copy_(given)
+        broadcast_into(here.data, topology.world, device, "parameters")
+        return
+    values = given
+    if not topology.trivial:
+        values = torch.empty(known.shape, dtype=known.dtype, device=device)
+        if given is not None:
+            values.copy_(given)
+        broadcast_into(values, topology.world, device, "parameters")
+    if here is None:
+        return
+    cut = cut_of(here)
+    with GatheredParameters(here, modifier_rank=0, enabled=handle_of(here) is not None):
+        if values is not None and (topology.data.rank == 0 or handle_of(here) is None):
+            here.data.copy_(values if cut is None else cut.of(values))
+
+
+def _agree(
+    targets: Mapping[str, Known | None],
+    given: Mapping[str, Any],
+    comm: Communicator,
+    device: torch.device,
+    strict: bool,
+) -> set[str]:
+    """The names that rank 0 has, known to all; RuntimeError on all ranks if they do not fit."""
+    names = list(targets)
+    flags = torch.zeros(len(names) + 1, dtype=torch.int64, device="cpu")
+    unexpected: list[str] = []
+    if comm.rank == 0:
+        unexpected = [name for name in given if name not in targets]
+        fits = [_fits(given[name], targets[name]) if name in given else None for name in names]
+        flags[:-1] = torch.tensor(
+            [0 if fit is None else 1 if fit else 2 for fit in fits], dtype=torch.int64, device="cpu"
+        )
+        flags[-1] = len(unexpected)
+    flags = flags.to(device)
+    comm.broadcast(flags, "initial_sync")
+    codes = [int(value) for value in host_values(flags)]
+    missing = [name for name, code in zip(names, codes, strict=False) if code == 0]
+    wrong = [_expected(name, targets[name]) for name, code in zip(names, codes, strict=False) if code == 2]
+    problems = []
+    if wrong:
+        problems.append(f"shapes differ for {_listed(wrong)}")
+    if strict and missing:
+        problems.append(f"missing {_listed(missing)}")
+    if strict and codes[-1]:
+        problems.append(f"unexpected {_listed(unexpected) if unexpected else f'{codes[-1]} names (see rank 0)'}")
+    if problems:
+        raise RuntimeError(
+            f"load_full_state_dict: rank 0's state does not fit the model: {'; '.join(problems)}. Nothing was loaded."
+        )
+    return {name for name, code in zip(names, codes, strict=False) if code == 1}
+
+
+def _fits(given: Any, known: Known | None) -> bool:
+    return known is None or (isinstance(given, torch.Tensor) and tuple(given.shape) == known.shape)
+
+
+def _expected(name: str, known: Known | None) -> str:
+    return f"{name} (expected {known.shape})" if known is not None else name
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

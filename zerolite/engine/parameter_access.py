@@ -1,0 +1,392 @@
+"""Gradients, master weights and optimizer states by parameter, whole, at every stage.
+
+Each function takes one parameter or several; several are one collective over the data-parallel ranks, and one for each
+that tensor parallelism has cut: values are those of the full parameter. All of them are called on all ranks that have
+the parameters (all, or those of a pipeline's stage), with the same parameters in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from zerolite.comm import Communicator, Topology
+from zerolite.engine.arguments import OWNERS
+from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.utils.accelerator import HostRead
+from zerolite.zero.buffer import ParameterBuffer, flattened
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.layout import Slot
+from zerolite.zero.pieces import Piece
+from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, whole_shape
+from zerolite.zero.step import StepPipeline
+
+Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
+Result = TypeVar("Result")
+
+
+def get_full_grad(parameters: Parameters) -> Any:
+    """The pending gradient: mean over ranks, unscaled, before clipping; fp32 in the parameter's shape, a copy on its
+    device. None for a parameter that got no gradient on any rank, or if nothing is pending.
+
+    ``parameters``: one of the engine's, or several (then a list comes back). Ends the reduction of what is pending.
+    Raises ValueError for a parameter that no engine trains. Called on all ranks, with the same parameters.
+    """
+    return _for_all(parameters, lambda access, indices: access.gradients(indices))
+
+
+def set_full_grad(parameters: Parameters, value: Any) -> None:
+    """Let the next step use ``value`` (whole, unscaled, the same on all ranks) instead of the pending gradient; None
+    leaves the parameter out of the step. For several parameters, as many values. Clipping and the norm see it.
+
+    Raises ValueError for a wrong shape, RuntimeError with a pipeline, whose steps leave no gradient pending. Called on
+    all ranks, with the same arguments, after the window's backwards.
+    """
+    _set(parameters, value, lambda access, index, one: access.set_gradient(index, one))
+
+
+def get_full_master(parameters: Parameters) -> Any:
+    """The master weights that the optimizer updates, whole, in their own dtype (fp32 in mixed precision); copies.
+
+    Arguments and errors are those of :func:`get_full_grad`. Called on all ranks.
+    """
+    return _for_all(parameters, lambda access, indices: access.masters(indices))
+
+
+def set_full_master(parameters: Parameters, value: Any) -> None:
+    """Make ``value`` (whole, the same on all ranks) the master weights; the module's parameter follows at once.
+
+    Raises ValueError for a wrong shape or None. Called on all ranks, between steps.
+    """
+    _set(parameters, value, lambda access, index, one: access.set_master(index, one))
+
+
+def get_full_optimizer_state(parameters: Parameters, name: str) -> Any:
+    """The optimizer's state ``name`` as torch calls it (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, …), whole,
+    a copy in its dtype; ``step`` as a 0-dim tensor. None before the parameter's first update.
+
+    Raises ValueError on all ranks if there are states and none has that name. Called on all ranks.
+    """
+    return _for_all(parameters, lambda access, indices: access.states(indices, name))
+
+
+def set_full_optimizer_state(parameters: Parameters, name: str, value: Any) -> None:
+    """Make ``value`` (whole, the same on all ranks) the state ``name``; ``step`` takes a number.
+
+    Raises ValueError for a wrong shape, and before the parameter's first update. Called on all ranks, between steps.
+    """
+    _set(parameters, value, lambda access, index, one: access.set_state(index, name, one))
+
+
+# -------------------------------------------------------------------- from parameters to an engine
+
+
+def _access_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[ParameterAccess, list[int]]:
+    engines = []
+    for parameter in parameters:
+        owner = OWNERS.get(parameter)
+        engine = owner() if owner is not None else None
+        if engine is None:
+            raise ValueError(
+                f"expected a parameter that an engine trains, got one of shape {tuple(whole_shape(parameter))} that "
+                "none does: it is frozen, or belongs to a model that was not given to zerolite.initialize"
+            )
+        engines.append(engine)
+    if any(engine is not engines[0] for engine in engines):
+        raise ValueError("expected parameters of one engine, got some of several; call once for each engine")
+    access: ParameterAccess = engines[0].parameter_access
+    return access, access.indices(parameters)
+
+
+def _for_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> Any:
+    one = isinstance(parameters, torch.Tensor)
+    several: list[Any] = [parameters] if one else list(parameters)
+    if not several:
+        return []
+    with torch.no_grad():
+        results = get(*_access_of(several))
+    return results[0] if one else results
+
+
+def _set(parameters: Parameters, value: Any, put: Callable[[ParameterAccess, int, Any], None]) -> None:
+    one = isinstance(parameters, torch.Tensor)
+    several: list[Any] = [parameters] if one else list(parameters)
+    values = [value] if one else list(value)
+    if len(values) != len(several):
+        raise ValueError(f"expected a value for each of {len(several)} parameters, got {len(values)}")
+    if not several:
+        return
+    access, indices = _access_of(several)
+    with torch.no_grad():
+        for index, single in zip(indices, values, strict=True):
+            put(access, index, single)
+
+
+# -------------------------------------------------------------------- one engine's
+
+
+class ParameterAccess:
+    """The parts of an engine that hold what the functions above give."""
+
+    def __init__(
+        self,
+        pipeline: StepPipeline,
+        reducer: GradReducer,
+        buffer: ParameterBuffer,
+        optimizer: ShardedOptimizer,
+        topology: Topology,
+    ) -> None:
+        self._pipeline = pipeline
+        self._reducer = reducer
+        self._buffer = buffer
+        self._optimizer = optimizer
+        self._comm = topology.data
+        self._tensor = topology.tensor
+        self._staged = topology.pipe.world_size > 1
+
+    def positions(self) -> dict[int, int]:
+        """Of each trained parameter, by its id: the index that the methods below take."""
+        return {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
+
+    def indices(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
+        positions = self.positions()
+        return [positions[id(parameter)] for parameter in parameters]
+
+    # ---------------------------------------------------------------- gradients
+
+    def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
+        used = self._pipeline.pending()
+        self._pipeline.changes.apply_factors()
+        flags = self._agree([float(index in used) for index in indices], self._tensor)
+        wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
+        factor = 1.0 / self._pipeline.divisor()
+        parts = {
+            index: self._buffer.piece(piece.fragment, self._reducer.reduced(piece.fragment.slot.bucket)).float()
+            * factor
+            for index, piece in self._pieces(wanted).items()
+        }
+        found = dict(zip(wanted, self._full(wanted, self.whole(wanted, parts, torch.float32)), strict=True))
+        return [found.get(index) for index in indices]
+
+    def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
+        if self._staged:
+            raise RuntimeError(
+                "set_full_grad: with a pipeline engine.train_batch() uses a step's gradients before it returns, and "
+                "none are pending between its calls; clip by gradient_clipping in the config"
+            )
+        values = self._flat(index, value) if value is not None else None
+        self._pipeline.reduce()
+        piece = self._pieces([index]).get(index)
+        if piece is not None:
+            place = self._buffer.piece(piece.fragment, self._reducer.reduced(piece.fragment.slot.bucket))
+            if values is None:
+                place.zero_()
+            else:
+                self._copy(piece, place, values * self._pipeline.divisor())
+            self._buffer.tiers.written_in_place()
+        self._pipeline.on_gradient_set(index, given=values is not None)
+
+    # ---------------------------------------------------------------- masters
+
+    def masters(self, indices: list[int]) -> list[torch.Tensor]:
+        return self._full(indices, self.parts_of_masters(indices))
+
+    def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
+        """What the data-parallel ranks have together: of cut parameters this rank's part."""
+        self._pipeline.follow_writes()
+        parts = {index: self._master(piece) for index, piece in self._pieces(indices).items()}
+        dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
+        if len(set(dtypes)) == 1:
+            return self.whole(indices, parts, dtypes[0])
+        return [self.whole([i], parts, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
+
+    def set_master(self, index: int, value: torch.Tensor) -> None:
+        values = self._flat(index, value)
+        self._pipeline.follow_writes()
+        piece = self._pieces([index]).get(index)
+        if piece is not None:
+            self._copy(piece, self._master(piece), values)
+            bucket = piece.fragment.slot.bucket
+            self._copy(piece, self._buffer.piece(piece.fragment, self._buffer.owned_compute(bucket)), values)
+            self._buffer.tiers.written_in_place()
+        parameter = self._buffer.parameters[index]
+        handle = handle_of(parameter)
+        if handle is not None:
+            handle.writes += 1
+        if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
+            shape = whole_shape(parameter)
+            parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))
+            torch.autograd.graph.increment_version([parameter])
+
+    def _master(self, piece: Piece) -> torch.Tensor:
+        return self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
+
+    # ---------------------------------------------------------------- states
+
+    def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
+        self._pipeline.check_here()
+        self._pipeline.settle()
+        own = {index: self._optimizer.method.state_of(piece) for index, piece in self._pieces(indices).items()}
+        kinds = self._agree([_kind(own.get(index), name) for index in indices])
+        for index, kind in zip(indices, kinds, strict=True):
+            if kind == _OTHER:
+                self._refuse_name(index, name, own)
+        if name == "step":
+            counts = [float(own[i]["step"]) if own.get(i) else 0.0 for i in indices]
+            steps = self._agree(counts)
+            return [torch.tensor(step) if kind != _NOTHING else None for step, kind in zip(steps, kinds, strict=True)]
+        wanted = [index for index, kind in zip(indices, kinds, strict=True) if kind != _NOTHING]
+        parts = {index: own[index][name] for index in wanted if own.get(index)}
+        found: dict[int, torch.Tensor] = {}
+        for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
+            same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
+            here = {index: parts[index] for index in same if index in parts}
+            wholes = self._full(same, self.whole(same, here, _DTYPES[int(kind) - _TENSOR]))
+            found.update(zip(same, wholes, strict=True))
+        return [found.get(index) for index in indices]
+
+    def whole_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """A state with a value for each element of a parameter, from this rank's ``part`` and those of the others.
+        Called on all ranks, with the same index and dtype."""
+        return self._full([index], self.whole([index], {} if part is None else {index: part}, dtype))[0]
+
+    def set_state(self, index: int, name: str, value: Any) -> None:
+        self._pipeline.check_here()
+        self._pipeline.settle()
+        method = self._optimizer.method
+        piece = self._pieces([index]).get(index)
+        own = method.state_of(piece) if piece is not None else None
+        (kind,) = self._agree([_kind(own, name)])
+        if kind in (_NOTHING, _OTHER):
+            self._refuse_name(index, name, {index: own or {}})
+        new = torch.tensor(float(value)) if name == "step" else self._flat(index, value)
+        if piece is None or own is None:
+            return
+        if name != "step":
+            place = own[name].clone()
+            self._copy(piece, place, new)
+            new = place
+        method.load_state(piece, {**own, name: new})
+        self._buffer.tiers.written_in_place()
+
+    def _refuse_name(self, index: int, name: str, own: dict[int, Any]) -> None:
+        raise ValueError(
+            f"parameter '{self._slot(index).name}' has no optimizer state '{name}'; "
+            + (f"expected one of {sorted(own[index])}" if own.get(index) else "states are made by the first update")
+        )
+
+    # ---------------------------------------------------------------- pieces and wholes
+
+    def _slot(self, index: int) -> Slot:
+        return self._buffer.layout.slots[index]
+
+    def _pieces(self, indices: Iterable[int]) -> dict[int, Piece]:
+        wanted = set(indices)
+        return {p.fragment.slot.index: p for p in self._optimizer.pieces() if p.fragment.slot.index in wanted}
+
+    def _flat(self, index: int, value: Any) -> torch.Tensor:
+        """What this rank's data-parallel ranks have of ``value``, in the order in which memory holds the parameter."""
+        parameter = self._buffer.parameters[index]
+        cut = cut_of(parameter)
+        shape = whole_shape(parameter) if cut is None else torch.Size(cut.full_shape)
+        if not isinstance(value, torch.Tensor) or value.shape != shape:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"parameter '{self._slot(index).name}': expected a tensor of {tuple(shape)}, got {got}")
+        device = self._buffer.master[self._slot(index).bucket].device
+        part = value.detach() if cut is None else cut.of(value.detach())
+        return flattened(part.to(device), self._reducer.strides[index])
+
+    def _copy(self, piece: Piece, place: torch.Tensor, flat: torch.Tensor) -> None:
+        fragment = piece.fragment
+        part = flat.narrow(0, fragment.param_start, fragment.numel)
+        if place.shape == part.shape:
+            place.copy_(part)
+        else:  # whole, in the parameter's shape
+            place.copy_(flat.as_strided(place.shape, self._reducer.strides[fragment.slot.index]))
+
+    def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
+        """The largest over ranks, by default the data-parallel ones."""
+        comm = comm or self._comm
+        if comm.world_size == 1:
+            return values
+        device = self._buffer.tiers.device
+        agreed = torch.tensor(values, dtype=torch.float64, device=device)
+        comm.all_reduce_max(agreed, tag="access")
+        return [float(value) for value in HostRead(agreed).get().tolist()]
+
+    def whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Each parameter's whole tensor from the ranks' parts, in one gather."""
+        if not self._buffer.shard:
+            return [
+                self._shaped(index, flattened(parts[index].clone(), self._reducer.strides[index]))
+                if index in parts
+                else self._empty(index, dtype)
+                for index in indices
+            ]
+        ranges = [self._ranges(index) for index in indices]
+        widths = [max((numel for _, numel in of_ranks), default=0) for of_ranks in ranges]
+        row = sum(widths)
+        full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.tiers.device)
+        own = self._comm.part(full)
+        position = 0
+        for index, width in zip(indices, widths, strict=True):
+            if index in parts:
+                part = parts[index]
+                if part.dim() != 1:  # in its shape; as memory holds it, it is one range
+                    part = flattened(part, self._reducer.strides[index])
+                own.narrow(0, position, part.numel()).copy_(part)
+            position += width
+        if row and self._comm.world_size > 1:
+            self._comm.all_gather(full, tag="access").wait()
+        rows = full.view(self._comm.world_size, row)
+        results, position = [], 0
+        for index, width, of_ranks in zip(indices, widths, ranges, strict=True):
+            flat = torch.empty(self._slot(index).numel, dtype=dtype, device=full.device)
+            for rank, (start, numel) in enumerate(of_ranks):
+                flat.narrow(0, start, numel).copy_(rows[rank].narrow(0, position, numel))
+            results.append(self._shaped(index, flat))
+            position += width
+        return results
+
+    def _full(self, indices: list[int], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The full tensors, whose ``parts`` here are those that tensor parallelism has left on this rank."""
+        results = []
+        for index, part in zip(indices, parts, strict=True):
+            cut = cut_of(self._buffer.parameters[index])
+            if cut is None:
+                results.append(part)
+                continue
+            full = part.new_zeros(cut.full_shape)
+            cut.into(full, part)
+            self._tensor.all_reduce(full.view(-1), tag="access").wait()  # everybody else has zeros there
+            results.append(full)
+        return results
+
+    def _ranges(self, index: int) -> list[tuple[int, int]]:
+        """Start and length in the parameter of each rank's fragment."""
+        layout, slot = self._buffer.layout, self._slot(index)
+        return [layout.range_of(slot, rank) for rank in range(layout.world_size)]
+
+    def _shaped(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(whole_shape(self._buffer.parameters[index]), self._reducer.strides[index])
+
+    def _empty(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = whole_shape(self._buffer.parameters[index])
+        return torch.empty(shape, dtype=dtype, device=self._buffer.tiers.device)
+
+
+# What a rank knows of a state, in an order in which the largest is what all know together.
+_NOTHING, _OTHER, _TENSOR = 0.0, 1.0, 2
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _kind(state: dict[str, Any] | None, name: str) -> float:
+    if not state:
+        return _NOTHING
+    value = state.get(name)
+    if not isinstance(value, torch.Tensor):
+        return _OTHER
+    return float(_TENSOR + _DTYPES.index(value.dtype))

@@ -1,0 +1,114 @@
+"""Before there is an engine: of a whole model, the part that this rank has."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerolite.comm import HostGroup, Topology
+from zerolite.config import ConfigError, ZeroliteConfig
+from zerolite.data.micro_batch import LossFunction
+from zerolite.diagnostics.agreement import check_agreement, describe_config, describe_process, joined
+from zerolite.engine.full_state import guard_parts
+from zerolite.utils.accelerator import is_dry_run
+
+if TYPE_CHECKING:
+    from zerolite.pipe.prepare import Staged
+
+
+def part_of_model(
+    model: torch.nn.Module,
+    config: ZeroliteConfig,
+    topology: Topology,
+    device: torch.device,
+    loss_fn: LossFunction | None,
+) -> tuple[Staged | None, LossFunction | None]:
+    """Leave in ``model`` this rank's stage, and of its layers this rank's part. Gives what the engine needs of the
+    pipeline, None without one, and the loss function: the given one, or the model's. Called on all ranks."""
+    staged: Any = None
+    if not topology.trivial:
+        described = joined(describe_process(), describe_config(config))
+        different = "zerolite.initialize: the ranks hold different configs or versions"
+        check_agreement(described, topology.world, device, different)
+    if topology.pipe.world_size > 1 or getattr(model, "is_pipeline_module", False):
+        from zerolite.pipe.prepare import prepare
+
+        staged = prepare(model, config.pipeline, topology, device, loss_fn)
+    if topology.tensor.world_size > 1:
+        _cut(model, config, topology, device)
+    guard_parts(model, topology)
+    if staged is not None:
+        loss_fn = staged.loss_fn
+    return staged if topology.pipe.world_size > 1 else None, loss_fn
+
+
+def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
+    """A plan may be wrong, or match nothing, on one stage alone: all of them raise."""
+    from zerolite import tensor_parallel
+    from zerolite.tensor_parallel.plan import unmatched
+
+    stages = topology.pipe.world_size
+    if stages == 1 or is_dry_run():
+        tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=stages > 1)
+        return
+    unused: list[str] = []
+    error: ValueError | None = None
+    try:
+        unused = tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=True)
+    except ValueError as wrong:
+        error = wrong
+    told = HostGroup(topology.pipe, "parts").gather((None if error is None else str(error), unused))
+    for stage, (said, _) in enumerate(told):
+        if said is not None:
+            raise error or ValueError(f"{said} (stage {stage + 1} of {stages})")
+    nowhere = set.intersection(*(set(of_stage) for _, of_stage in told))
+    if nowhere:
+        raise ValueError(f"tensor_parallel.plan: {unmatched(min(nowhere), ())}, on any stage")
+
+
+def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
+    """``config`` without patterns of modules that other stages have and this one has not: layers of a LayerSpec are
+    made where they live. Raises ConfigError on all ranks for those that no stage has. Called on all ranks."""
+    if topology.pipe.world_size == 1:
+        return config
+    wanted = {
+        "fp32_modules": config.fp32_modules,
+        "activation_checkpointing.modules": config.activation_checkpointing.modules,
+        "torch_autocast.lower_precision_safe_modules": config.torch_autocast.lower_precision_safe_modules or (),
+    }
+    if not any(wanted.values()):
+        return config
+    here = {key: frozenset(p for p in patterns if _some_match(model, p)) for key, patterns in wanted.items()}
+    told = HostGroup(topology.pipe, "parts").gather(here) if not is_dry_run() else [here]
+    everywhere = {key: frozenset().union(*(of_stage[key] for of_stage in told)) for key in wanted}
+    errors = [
+        (key, f'expected patterns of modules in the model, got "{pattern}", which matches none on any stage')
+        for key, patterns in wanted.items()
+        for pattern in patterns
+        if pattern not in everywhere[key]
+    ]
+    if errors and not is_dry_run():
+        raise ConfigError(errors)
+    kept = {key: tuple(p for p in patterns if p in here[key]) for key, patterns in wanted.items()}
+    checkpointing = {"modules": kept["activation_checkpointing.modules"]}
+    autocast = {"lower_precision_safe_modules": kept["torch_autocast.lower_precision_safe_modules"] or None}
+    return config.model_copy(
+        update={
+            "fp32_modules": kept["fp32_modules"],
+            "activation_checkpointing": config.activation_checkpointing.model_copy(update=checkpointing),
+            "torch_autocast": config.torch_autocast.model_copy(update=autocast),
+        }
+    )
+
+
+def _some_match(model: torch.nn.Module, pattern: str) -> bool:
+    """Whether a module's name, or its class's, matches; the keys themselves are stricter, each in its way."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        mro = type(module).__mro__
+        classes = [text for cls in mro for text in (cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")]
+        names = (name, f".{name}", f"torch.nn.{type(module).__name__}", *classes)
+        if name and any(fnmatch.fnmatchcase(text, pattern) for text in names):
+            return True
+    return False

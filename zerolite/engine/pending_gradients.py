@@ -1,0 +1,202 @@
+"""The values behind ``p.grad`` between backward and step, at every stage and wherever gradients are kept.
+
+``p.grad`` is the mean over ranks, divided by the loss scale and by the mean weight, as ``zerolite.get_full_grad``
+returns it. Called on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.utils.user_line import warn_of_collective
+from zerolite.zero.commands import Command
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.sharded_grad import Place, ShardedGradient
+from zerolite.zero.shown_gradients import Factor
+from zerolite.zero.step import StepPipeline
+
+Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.Tensor]]
+
+
+class PendingGradients:
+    """The :class:`~zerolite.zero.sharded_grad.GradientSource` of one engine."""
+
+    def __init__(
+        self,
+        pipeline: StepPipeline,
+        reducer: GradReducer,
+        comm: Communicator,
+        device: torch.device,
+        gather: Gather,
+        refusal: str = "",
+    ) -> None:
+        """gather: makes whole tensors from the ranks' parts, by index of the parameter, in one collective. refusal: why
+        this engine's gradients cannot be used through ``p.grad``, if they cannot."""
+        self._pipeline = pipeline
+        self._reducer = reducer
+        self._comm = comm
+        self._gather = gather
+        self._refusal = refusal
+        self._device = device
+        reducer.shown.connect(self)
+
+    # ---------------------------------------------------------------- parts
+
+    @torch.no_grad()
+    def read(self, index: int) -> torch.Tensor:
+        """Return this rank's part, on the device and in the parameter's dtype."""
+        self._finish([index])
+        part, dtype = self._part(index), self._reducer.parameters[index].dtype
+        scale = self._scale(index)
+        if scale is None:
+            return part.to(dtype)
+        return (part.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+
+    def _scale(self, index: int) -> Factor | None:
+        """Return what the values that are kept must be multiplied by, None for nothing."""
+        factor, divisor = self._reducer.shown.factors.get(index), self._pipeline.shown_divisor()
+        if isinstance(divisor, float) and divisor == 1.0:
+            return factor
+        return 1.0 / divisor if factor is None else factor / divisor
+
+    @torch.no_grad()
+    def open(self, index: int) -> torch.Tensor:
+        """Return this rank's part to be written to, until :meth:`close`."""
+        self._change([index])
+        if index in self._reducer.shown.factors:
+            self._pipeline.changes.apply_factors()
+        part, scale = self._part(index), self._scale(index)
+        return part if scale is None else part.to(torch.promote_types(part.dtype, torch.float32)) * scale
+
+    @torch.no_grad()
+    def close(self, index: int, part: torch.Tensor) -> None:
+        """Take what has been written to ``part``."""
+        kept, scale = self._reducer.part(index), self._scale(index)
+        if kept is not None and (kept.device != part.device or kept.data_ptr() != part.data_ptr()):
+            kept.copy_(part if scale is None else part / scale)
+        self._pipeline.on_gradient_changed(index)
+
+    def whole(self, gradient: ShardedGradient) -> torch.Tensor | None:
+        """Return the memory in which a gradient is kept, if that is all of it, as ``p.grad`` shows it."""
+        index = gradient.place.index
+        if self._reducer.keeps_shards:
+            return None
+        self._finish([index])
+        if index in self._reducer.shown.factors:
+            self._pipeline.changes.apply_factors()
+        part, parameter = self._reducer.part(index), self._reducer.parameters[index]
+        wanted = self._device, parameter.dtype
+        if part is None or (part.device, part.dtype) != wanted or self._scale(index) is not None:
+            return None
+        self._pipeline.changes.expose(index, gradient)
+        return part
+
+    def lend(self, index: int) -> None:
+        """The user is given the memory that :meth:`whole` has returned."""
+        self._pipeline.changes.expose_to_others(index)
+
+    def _part(self, index: int) -> torch.Tensor:
+        """This rank's part on the device, as it is kept."""
+        part = self._reducer.part(index)
+        if part is not None:
+            return part.to(self._device)
+        parameter = self._reducer.parameters[index]
+        shape = (0,) if self._reducer.keeps_shards else parameter.shape
+        return torch.empty(shape, dtype=parameter.dtype, device=self._device)
+
+    # ---------------------------------------------------------------- numbers
+
+    @torch.no_grad()
+    def multiply(self, indices: Sequence[int], factor: Factor) -> None:
+        """Multiply these gradients by a number, which the update does."""
+        self._change(indices)
+        if isinstance(factor, torch.Tensor) and factor.device != self._device:
+            factor = float(factor)
+        self._reducer.shown.multiply(indices, factor)
+        if self._pipeline.changes.exposed:  # the user may write to that memory, or read it, before the update
+            self._pipeline.changes.apply_factors()
+
+    @torch.no_grad()
+    def norms(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return the L2 norms, from the step's statistics."""
+        self._check(indices)
+        stats, factors = self._pipeline.stats(), self._reducer.shown.factors
+        self._pipeline.changes.refresh(indices)
+        by_parameter = stats.norms() / self._pipeline.divisor_on_device(stats)
+        all_norms = by_parameter.unbind() if len(indices) > 1 else ()
+        found = []
+        for index in indices:
+            norm = all_norms[index] if all_norms else by_parameter[index]
+            factor: Any = factors.get(index)
+            found.append(norm if factor is None else norm * abs(factor))
+        return found
+
+    @torch.no_grad()
+    def check_finite(self, indices: Sequence[int], found_inf: torch.Tensor) -> None:
+        """Fill ``found_inf`` with 1 if one of these gradients is not finite on any rank."""
+        self._pipeline.refuse_second_scale()
+        found = torch.stack(self.norms(indices)).isfinite().all().logical_not()
+        found_inf.copy_(torch.maximum(found_inf, found.to(found_inf)))
+
+    @torch.no_grad()
+    def combine(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
+        """Add ``values`` [n] over ranks, in place, or take the largest."""
+        if not self._reducer.keeps_shards:  # every rank has all of it
+            return values
+        if largest:
+            self._comm.all_reduce_max(values, tag="access")
+        else:
+            self._comm.all_reduce(values, tag="access").wait()
+        return values
+
+    # ---------------------------------------------------------------- wholes
+
+    @torch.no_grad()
+    def wholes(self, places: Sequence[Place], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return whole tensors from all ranks' parts. One collective, but for several dtypes, or several tensors of one
+        parameter."""
+        if places[0].sharded and self._comm.world_size > 1 and self._comm.main:
+            warn_of_collective(
+                f"this line needs all values of the gradient of '{places[0].name}', of which each rank owns a part: "
+                "they are gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for "
+                "several parameters at once"
+            )
+        rounds: list[tuple[torch.dtype, dict[int, int]]] = []  # which of ``parts``, by index of the parameter
+        for position, (place, part) in enumerate(zip(places, parts, strict=True)):
+            for dtype, members in rounds:
+                if dtype == part.dtype and place.index not in members:
+                    members[place.index] = position
+                    break
+            else:
+                rounds.append((part.dtype, {place.index: position}))
+        found: dict[int, torch.Tensor] = {}
+        for dtype, members in rounds:
+            sent = torch.uint8 if dtype == torch.bool else dtype
+            wholes = self._gather(list(members), {i: parts[p].to(sent) for i, p in members.items()}, sent)
+            found.update(zip(members.values(), (whole.to(dtype) for whole in wholes), strict=True))
+        return [found[position] for position in range(len(parts))]
+
+    # ---------------------------------------------------------------- whether it may be used
+
+    def _check(self, indices: Sequence[int]) -> None:
+        """Raises RuntimeError where there is no gradient to be used."""
+        why = self._refusal or self._pipeline.why_no_gradients()
+        for index in indices:
+            if why or not self._reducer.shown.is_shown(index):
+                name = self._reducer.layout.slots[index].name
+                why = why or "a step has used it, or it was dropped; take p.grad after the next backward"
+                raise RuntimeError(f"the gradient of parameter '{name}' cannot be used here: {why}")
+
+    def _finish(self, indices: Sequence[int]) -> None:
+        self._check(indices)
+        if not self._reducer.finished:
+            self._pipeline.finish_reductions()
+
+    def _change(self, indices: Sequence[int]) -> None:
+        self._finish(indices)
+        with self._pipeline.commands(Command.OTHER):  # a rank that has left engine.join() would not change its parts
+            pass

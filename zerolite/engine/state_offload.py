@@ -1,0 +1,173 @@
+"""``engine.offload_states()``: everything that an engine holds on its device, out to the host and back.
+
+For the time in which something else needs the device: another model that generates, as in training by reinforcement
+learning, or an evaluation. Storages are emptied and filled again, so every view of them is valid afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zerolite.monitor.memory_report import MemoryParts
+from zerolite.utils.memory_items import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, own, resize
+from zerolite.utils.pinned_memory import host_memory
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stage3.partitioned_parameter import gather, handle_of
+from zerolite.zero.stage3.released_parameter import put_away, take_back
+from zerolite.zero.step import StepPipeline
+
+KINDS = {
+    "optim_states": STATES,
+    "hp_params": MASTERS,
+    "lp_params": COMPUTE,
+    "lp_grads": GRADIENTS,
+    "contiguous_grad_buffer": BUCKETS,
+}
+"""DeepSpeed's names (OffloadStateTypeEnum), and the item of memory that each is here: optimizer states; master weights
+where they are separate; what the modules compute with; reduced gradients that wait for the step; buckets of gradients
+that are kept to be used again."""
+
+
+class StateOffload:
+    """Of one engine; on this rank alone, but for what stage 3 gathers again."""
+
+    def __init__(
+        self, parts: MemoryParts, pipeline: StepPipeline, coordinator: PartitionedParameterCoordinator | None
+    ) -> None:
+        self._parts = parts
+        self._pipeline = pipeline
+        self._coordinator = coordinator
+        self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # what is emptied, and what was in it
+        self._items: list[str] = []  # of ``_out``
+        self._whole: list[Any] = []  # handles of stage 3's parameters that stay whole
+
+    @torch.no_grad()
+    def offload(self, include: Iterable[Any] | None, device: Any, pin_memory: bool, non_blocking: bool) -> None:
+        """See :meth:`Engine.offload_states`. Nothing is changed before all memory on the host is there."""
+        kinds = _kinds(include)
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ValueError(f'engine.offload_states: expected device to be "cpu", got {device!r}')
+        if self._pipeline.away:
+            raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
+        self._pipeline.check_between_steps()
+        self._pipeline.settle()
+        self._pipeline.wait_for_reductions()
+        self._pipeline.refresh_written()
+        parameters = list(self._parts.module.named_parameters()) if "lp_params" in kinds else []
+        self._check_class(parameters)
+        pin = pin_memory and self._parts.device.type == "cuda"
+        chosen = self._chosen({KINDS[kind] for kind in kinds})
+        out = [(storage, own(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
+        for storage, there in out:
+            there.copy_(_bytes_of(storage), non_blocking=pin)
+        if not non_blocking:
+            self._synchronize()
+        if parameters:
+            self._let_go()
+        for storage, _ in out:
+            resize(storage, 0)
+        for name, parameter in parameters:
+            if handle_of(parameter) is None:
+                put_away(parameter, name)
+        self._out, self._items, self._pipeline.away = out, [item for item, _ in chosen], True
+
+    def reload(self) -> None:
+        """See :meth:`Engine.reload_states`."""
+        self.restore()
+        whole, self._whole = self._whole, []
+        gather(whole)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """What this rank does of it by itself: all when the engine is gone, and its model stays."""
+        if not self._pipeline.away:
+            return
+        for storage, there in self._out:
+            resize(storage, there.numel())
+            _bytes_of(storage).copy_(there, non_blocking=True)
+        self._synchronize()  # before the host's memory goes
+        self._out, self._pipeline.away = [], False
+        if self._coordinator is not None:
+            self._coordinator.before_launch = None
+        for parameter in self._parts.module.parameters():
+            take_back(parameter)
+
+    def memory(self) -> list[tuple[str, torch.Tensor]]:
+        """What is on the host now, and whose it is."""
+        return [(item, there) for item, (_, there) in zip(self._items, self._out, strict=False)]
+
+    def _chosen(self, items: Collection[str]) -> list[tuple[str, torch.UntypedStorage]]:
+        """The device's storages that belong to ``items``, each once."""
+        seen: set[int] = set()
+        chosen = []
+        for item, tensor in self._held():
+            storage = tensor.untyped_storage()
+            first = storage._cdata not in seen  # masters that are the parameters themselves are parameters
+            seen.add(storage._cdata)
+            if item in items and first and _moves(tensor, self._parts.device):
+                chosen.append((item, storage))
+        return chosen
+
+    @staticmethod
+    def _check_class(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        for name, parameter in parameters:
+            if handle_of(parameter) is None and type(parameter) is not torch.nn.Parameter:
+                raise ValueError(
+                    f"engine.offload_states: expected parameters of class torch.nn.Parameter, got '{name}' of class "
+                    f"{type(parameter).__name__}, which could not refuse to be used meanwhile; leave lp_params out"
+                )
+
+    def _let_go(self) -> None:
+        """Stage 3's whole copies go, and none is gathered."""
+        if self._coordinator is not None:
+            self._coordinator.sweep()
+            self._whole = [handle for handle in self._coordinator.handles if handle.persistent]
+            for handle in self._whole:
+                handle.release()
+            self._coordinator.before_launch = lambda keys: self._pipeline.check_here()
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parts = self._parts
+        yield from ((COMPUTE, flat) for flat in parts.buffer.compute)
+        for parameter in parts.module.parameters():
+            handle = handle_of(parameter)
+            if handle is not None:
+                yield COMPUTE, handle.shard
+            elif parameter.numel():
+                yield COMPUTE, parameter.data
+        yield from ((MASTERS, flat) for flat in parts.buffer.master)
+        yield from ((STATES, state) for state in parts.optimizer.method.memory())
+        yield from parts.reducer.memory()
+
+    def _synchronize(self) -> None:
+        """Copies run in the order of the device's stream, and so does what takes the device's memory next: only the
+        host must wait, for its own."""
+        if self._parts.device.type == "cuda":
+            torch.cuda.current_stream(self._parts.device).synchronize()
+
+
+def _kinds(include: Iterable[Any] | None) -> list[str]:
+    if include is None:
+        return list(KINDS)
+    if isinstance(include, str):
+        raise ValueError(
+            f"engine.offload_states: expected include to be a list of {list(KINDS)}, got {include!r} alone"
+        )
+    given = [str(getattr(kind, "value", kind)) for kind in include]
+    unknown = [kind for kind in given if kind not in KINDS]
+    if unknown:
+        raise ValueError(f"engine.offload_states: expected include to be some of {list(KINDS)}, got {unknown[0]!r}")
+    return given
+
+
+def _moves(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether it is memory of the device's allocator: what rests at another tier stays."""
+    storage = tensor.untyped_storage()
+    return tensor.device.type == device.type and storage.resizable() and bool(storage.nbytes())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

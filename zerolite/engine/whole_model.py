@@ -1,0 +1,187 @@
+"""The whole tensors of a model of which each rank has a part: shards, parts of layers, a stage.
+
+What the model consists of is the union over the stages. A tensor's values come from the first stage that has it: there
+each rank's part is gathered over the data-parallel ranks, and is then sent to the ranks of one copy of the model
+(``Topology.model``, tensor × pipe), where the parts are put together. One tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint.huggingface import exported_dtype
+from zerolite.checkpoint.names import clean
+from zerolite.comm import Communicator, Topology
+from zerolite.comm.initial_sync import broadcast_into
+from zerolite.comm.objects import pack, unpack
+from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
+from zerolite.utils.accelerator import host_value
+from zerolite.zero.stage3.partition_parameters import GatheredParameters
+from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_shape
+
+TAG = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Masters:
+    """The master weights of what an engine trains."""
+
+    index: Mapping[int, int]  # of a parameter, by its id
+    whole: Callable[[list[int]], list[torch.Tensor]]  # copies of this rank's parts; called on all data-parallel ranks
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor of the model, as all ranks know it: which one it is (names that are tied to each other have the same
+    ``owner``), its full shape, dtype, and whether it is a parameter and trained. stage: the first that has it. cuts:
+    what each tensor-parallel rank of that stage has of it; none where they have it whole."""
+
+    owner: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter: bool
+    trained: bool
+    stage: int = 0
+    cuts: tuple[Cut, ...] = ()
+
+
+def known(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) -> Known:
+    """``tensor`` as this rank knows it, whose ``value`` in a state dict may be empty. owner: the first of its names
+    here."""
+    names, cut = names_of(tensor), cut_of(tensor)
+    shape = cut.full_shape if cut is not None else tuple(full_shape(tensor, value))
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    first = owner if names is None else names[0]
+    return Known(first, shape, value.dtype, parameter, trained, cuts=() if cut is None else (cut,))
+
+
+def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
+    """Of what this rank's data-parallel ranks have together."""
+    return whole_shape(tensor) if handle_of(tensor) is not None else value.shape
+
+
+def union(own: Mapping[str, Any], topology: Topology, device: torch.device) -> dict[str, Any]:
+    """Of all stages: what is by name in ``own``, :class:`Known` or plain values, that of the first stage that has the
+    name. Called on all ranks."""
+    if topology.model.world_size == 1:
+        return dict(own)
+    rows = [sent(own, topology.model, device, source) for source in range(topology.model.world_size)]
+    tensor = topology.tensor.world_size
+    found: dict[str, Any] = {}
+    firsts: dict[str, Known] = {}  # by owner
+    for stage in range(topology.pipe.world_size):
+        of_tensor = rows[stage * tensor : (stage + 1) * tensor]
+        for name, entry in of_tensor[0].items():
+            if isinstance(entry, Known):
+                cuts = tuple(cut for row in of_tensor for cut in row[name].cuts)
+                entry = firsts.setdefault(entry.owner, replace(entry, stage=stage, cuts=cuts))
+            found.setdefault(name, entry)
+    return found
+
+
+def sent(value: Any, comm: Communicator, device: torch.device, source: int = 0) -> Any:
+    """Rank ``source``'s ``value``; that of others is ignored. Called on all ranks of ``comm``."""
+    packed = pack(value) if comm.rank == source else b""
+    length = torch.tensor(len(packed), device=device)
+    comm.broadcast(length, TAG, source)
+    content = torch.empty(int(host_value(length)), dtype=torch.uint8, device=device)
+    if comm.rank == source:
+        content.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+    comm.broadcast(content, TAG, source)
+    return value if comm.rank == source else unpack(bytes(content.tolist()))
+
+
+def owners_of(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict; of parameters and buffers these themselves, so that tied ones are one object."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)):
+        found[clean(name)] = tensor  # wrappers of modules leave their names out of a state dict, some of them
+    return {name: found.get(clean(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """By the id of a tensor, the first name that it has."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return first
+
+
+class WholeModel:
+    """The entries of the whole model's state dict. Made on all ranks; state: of this rank's part, in which partitioned
+    parameters are empty."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        state: Mapping[str, Any],
+        topology: Topology,
+        device: torch.device,
+        masters: Masters | None,
+    ) -> None:
+        self._topology, self._device, self._masters = topology, device, masters
+        owners = owners_of(model, state)
+        first = first_names(owners)
+        trained = masters.index if masters is not None else {}
+        own = {
+            name: known(first[id(owners[name])], owners[name], value, id(owners[name]) in trained)
+            if name in owners
+            else value
+            for name, value in state.items()
+        }
+        self.entries = union(own, topology, device)
+        self._here = {own[name].owner: (owner, state[name]) for name, owner in reversed(owners.items())}
+
+    def tensors(self) -> Iterable[tuple[str, Known]]:
+        return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, Known))
+
+    def get(self, entry: Known, dtype: torch.dtype | None, rank0_only: bool) -> torch.Tensor | None:
+        """The whole values, a copy on the CPU; None on ranks that do not get it. dtype: see
+        :func:`~zerolite.checkpoint.huggingface.exported_dtype`. Called on all ranks, with the same arguments."""
+        topology = self._topology
+        wanted = not rank0_only or topology.world.rank == 0
+        if topology.model.world_size == 1:
+            return self._part(entry, dtype, wanted)
+        travels = not rank0_only or topology.data.rank == 0  # in this copy of the model
+        part = None
+        if topology.pipe.rank == entry.stage:
+            part = self._part(entry, dtype, travels and (bool(entry.cuts) or topology.tensor.rank == 0))
+        return self._put_together(entry, exported_dtype(entry.dtype, dtype), part, wanted) if travels else None
+
+    def _put_together(
+        self, entry: Known, dtype: torch.dtype, part: torch.Tensor | None, wanted: bool
+    ) -> torch.Tensor | None:
+        """The parts, as they come from the ranks of the stage that has them."""
+        model, first = self._topology.model, entry.stage * self._topology.tensor.world_size
+        if not entry.cuts:
+            values = part if model.rank == first else torch.empty(entry.shape, dtype=dtype, device="cpu")
+            assert values is not None
+            broadcast_into(values, model, self._device, TAG, first)
+            return values if wanted else None
+        full = torch.empty(entry.shape, dtype=dtype, device="cpu") if wanted else None
+        for source, cut in enumerate(entry.cuts, first):
+            values = part if model.rank == source else torch.empty(cut.local_shape, dtype=dtype, device="cpu")
+            assert values is not None
+            broadcast_into(values, model, self._device, TAG, source)
+            if full is not None:
+                cut.into(full, values)
+        return full
+
+    def _part(self, entry: Known, dtype: torch.dtype | None, kept: bool) -> torch.Tensor | None:
+        """What the data-parallel ranks of this one have together, on the CPU; None if it is not ``kept``. Called on all
+        of them."""
+        owner, value = self._here[entry.owner]
+        target = exported_dtype(value.dtype, dtype)
+        masters = self._masters
+        index = masters.index.get(id(owner)) if masters is not None and target != value.dtype else None
+        if masters is not None and index is not None:
+            (master,) = masters.whole([index])
+            return master.to("cpu", target) if kept else None
+        partitioned = handle_of(owner) is not None
+        with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):
+            whole = owner.data if partitioned else value
+            return whole.detach().to("cpu", target, copy=True) if kept else None

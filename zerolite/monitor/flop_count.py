@@ -1,0 +1,312 @@
+"""FLOPs of a model's forwards and backwards, by module, as torch's own formulas count them.
+
+The mode that counts is on the stack while the model's forward runs, and while autograd runs a node of the graph that
+this forward has built; nowhere else, so that no code of the user's ever runs under it, exceptions included. Autograd
+takes back what a node leaves on the stack, so a node that raises needs no care.
+
+A node belongs to the innermost module in whose forward it was made: it can be reached from the module's outputs, and
+its sequence number says that it was made since the module began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerolite.monitor.flop_formulas import OperatorFlops
+from zerolite.zero.stage3.partitioned_param_coordinator import tensors_in
+from zerolite.zero.stage3.partitioned_parameter import whole_numel
+
+FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+
+_current_graph_task = torch._C._current_graph_task_id
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+_no_graph_task = -1
+
+
+class HasModule(Protocol):
+    """An engine, as far as counting goes."""
+
+    call_module: Callable[..., Any]
+    """What its call calls: the module."""
+
+
+class ModuleFlops(NamedTuple):
+    """What one module and all in it do in the counted time. name: qualified, "" for the model. parameters: elements
+    of whole parameters, shared ones once. recomputed: forwards that run again inside backward."""
+
+    name: str
+    kind: str
+    parameters: int
+    forward: int
+    backward: int
+    recomputed: int
+
+    @property
+    def model(self) -> int:
+        """What the model needs, however its memory is saved."""
+        return self.forward + self.backward
+
+    @property
+    def depth(self) -> int:
+        return self.name.count(".") + 1 if self.name else 0
+
+
+class _Place(NamedTuple):
+    """What is at work: a module's forward, or a node of autograd's. task: the backward inside which it began, -1 for
+    none. first: the sequence number of the first node that a module's forward may have made."""
+
+    module: str
+    task: int
+    is_forward: bool
+    first: int = 0
+
+
+class _Thread(threading.local):
+    """Autograd runs nodes for a CUDA device on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self.modes: list[_Counting | None] = []  # of the nodes under way, None where one counts already
+        self.first_order = _no_graph_task  # the latest backward that is known to be without create_graph
+
+
+class FlopCount:
+    """Counts between :meth:`start` and :meth:`stop`: calls of an engine in training, and backwards of what they gave.
+
+    Only products are counted (matrices, convolutions, attention), by zerolite.monitor.flop_formulas. What happens
+    outside the model's forward, such as a loss that is computed from its outputs, is not.
+    """
+
+    def __init__(self, engine: HasModule, module: torch.nn.Module) -> None:
+        self._engine, self._module = weakref.ref(engine), module
+        self._flops: Counter[tuple[str, str]] = Counter()  # by module's name and FORWARD, BACKWARD, RECOMPUTED; own
+        self.operators = OperatorFlops()
+        self._thread = _Thread()
+        self._handles: list[Any] = []
+        self._open = False
+
+    def start(self) -> None:
+        """Hook the modules, and stand between the engine and its module."""
+        engine = self._engine()
+        if self._open or engine is None:
+            return
+        self._open = True
+        self._call, engine.call_module = engine.call_module, self._counted_call
+        compiled = _compiled(self._module)
+        for name, module in self._module.named_modules():
+            if module is self._module or module in compiled:
+                continue
+            self._handles.append(module.register_forward_pre_hook(_EnterModule(self, name), prepend=True))
+            self._handles.append(module.register_forward_hook(_LeaveModule(self), always_call=True))
+
+    def stop(self) -> None:
+        """Nothing is counted or hooked any more. May be called twice."""
+        if self._open:
+            self._open = False
+            engine = self._engine()
+            if engine is not None:
+                engine.call_module = self._call
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def modules(self) -> list[ModuleFlops]:
+        """Every module of the model, itself first, in the order of ``named_modules``."""
+        return [self._of(name, module) for name, module in self._module.named_modules()]
+
+    @property
+    def total(self) -> ModuleFlops:
+        """Of the whole model."""
+        return self._of("", self._module)
+
+    def _of(self, name: str, module: torch.nn.Module) -> ModuleFlops:
+        sums = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTED), 0)
+        for (owner, kind), flops in self._flops.items():
+            if not name or owner == name or owner.startswith(f"{name}."):
+                sums[kind] += flops
+        parameters = sum(whole_numel(parameter) for parameter in module.parameters())
+        return ModuleFlops(name, type(module).__name__, parameters, *sums.values())
+
+    # ---------------------------------------------------------------- forward
+
+    def _counted_call(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._module.training or self._counting():
+            return self._call(*args, **kwargs)
+        thread = self._thread
+        thread.places.clear()  # what an exception has left
+        thread.modes.clear()
+        mode = _Counting(self)
+        with mode:
+            self.enter_module("")
+            outputs = self._call(*args, **kwargs)
+            self.leave_module(self._module, outputs)
+        self._add(mode)
+        return outputs
+
+    def enter_module(self, name: str) -> None:
+        if self._counting():
+            place = _Place(name, _current_graph_task(), True, _next_sequence_number())
+            self._thread.places.append(place)
+
+    def leave_module(self, module: torch.nn.Module, outputs: Any) -> None:
+        """After its forward; ``outputs`` is None if it raised."""
+        places = self._thread.places
+        if not (self._counting() and places and places[-1].is_forward):
+            return
+        place = places.pop()
+        if torch.is_grad_enabled():
+            kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+            self._watch_nodes(place, [*tensors_in(outputs), *kept])
+
+    def _watch_nodes(self, place: _Place, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the backward of what was made in ``place`` and has no smaller place already."""
+        todo = [tensor.grad_fn for tensor in tensors]
+        seen: set[int] = set()
+        while todo:
+            node: Any = todo.pop()
+            if node is None or type(node).__name__ == "AccumulateGrad":
+                continue
+            number = node._sequence_nr()
+            if number < place.first or number in seen:
+                continue
+            seen.add(number)
+            todo += [following for following, _ in node.next_functions]
+            if _MARK not in node.metadata:
+                node.metadata[_MARK] = True
+                node.register_prehook(_EnterNode(self, place.module))
+                node.register_hook(_LeaveNode(self))
+
+    # ---------------------------------------------------------------- backward
+
+    def enter_node(self, module: str) -> None:
+        if not self._open:
+            return
+        thread, task = self._thread, _current_graph_task()
+        if not torch.is_grad_enabled():
+            thread.first_order = task
+        thread.places.append(_Place(module, task, False))
+        mode = None if self._counting() else _Counting(self)
+        thread.modes.append(mode)
+        if mode is not None:
+            mode.__enter__()
+
+    def leave_node(self) -> None:
+        thread = self._thread
+        if not (self._open and thread.modes and thread.places):
+            return
+        thread.places.pop()
+        mode = thread.modes.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)
+            self._add(mode)
+
+    # ---------------------------------------------------------------- counting
+
+    def here(self) -> tuple[str, str]:
+        """To whom an operator that runs now belongs."""
+        thread, task = self._thread, _current_graph_task()
+        place = thread.places[-1] if thread.places else _Place("", _no_graph_task, True)
+        if task == _no_graph_task:
+            return place.module, FORWARD
+        inside = place.is_forward and place.task != _no_graph_task
+        again = inside or (torch.is_grad_enabled() and thread.first_order == task)
+        return place.module, RECOMPUTED if again else BACKWARD
+
+    def _counting(self) -> bool:
+        """Whether what runs now is counted. The stack of modes travels to autograd's threads, nothing else does."""
+        modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
+        return any(isinstance(mode, _Counting) and mode.count is self for mode in modes)
+
+    def _add(self, mode: _Counting) -> None:
+        if self._open:
+            self._flops.update(mode.flops)
+
+
+@contextlib.contextmanager
+def count_flops(engine: HasModule, module: torch.nn.Module) -> Iterator[FlopCount]:
+    """Count what ``engine``, whose module is ``module``, does inside; works on fake tensors as well."""
+    count = FlopCount(engine, module)
+    count.start()
+    try:
+        yield count
+    finally:
+        count.stop()
+
+
+class _Counting(TorchDispatchMode):
+    """Runs operators as they are and counts them. FlopCounterMode would look for decompositions of each, tell modules
+    apart by hooks on all of the process, and raise at higher-order operators that it does not know."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Regions of torch.compile are compiled and run as without the mode, which sees what operators they call."""
+        return True
+
+    def __init__(self, count: FlopCount) -> None:
+        super().__init__()
+        self.count = count
+        self.flops: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        flops = self.count.operators.of_call(func, args, kwargs, out)
+        if flops:
+            self.flops[self.count.here()] += flops
+        return out
+
+
+class _EnterModule:
+    def __init__(self, count: FlopCount, name: str) -> None:
+        self._count, self._name = count, name
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        self._count.enter_module(self._name)
+
+
+class _LeaveModule:
+    def __init__(self, count: FlopCount) -> None:
+        self._count = count
+
+    def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+        self._count.leave_module(module, outputs)
+
+
+class _EnterNode:
+    def __init__(self, count: FlopCount, module: str) -> None:
+        self._count, self._module = count, module
+
+    def __call__(self, gradients: Any) -> None:
+        self._count.enter_node(self._module)
+
+
+class _LeaveNode:
+    def __init__(self, count: FlopCount) -> None:
+        self._count = count
+
+    def __call__(self, inputs: Any, outputs: Any) -> None:
+        self._count.leave_node()
+
+
+_MARK = "zerolite_flops"  # in the metadata of nodes that are hooked
+
+
+def _compiled(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Modules that torch.compile has compiled, or that are inside such: hooks would be traced with them."""
+    found: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            found.update(module.modules())
+        elif isinstance(inside := getattr(module, "_orig_mod", None), torch.nn.Module):
+            found.update(inside.modules())
+    return found

@@ -1,0 +1,227 @@
+"""What an engine's memory holds now, item by item, and what the allocator says of the whole.
+
+Nothing is estimated: every part of the engine is asked for its tensors, and each storage among them counts once,
+whatever views there are of it. A parameter that is released has a storage of no bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.offload.transfers import Transfers
+from zerolite.utils.memory_items import (
+    ACTIVATIONS,
+    BUCKETS,
+    BUFFERS,
+    COMPUTE,
+    DEVICE,
+    GATHERED,
+    HOST,
+    ITEMS,
+    MASTERS,
+    MODEL_STATES,
+    OTHER,
+    PERSISTENT,
+    PLACES,
+    STAGING,
+    STATES,
+    place_of,
+)
+from zerolite.utils.sizes import format_size
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.released_parameter import opened
+
+HELD = tuple(item for item in ITEMS if item != OTHER)
+"""The items that parts of the engine hold, and that can be told by asking them; of activations the buffers that wait
+for the next ones."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """One rank's memory at one moment, in bytes.
+
+    items: what the engine holds on its device, by name (``memory_items.ITEMS``, those of :data:`HELD`).
+    host, disk: the same of what rests there (offload) or passes through, also where the device is the CPU. other: the
+    rest of what the allocator has given out on the device, activations in use among it; None on the CPU, where nobody
+    counts.
+    allocated, reserved: given out by torch's allocator on the device, and held by it; their peaks since the process
+    began or torch.cuda.reset_peak_memory_stats(). device_free, device_total: of the whole device, all processes
+    together. These six are None on the CPU. resident, resident_peak: memory of this process on the host, everything
+    that it has loaded among it, what it shares with others too, and pages of a file on disk that are in memory.
+    """
+
+    rank: int
+    device: str
+    items: dict[str, int]
+    host: dict[str, int]
+    disk: dict[str, int]
+    other: int | None
+    allocated: int | None
+    allocated_peak: int | None
+    reserved: int | None
+    reserved_peak: int | None
+    device_free: int | None
+    device_total: int | None
+    resident: int
+    resident_peak: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all items on the device."""
+        return sum(self.items.values())
+
+    @property
+    def model_states(self) -> int:
+        """Bytes of what the stages of ZeRO partition."""
+        return sum(self.items[item] for item in MODEL_STATES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        rows = [(item.replace("_", " "), nbytes) for item, nbytes in self.items.items() if nbytes]
+        rows.append(("all of these", self.total))
+        for place, held in (("host", self.host), ("disk", self.disk)):
+            rows += [(f"{item.replace('_', ' ')} ({place})", nbytes) for item, nbytes in held.items() if nbytes]
+        named = {
+            "other": self.other,
+            "allocated": self.allocated,
+            "allocated, peak": self.allocated_peak,
+            "reserved": self.reserved,
+            "reserved, peak": self.reserved_peak,
+            "device, free": self.device_free,
+            "device, total": self.device_total,
+            "process, resident": self.resident,
+            "process, peak": self.resident_peak,
+        }
+        rows += [(name, nbytes) for name, nbytes in named.items() if nbytes is not None]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"  {name:<{width}}  {format_size(nbytes):>10}" for name, nbytes in rows]
+        return "\n".join([f"memory of rank {self.rank} on {self.device}", *lines])
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """The parts of an engine that hold tensors. across: the communicators of ranks with other parts of the model.
+    activations: the buffers of activation checkpointing that are not in use. away: items, and their copies, that
+    ``engine.offload_states()`` has brought to the host."""
+
+    module: torch.nn.Module
+    buffer: ParameterBuffer
+    reducer: GradReducer
+    optimizer: ShardedOptimizer
+    comm: Communicator
+    device: torch.device
+    transfers: Transfers | None = None
+    across: Sequence[Communicator] = ()
+    activations: Callable[[], Iterable[torch.Tensor]] = list
+    away: Callable[[], Iterable[tuple[str, torch.Tensor]]] = list
+
+
+class Holding(NamedTuple):
+    """One storage. place: of :data:`zerolite.utils.memory_items.PLACES`."""
+
+    item: str
+    nbytes: int
+    place: str
+
+
+def memory_report(parts: MemoryParts) -> MemoryReport:
+    """What ``parts`` hold now. On this rank alone: nothing is sent, and the device is not waited for."""
+    items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in PLACES]
+    for item, nbytes, place in holdings(parts).values():
+        held[PLACES.index(place)][item] += nbytes
+    allocator = _allocator(parts.device)
+    allocated = allocator["allocated"]
+    resident = psutil.Process().memory_info().rss
+    return MemoryReport(
+        rank=parts.comm.rank,
+        device=str(parts.device),
+        items=items,
+        host=host,
+        disk=disk,
+        other=None if allocated is None else allocated - sum(items.values()),
+        resident=resident,
+        resident_peak=max(_resident_peak(), resident),  # the kernel counts the two separately
+        **allocator,
+    )
+
+
+def holdings(parts: MemoryParts) -> dict[int, Holding]:
+    """Every storage that ``parts`` hold now, once, by its identity (``storage._cdata``)."""
+    found: dict[int, Holding] = {}
+    for item, tensor in _held(parts):
+        if tensor.layout is not torch.strided:  # a module's sparse buffer has several storages, and no way to them
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in found:
+            found[storage._cdata] = Holding(item, storage.nbytes(), _place(tensor, parts.device))
+    return found
+
+
+def _place(tensor: torch.Tensor, device: torch.device) -> str:
+    """Where the memory of ``tensor`` is, for an engine on ``device``."""
+    place = place_of(tensor)
+    return HOST if place == DEVICE and tensor.device.type != device.type else place
+
+
+def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that the engine keeps, and whose memory it is: where several share a storage, the first tells."""
+    buffer = parts.buffer
+    communicators = {id(comm): comm for comm in (parts.comm, *parts.across)}
+    yield from ((COMPUTE, flat) for flat in buffer.compute)
+    for parameter in parts.module.parameters():
+        handle = handle_of(parameter)
+        if handle is None:
+            with opened():  # while engine.offload_states() holds it refuses everybody else
+                data = parameter.data
+            yield COMPUTE, data
+            continue
+        communicators[id(handle.comm)] = handle.comm
+        yield COMPUTE, handle.shard
+        yield (PERSISTENT if handle.persistent else GATHERED), handle.full
+    yield from ((MASTERS, flat) for flat in buffer.master)
+    yield from ((STATES, state) for state in parts.optimizer.method.memory())
+    yield from ((BUFFERS, tensor) for tensor in parts.module.buffers())
+    for comm in communicators.values():
+        yield from ((BUCKETS, tensor) for tensor in comm.memory())
+    yield from parts.reducer.memory()
+    if parts.transfers is not None:
+        yield from ((STAGING, tensor) for tensor in parts.transfers.pool.memory())
+    yield from ((ACTIVATIONS, tensor) for tensor in parts.activations())
+    yield from parts.away()
+
+
+def _allocator(device: torch.device) -> dict[str, int | None]:
+    """What CUDA's caching allocator says of ``device``; nothing of the CPU's, which does not count."""
+    if device.type != "cuda":
+        names = ("allocated", "allocated_peak", "reserved", "reserved_peak", "device_free", "device_total")
+        return dict.fromkeys(names)
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "allocated_peak": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "reserved_peak": torch.cuda.max_memory_reserved(device),
+        "device_free": free,
+        "device_total": total,
+    }
+
+
+def _resident_peak() -> int:
+    """The most bytes of memory that this process has had resident so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

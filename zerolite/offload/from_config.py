@@ -1,0 +1,140 @@
+"""From the config to the tiers of an engine."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from zerolite.comm import Communicator, HostGroup
+from zerolite.config import ZeroliteConfig
+from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from zerolite.offload.swap_file import SwapFile
+from zerolite.offload.tiers import DiskTier, DryFile, HostTier, Tier, Tiers
+from zerolite.ops.async_io import AsyncIO
+from zerolite.utils.accelerator import is_dry_run
+from zerolite.utils.memory_items import DEVICE
+
+logger = logging.getLogger("zerolite")
+
+
+def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Tiers:
+    """The tiers that ``zero_optimization`` asks for. kind: type of the device for which memory is managed. Raises
+    OSError on all ranks if one of them cannot make a file where ``nvme_path`` says. Called on all ranks."""
+    zero = config.zero_optimization
+    if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device) or is_dry_run():
+        return _make(config, device, kind, comm.rank)
+    made: Tiers | None = None
+    own: Exception | None = None
+    try:
+        made = _make(config, device, kind, comm.rank)
+    except Exception as error:  # raised when all ranks know
+        own = error
+    told = HostGroup(comm, "offload").gather(str(own or "")) if comm.world_size > 1 else [str(own or "")]
+    if own is not None:
+        raise own
+    for rank, sentence in enumerate(told):
+        if sentence:
+            raise OSError(f"zerolite.initialize: rank {rank}: {sentence}")
+    assert made is not None
+    return made
+
+
+def check_optimizer(tiers: Tiers, kind: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if ``optimizer`` cannot work where its parameters rest. kind: type of the device."""
+    if kind == "cpu":
+        where = "on the CPU"
+    elif tiers.optimizer.place != DEVICE:
+        where = "with zero_optimization.offload_optimizer"
+    else:
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("capturable"):
+            raise ValueError(
+                f"optimizer.param_groups[{index}]['capturable']: expected false {where}, where the CPU updates and no "
+                "CUDA graph captures it, got true; leave it out (optimizer.params.capturable in the config)"
+            )
+
+
+def warn_of_few_threads(tiers: Tiers, environ: Mapping[str, str]) -> None:
+    """Say so if the CPU updates with one thread where it could have several: torchrun sets OMP_NUM_THREADS to 1."""
+    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    fair = cores // max(1, ranks)
+    if tiers.apart and tiers.optimizer.place != DEVICE and torch.get_num_threads() == 1 and fair > 1:
+        logger.warning(
+            "zero_optimization.offload_optimizer: the CPU updates what is offloaded with 1 thread, and %d cores would "
+            "do it with %d; set OMP_NUM_THREADS=%d (torchrun sets it to 1; the zerolite command sets it well)",
+            cores,
+            ranks * fair,
+            fair,
+        )
+
+
+def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Tiers:
+    zero = config.zero_optimization
+    disk = _Disk(config.aio, rank)
+    return Tiers(
+        device,
+        optimizer=_tier(zero.offload_optimizer, device, disk, "offload_optimizer"),
+        parameters=_tier(zero.offload_param, device, disk, "offload_param"),
+        apart=kind != "cpu",
+        ratio=zero.offload_optimizer.ratio,
+        sub_group_numel=zero.sub_group_size,
+        buffer_count=zero.offload_optimizer.buffer_count,
+        max_in_host=zero.offload_param.max_in_cpu,
+    )
+
+
+class _Disk:
+    """Makes the files of a rank, which share what reads and writes them: ``aio`` is of the rank."""
+
+    def __init__(self, aio: AioConfig, rank: int) -> None:
+        self._aio = aio
+        self._rank = rank
+        self._io: AsyncIO | None = None
+
+    def file(self, directory: str, key: str) -> SwapFile:
+        if self._io is None:
+            self._io = AsyncIO(
+                block_size=self._aio.block_size,
+                queue_depth=self._aio.queue_depth,
+                thread_count=self._aio.threads,
+                single_submit=self._aio.single_submit,
+                overlap_events=self._aio.overlap_events,
+            )
+        return SwapFile(Path(directory), self._io, self._rank, key, checksums=self._aio.checksums)
+
+
+def _tier(block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.device, disk: _Disk, name: str) -> Tier:
+    pin = block.pin_memory and device.type == "cuda"
+    if not block.enabled:
+        return Tier(device)
+    if block.device == "cpu":
+        return HostTier(pin, fake=is_dry_run())
+    directory, key = os.path.expanduser(str(block.nvme_path)), f"zero_optimization.{name}.nvme_path"
+    if is_dry_run():
+        return DiskTier(DryFile(), pin)
+    _warn_of_memory(directory, key)
+    return DiskTier(disk.file(directory, key), pin)
+
+
+@functools.cache
+def _warn_of_memory(directory: str, key: str) -> None:
+    """Say so, once, if files in ``directory`` are in the host's memory."""
+    mounted = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    path = Path(directory).resolve()
+    point = next((str(parent) for parent in (path, *path.parents) if str(parent) in mounted), "")
+    if mounted.get(point) in ("tmpfs", "ramfs"):
+        logger.warning(
+            "%s: %s is a %s, whose files are in the host's memory: nothing is gained by it; name a folder on a disk, "
+            'or use "cpu" as the device',
+            key,
+            directory,
+            mounted[point],
+        )

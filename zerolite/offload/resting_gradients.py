@@ -1,0 +1,108 @@
+"""Reduced gradients that wait for the step off the device: on the host or on disk.
+
+They leave bucket by bucket while backward runs, as soon as they are reduced, and what the step must know of them all
+(their squares) is taken before. Sums over several backwards come back for the addition, so that it is done on the
+device with the bits that it has without offload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import torch
+
+from zerolite.offload.tiers import Tiers
+from zerolite.offload.transfers import DONE, Transfer, Transfers
+from zerolite.utils.memory_items import BUCKETS, GRADIENTS, own
+
+_ON_THEIR_WAY = 2  # buckets; more would hold memory of the device
+
+
+class RestingGradients:
+    """Of one rank; nothing here is a collective. ``on_leaving(bucket, gradient)`` is called with every mean gradient
+    that leaves the device, while it is still there."""
+
+    def __init__(self, tiers: Tiers, transfers: Transfers) -> None:
+        self.on_leaving: Callable[[int, torch.Tensor], None] = lambda bucket, gradient: None
+        self.longest = 0  # bytes of a bucket's gradient, at most
+        self._tiers = tiers
+        self._transfers = transfers
+        self._homes: dict[int, torch.Tensor] = {}
+        self._leaving: dict[int, Transfer] = {}
+        self._arrived: Transfer = DONE  # the last that was fetched
+        self._lost: dict[int, OSError] = {}  # by bucket: why its gradient is not where it should be
+
+    def away(self, bucket: int) -> bool:
+        """Whether a bucket's gradient rests where the device does not reach it."""
+        return not self._tiers.within_reach(self._tiers.of_optimizer(bucket), on_host=False)
+
+    def keep(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Where ``gradient``, on the device, rests from now on; itself where that is the device."""
+        if not self.away(bucket):
+            return own(gradient, GRADIENTS)
+        self.on_leaving(bucket, gradient)
+        own(gradient, BUCKETS)
+        for leaving in self._leaving.values():
+            with contextlib.suppress(OSError):  # it is raised by whoever waits
+                leaving.advance()
+        while len(self._leaving) >= _ON_THEIR_WAY:
+            self.wait(next(iter(self._leaving)))
+        home = self.home(bucket, gradient.numel(), gradient.dtype)
+        self._leaving[bucket] = self._transfers.send(gradient, home, self._tiers.of_optimizer(bucket), self.longest)
+        return home
+
+    def home(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The place of a bucket's gradient; it stays for all steps."""
+        self.wait(bucket)
+        home = self._homes.get(bucket)
+        if home is None or home.dtype != dtype:
+            self._homes.pop(bucket, None)
+            home = self._homes[bucket] = self._tiers.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
+        return home
+
+    def fetch(self, bucket: int, resting: torch.Tensor) -> torch.Tensor:
+        """A bucket's gradient on the device: a copy, or itself where it rests there."""
+        if not self.away(bucket):
+            return resting
+        self.wait(bucket)
+        gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
+        try:
+            coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self.longest)
+            coming.wait()
+        except OSError as error:
+            self._lost[bucket] = error
+            raise
+        # The device waits for it, not the host, which lets the buffers on the way go when the next one comes.
+        self._arrived.finish()
+        self._arrived = coming
+        return gradient
+
+    def wait(self, bucket: int) -> None:
+        """Afterwards the host may read what :meth:`keep` has given for the bucket. Raises OSError if the disk has
+        failed, every time until :meth:`clear`."""
+        try:
+            self._leaving.pop(bucket, DONE).finish()
+        except OSError as error:
+            self._lost[bucket] = error
+        if bucket in self._lost:
+            raise self._lost[bucket]
+
+    def clear(self) -> None:
+        """No gradient is wanted any more."""
+        for leaving in self._leaving.values():
+            with contextlib.suppress(OSError):
+                leaving.finish()
+        self._leaving.clear()
+        self._lost.clear()
+        self._arrived.finish()
+        self._arrived = DONE
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """Where gradients rest off the device."""
+        return self._homes.values()
+
+    def wait_all(self) -> None:
+        """:meth:`wait` for all buckets."""
+        for bucket in (*self._leaving, *self._lost):
+            self.wait(bucket)

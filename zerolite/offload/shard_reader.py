@@ -1,0 +1,283 @@
+"""Brings shards that rest on the host or on disk to where a gather takes them from.
+
+What rests on disk is read into memory of the host first: ahead of the gather if somebody says in time that it will be
+needed (:meth:`ShardReader.ahead`), otherwise when the gather is launched. From there, and from what rests on the host,
+one copy to the device brings all shards that are neighbours in memory. It runs beside the work of the device; the
+collective comes after it, and whoever waits for the collective has waited for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, Tier, Tiers
+from zerolite.offload.transfers import Transfer, Transfers
+from zerolite.utils.memory_items import DEVICE, DISK, STAGING, own
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def undispatched() -> contextlib.AbstractContextManager[Any]:
+    """Our own work is nobody's operators: selective checkpointing records what runs under its mode."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
+
+
+class Resting(Protocol):
+    """What is known here of a :class:`zerolite.zero.stage3.partitioned_parameter.PartitionedParameter`."""
+
+    shard: torch.Tensor
+    full: torch.Tensor
+    tier: Tier
+
+
+class Span(NamedTuple):
+    """Tensors that lie next to each other in the same memory. ``indices``: of them; ``start``: the first element in
+    the memory."""
+
+    indices: list[int]
+    start: int
+    numel: int
+
+
+def spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[Span]:
+    """``tensors``, flat and apart from each other, in spans that begin at multiples of ``alignment`` elements of their
+    memory. Between two of a span there is so little that to move it costs less than to move both by themselves. Empty
+    ones are in none."""
+    by_memory: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel():
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    found: list[Span] = []
+    for indices in by_memory.values():
+        together: list[int] = []
+        start = end = 0
+        for offset, index in sorted((int(tensors[index].storage_offset()), index) for index in indices):
+            if together and offset - end >= SPAN_ALIGNMENT:
+                found.append(Span(together, start, end - start))
+                together = []
+            if not together:
+                start = offset // alignment * alignment
+            together = [*together, index]
+            end = offset + tensors[index].numel()
+        found.append(Span(together, start, end - start))
+    return found
+
+
+def cover(span: Span, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The memory of ``span``, flat."""
+    return tensors[span.indices[0]].as_strided((span.numel,), (1,), span.start)
+
+
+def places(span: Span, tensors: Sequence[torch.Tensor], copied: torch.Tensor) -> dict[int, torch.Tensor]:
+    """By index, where the tensors of ``span`` are in ``copied``, a copy of its memory."""
+    return {
+        index: copied.narrow(0, tensors[index].storage_offset() - span.start, tensors[index].numel())
+        for index in span.indices
+    }
+
+
+class _Read:
+    """A span of a disk in memory of the host, or on its way there; ``users`` shards of it are not done with."""
+
+    __slots__ = ("buffer", "transfer", "users")
+
+    def __init__(self, transfer: Transfer, buffer: torch.Tensor, users: int) -> None:
+        self.transfer = transfer
+        self.buffer = buffer
+        self.users = users
+
+
+class _Place(NamedTuple):
+    """Where a member's shard is, once ``read`` has ended."""
+
+    read: _Read
+    shard: torch.Tensor
+    member: Resting  # kept alive
+
+
+class Arrival:
+    """The shards of one gather, on their way. ``shards``: where the collective takes them from, in the order of the
+    members."""
+
+    __slots__ = ("_copies", "_reader", "_reads", "shards")
+
+    def __init__(
+        self, reader: ShardReader, shards: list[torch.Tensor], copies: list[Transfer], reads: list[_Read]
+    ) -> None:
+        self.shards = shards
+        self._reader = reader
+        self._copies = copies
+        self._reads = reads
+
+    def behind_copies(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the launch of the collective. On CUDA it begins when the copies have ended, which have begun when all
+        had that was launched before them; the current stream does not wait."""
+        return self._reader.arriving() if self._copies else contextlib.nullcontext()
+
+    def wait(self) -> None:
+        """For the copies: on CUDA the current stream does, not the host."""
+        for copy in self._copies:
+            copy.wait()
+
+    def end(self) -> None:
+        """The collective has been waited for."""
+        self.wait()
+        self._reader.let_go(self._reads, self._copies)
+        self.shards, self._copies, self._reads = [], [], []
+
+
+class ShardReader:
+    """See the module. Of one rank for itself: nothing here is a collective. Where the CPU computes, what rests on the
+    host is there already; a gather takes it from where it is.
+    """
+
+    def __init__(self, tiers: Tiers, transfers: Transfers) -> None:
+        self._device = tiers.device
+        self._apart = tiers.apart
+        self._transfers = transfers
+        self._ahead: dict[int, deque[_Place]] = {}  # by id of the member, in the order of its gathers
+        # Buffers whose way to the device may not have ended; they are used again when that is known.
+        self._leaving: deque[tuple[list[Transfer], list[_Read]]] = deque()
+        known = weakref.ref(self)
+        tiers.on_written.append(lambda: _forget(known))
+
+    # ---------------------------------------------------------------- from disk
+
+    def ahead(self, members: Iterable[Resting]) -> None:
+        """Begin to read those that rest on disk, for a gather of each that comes later: as often as it is said, in the
+        order of the gathers. What is read and never gathered stays in memory until :meth:`forget`."""
+        wanted = [m for m in members if m.tier.place == DISK and m.shard.numel()]
+        if wanted:
+            with undispatched():
+                self._collect_buffers()
+                self._read(wanted)
+
+    def _read(self, wanted: Sequence[Resting]) -> None:
+        shards = [member.shard for member in wanted]
+        for span in spans(shards, SPAN_ALIGNMENT):
+            resting, tier = cover(span, shards), wanted[span.indices[0]].tier
+            buffer = self._transfers.pool.take(resting.numel(), resting.dtype, like=resting)
+            read = _Read(self._transfers.bring(resting, tier, buffer), buffer, len(span.indices))
+            for index, place in places(span, shards, buffer).items():
+                member = wanted[index]
+                self._ahead.setdefault(id(member), deque()).append(_Place(read, place, member))
+
+    def forget(self) -> None:
+        """What is read ahead is outdated, or not needed."""
+        if self._ahead:
+            found = [place for several in self._ahead.values() for place in several]
+            self._ahead.clear()
+            with undispatched():
+                for place in found:
+                    self._release(place.read)
+
+    def written(self, member: Resting) -> None:
+        """Somebody has changed its shard, where it rests. Raises OSError if the disk fails."""
+        self.forget()
+        if isinstance(member.tier, DiskTier):
+            member.tier.file.forget_cached()
+
+    def is_ahead(self, member: Resting) -> bool:
+        """Whether it has been read for its next gather, or is on its way."""
+        return id(member) in self._ahead
+
+    def _release(self, read: _Read) -> None:
+        """One user of it is done."""
+        read.users -= 1
+        if not read.users:
+            with contextlib.suppress(OSError):  # nobody wants to know any more
+                read.transfer.finish()
+            self._transfers.pool.give_back(read.buffer)
+
+    def _collect_buffers(self) -> None:
+        """Use again what the gathers before the last have been copied from: by now those copies have ended."""
+        while len(self._leaving) > 1:
+            copies, reads = self._leaving.popleft()
+            for copy in copies:
+                copy.finish()
+            for read in reads:
+                self._release(read)
+
+    # ---------------------------------------------------------------- to a gather
+
+    def bring(self, members: Sequence[Resting], alone: bool) -> Arrival:
+        """Start to bring the shards of ``members`` to where a gather takes them from: onto the device, or into memory
+        where that is the CPU. alone: on one rank they go into ``full`` at once. Raises OSError if the disk fails."""
+        shards = [member.shard for member in members]
+        reads: list[_Read] = []
+        copies: list[Transfer] = []
+        arrival = Arrival(self, shards, copies, reads)
+        try:
+            self.ahead([member for member in members if not self.is_ahead(member)])
+            for index, member in enumerate(members):
+                if self.is_ahead(member):
+                    place = self._ahead[id(member)].popleft()
+                    if not self._ahead[id(member)]:
+                        del self._ahead[id(member)]
+                    reads.append(place.read)
+                    shards[index] = place.shard
+            for read in reads:
+                read.transfer.wait()
+            if alone:
+                pairs = [(s, m.full) for s, m in zip(shards, members, strict=True) if s.numel()]
+                copies += map(self._transfers.copy, *zip(*pairs, strict=True)) if pairs else ()
+                arrival.shards = [member.full for member in members]
+            elif self._apart:
+                arrival.shards = self._to_device(shards, members, copies)
+        except BaseException:  # nothing may be copied into memory that is freed now
+            for copy in copies:
+                copy.finish()
+            arrival.end()
+            raise
+        return arrival
+
+    def _to_device(
+        self, shards: list[torch.Tensor], members: Sequence[Resting], copies: list[Transfer]
+    ) -> list[torch.Tensor]:
+        """Copies of those that are not there; what to wait for is added to ``copies``."""
+        found = list(shards)
+        away = [index for index, member in enumerate(members) if member.tier.place != DEVICE]
+        sources = [shards[index] for index in away]
+        for span in spans(sources, alignment=1):
+            source = cover(span, sources)
+            target = own(source.new_empty(span.numel, device=self._device), STAGING)
+            copies.append(self._transfers.copy(source, target))
+            for index, place in places(span, sources, target).items():
+                found[away[index]] = place
+        for index in away:
+            if not found[index].numel():
+                found[index] = found[index].new_empty(0, device=self._device)
+        return found
+
+    def arriving(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, what is launched on CUDA comes after the copies."""
+        return self._transfers.arriving()
+
+    def write(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+        """Copy ``parts``, on the device, into ``shards``, on the host or there too; the host waits for its own."""
+        if all(shard.device == part.device for shard, part in zip(shards, parts, strict=True)):
+            torch._foreach_copy_(list(shards), list(parts))
+            return
+        for copy in [self._transfers.copy(part, shard) for shard, part in zip(shards, parts, strict=True)]:
+            copy.wait()
+
+    def let_go(self, reads: list[_Read], copies: list[Transfer]) -> None:
+        """A gather has ended; on CUDA its copies may be under way still."""
+        if self._apart and reads:
+            self._leaving.append((copies, reads))
+        else:
+            for read in reads:
+                self._release(read)
+
+
+def _forget(known: weakref.ref[ShardReader]) -> None:
+    reader = known()
+    if reader is not None:
+        reader.forget()

@@ -1,0 +1,216 @@
+"""Tiers: where a rank's shards rest between uses, on the device, in the host's memory or on disk.
+
+A tier hands out flat tensors. Wherever they rest they can be read and written as tensors, so that everything outside of
+the step (checkpoints, access by parameter) knows nothing of tiers: those of the disk are its file, mapped into memory,
+and the kernel fetches and writes back their pages. The step does not go that way: it has what it needs next copied into
+staging buffers while it works (see transfers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from zerolite.utils.memory_items import DEVICE, DISK, HOST, own
+from zerolite.utils.pinned_memory import host_memory
+
+SPAN_ALIGNMENT = 4096
+"""Parts of a shard that are moved by themselves begin at multiples of so many elements: whole blocks of a disk in every
+dtype."""
+
+
+class Transfer(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Until it has ended. Raises OSError with the file, the position and the bytes if it failed. May be called
+        several times."""
+        ...
+
+
+class File(Protocol):
+    """What is known here of :class:`zerolite.offload.swap_file.SwapFile`."""
+
+    def zeros(self, nbytes: int) -> torch.Tensor: ...
+
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer: ...
+
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer: ...
+
+    def forget_cached(self) -> None: ...
+
+
+class Tier:
+    """place: of :data:`zerolite.utils.memory_items.PLACES`. device: of its tensors; the CPU for host and disk."""
+
+    place = DEVICE
+    pin = False  # the host's memory, for copies beside the device's work
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
+        """[numel] of zeros for ``item`` (of :data:`zerolite.utils.memory_items.ITEMS`)."""
+        return own(torch.zeros(numel, dtype=dtype, device=self.device), item, self.place)
+
+
+class HostTier(Tier):
+    """The host's memory; pin: registered with CUDA."""
+
+    place = HOST
+
+    def __init__(self, pin: bool, fake: bool = False) -> None:
+        """fake: of a dry run."""
+        super().__init__(torch.device("cpu"))
+        self.pin = pin
+        self._fake = fake
+
+    def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
+        if self._fake:
+            return super().zeros(numel, dtype, item)
+        return own(host_memory(numel * dtype.itemsize, self.pin).view(dtype), item, self.place)
+
+
+class _Ended:
+    def wait(self) -> None:
+        return
+
+
+class DryFile:
+    """A file of a dry run, which has no bytes."""
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer:
+        into.copy_(resting)
+        return _Ended()
+
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer:
+        resting.copy_(source)
+        return _Ended()
+
+    def forget_cached(self) -> None:
+        return
+
+
+class DiskTier(Tier):
+    """A file of this rank."""
+
+    place = DISK
+
+    def __init__(self, file: File, pin: bool) -> None:
+        super().__init__(torch.device("cpu"))
+        self.file = file
+        self.pin = pin  # of the buffers on the way there
+
+    def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
+        return own(self.file.zeros(numel * dtype.itemsize).view(dtype), item, self.place)
+
+
+@dataclass
+class Tiers:
+    """The tiers of an engine.
+
+    apart: whether device and host are different memories; where the CPU computes they are the same, and nothing is
+    copied between the two. optimizer: of masters that are separate, states, and gradients that wait for the step.
+    parameters: of stage 3's shards. ratio: the part of the elements, from 0 to 1, that ``optimizer`` has; the rest
+    stays on the device. sub_group_numel: most elements of a shard that an update off the device, or of what rests
+    elsewhere, has in hand at once. buffer_count: sub-groups that are on their way or in hand at the same time.
+    max_in_host: elements of this rank's shards that stay in the host's memory where ``parameters`` is the disk.
+    """
+
+    device: torch.device
+    optimizer: Tier
+    parameters: Tier
+    apart: bool = True
+    ratio: float = 1.0
+    sub_group_numel: int = 1_000_000_000
+    buffer_count: int = 4
+    max_in_host: int = 0
+    on_written: list[Callable[[], None]] = field(default_factory=list)  # whoever reads ahead
+    _resident: set[int] = field(default_factory=set)  # buckets whose optimizer states stay on the device
+    _buckets: int = 0  # that have been divided
+
+    @classmethod
+    def on(cls, device: torch.device) -> Tiers:
+        """Nothing is offloaded."""
+        tier = Tier(device)
+        return cls(device, tier, tier)
+
+    @property
+    def offloads(self) -> bool:
+        return self.optimizer.place != DEVICE or self.parameters.place != DEVICE
+
+    def divide(self, buckets: Sequence[int]) -> None:
+        """Decide which buckets, of so many elements each, keep their states on the device, so that as near as can be
+        ``ratio`` of the elements do not: the last ones, whose gradients come last. Buckets that are added later go to
+        the tier."""
+        if self._buckets or self.optimizer.place == DEVICE:
+            return
+        self._buckets = len(buckets)
+        self._resident = set(_last_ones(buckets, 1.0 - self.ratio))
+
+    def of_optimizer(self, bucket: int) -> Tier:
+        """Of a bucket's masters, states and gradients."""
+        return self.on_device if bucket in self._resident else self.optimizer
+
+    def place_parameters(self, numel: int, stays: bool = False) -> Tier:
+        """The tier of ``numel`` elements of shards, for each caller once. stays: the whole parameters never leave the
+        device. Where ``parameters`` is the disk, those and the first ``max_in_host`` elements rest on the host."""
+        tier = self.parameters
+        if isinstance(tier, DiskTier) and (stays or numel <= self.max_in_host):
+            if not stays:
+                self.max_in_host -= numel
+            return HostTier(tier.pin, fake=isinstance(tier.file, DryFile))
+        return tier
+
+    def updates_on_host(self, bucket: int) -> bool:
+        """Whether the CPU updates a bucket: its states rest on host or disk."""
+        return self.of_optimizer(bucket).place != DEVICE
+
+    def within_reach(self, tier: Tier, on_host: bool) -> bool:
+        """Whether an update on the host, or on the device, reads and writes what rests at ``tier`` where it is."""
+        if tier.place == DISK:
+            return False
+        return not self.apart or (tier.place == HOST) == on_host
+
+    def update_devices(self) -> list[torch.device]:
+        """Every one on which something may be updated."""
+        both = self.ratio < 1.0 and self.optimizer.place != DEVICE
+        return list(dict.fromkeys([self.optimizer.device, *([self.device] if both else [])]))
+
+    @property
+    def on_device(self) -> Tier:
+        return Tier(self.device)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether something rests on disk."""
+        return DISK in (self.optimizer.place, self.parameters.place)
+
+    def _files(self) -> list[File]:
+        tiers = (self.optimizer, self.parameters)
+        return [tier.file for tier in tiers if isinstance(tier, DiskTier)]
+
+    def written_in_place(self) -> None:
+        """What rests has been written as tensors, not by the step: what was read of it is outdated. While nothing is
+        under way but reads ahead."""
+        for forget in self.on_written:
+            forget()
+        for file in self._files():
+            file.forget_cached()
+
+
+def _last_ones(numels: Sequence[int], part: float) -> list[int]:
+    """The last of several lengths that together come nearest to ``part`` of their sum."""
+    total, chosen, size = sum(numels), [], 0
+    for index in reversed(range(len(numels))):
+        if abs(size + numels[index] - part * total) >= abs(size - part * total):
+            break
+        chosen.append(index)
+        size += numels[index]
+    return chosen

@@ -1,0 +1,241 @@
+"""Copies between tiers, beside the work of device and host.
+
+Between device and host they run on two streams of their own, one for each direction, because the link carries both at
+once. To and from disk they are the file's asynchronous reads and writes; between disk and a device there is host memory
+in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from zerolite.offload.tiers import DiskTier, Tier, Tiers
+from zerolite.offload.tiers import Transfer as FileTransfer
+from zerolite.utils.accelerator import is_dry_run
+from zerolite.utils.memory_items import HOST, STAGING, own
+from zerolite.utils.pinned_memory import host_memory
+
+_BLOCK = 4096  # bytes: what is written to disk directly ends at a multiple
+_LARGER = 4  # a buffer may be so many times larger than what is asked of it,
+_SMALL = 1 << 20  # or have so many bytes
+
+
+class Transfer(Protocol):
+    """A copy under way; it keeps both ends alive."""
+
+    def wait(self) -> None:
+        """Afterwards the target may be used where it is: the host waits for a target on the host or on disk, the
+        current stream for one on a device. Raises OSError if the disk failed."""
+        ...
+
+    def finish(self) -> None:
+        """The host waits until all is done: the source may be overwritten, and freed."""
+        ...
+
+    def advance(self) -> None:
+        """Where there are two steps, wait for the first and begin the second."""
+        ...
+
+
+def whole_blocks(nbytes: int) -> int:
+    """``nbytes``, up to the end of a block of a disk."""
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+class _Done:
+    """Nothing is under way."""
+
+    def wait(self) -> None:
+        return
+
+    finish = advance = wait
+
+
+DONE = _Done()
+
+
+class _StreamCopy:
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(
+            torch.cuda.current_stream(stream.device)
+        )  # what has made the source, or still reads the target
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+        self._ends = (target, source)
+        self._stream = stream
+
+    def wait(self) -> None:
+        if self._ends[0].is_cuda:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        else:
+            self._event.synchronize()
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+    def advance(self) -> None:
+        return
+
+
+class _FileCopy:
+    def __init__(self, transfer: FileTransfer) -> None:
+        self._transfer = transfer
+
+    def wait(self) -> None:
+        self._transfer.wait()
+
+    finish = wait
+
+    def advance(self) -> None:
+        return
+
+
+class _TwoHops:
+    """first, then what ``then`` begins."""
+
+    def __init__(self, first: Transfer, then: Callable[[], Transfer]) -> None:
+        self._first: Transfer | None = first
+        self._then = then
+        self._second: Transfer = DONE
+        if first is DONE:
+            self.advance()
+
+    def advance(self) -> None:
+        if self._first is not None:  # what fails here fails again for everybody who waits
+            self._first.finish()
+            self._second = self._then()
+            self._first = None
+
+    def wait(self) -> None:
+        self.advance()
+        self._second.wait()
+
+    def finish(self) -> None:
+        self.advance()
+        self._second.finish()
+
+
+class StagingPool:
+    """Buffers on the host through which things pass, to be used again. What is made stays, so whoever takes some of
+    different lengths says how long the longest is: all of them are, and fit the next time."""
+
+    def __init__(self, pin: bool) -> None:
+        self._pin = pin
+        self._free: list[torch.Tensor] = []
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by ``_cdata``: those that are alive
+
+    def take(self, numel: int, dtype: torch.dtype, longest: int = 0, like: torch.Tensor | None = None) -> torch.Tensor:
+        """[numel], uninitialised, beginning at a page, in memory of whole blocks. longest: in bytes. like: in a dry
+        run, a tensor of it: what is made is of it too, whatever modes are active."""
+        nbytes = whole_blocks(max(numel * dtype.itemsize, longest))
+        fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_LARGER * nbytes, _SMALL)]
+        if fitting:
+            memory = min(fitting, key=torch.Tensor.numel)
+            self._free = [other for other in self._free if other is not memory]
+        else:
+            with torch.inference_mode(False):  # whose tensors could not be written later
+                memory = own(self._make(nbytes, like), STAGING, HOST)
+            storage = memory.untyped_storage()
+            key = storage._cdata
+            self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))
+        return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
+
+    def _make(self, nbytes: int, like: torch.Tensor | None) -> torch.Tensor:
+        if not is_dry_run():
+            return host_memory(nbytes, self._pin)
+        make = torch.empty if like is None else like.new_empty
+        return make(nbytes, dtype=torch.uint8, device="cpu")
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """A tensor of :meth:`take` is not used any more."""
+        with torch.inference_mode(False):
+            self._free.append(tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a buffer of :meth:`take`."""
+        return tensor.untyped_storage()._cdata in self._made
+
+    def memory(self) -> list[torch.Tensor]:
+        """All buffers, in use or not."""
+        alive = [storage for ref in self._made.values() if (storage := ref()) is not None]
+        return [torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in alive]
+
+
+class Transfers:
+    """The copies of one engine. Called on each rank for itself: nothing here is a collective."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._device = tiers.device
+        cuda = tiers.device.type == "cuda"
+        self.pool = StagingPool(pin=tiers.optimizer.pin or tiers.parameters.pin)
+        self._to_device = torch.cuda.Stream(tiers.device) if cuda else None
+        self._to_host = torch.cuda.Stream(tiers.device) if cuda else None
+
+    def bring(self, resting: torch.Tensor, tier: Tier, into: torch.Tensor, longest: int = 0) -> Transfer:
+        """Copy ``resting``, a range of a flat tensor of ``tier``, to ``into``, of the same length and dtype, on the
+        device or of :attr:`pool`. From disk the range begins at a multiple of tiers.SPAN_ALIGNMENT elements.
+        longest: of what the caller brings, in bytes."""
+        if not isinstance(tier, DiskTier):
+            return self.copy(resting, into)
+        if self._direct(into):
+            return _FileCopy(tier.file.read(resting, into))
+        through = self.pool.take(resting.numel(), resting.dtype, longest, resting)
+        read = _FileCopy(tier.file.read(resting, through))
+        return _TwoHops(read, lambda: _Returning(self.copy(through, into), self.pool, through))
+
+    def send(self, source: torch.Tensor, resting: torch.Tensor, tier: Tier, longest: int = 0) -> Transfer:
+        """Copy ``source`` to ``resting``: the reverse of :meth:`bring`. longest: of what the caller sends, in bytes."""
+        if not isinstance(tier, DiskTier):
+            return self.copy(source, resting)
+        file = tier.file
+        if self._direct(source):
+            return _FileCopy(file.write(resting, source))
+        through = self.pool.take(source.numel(), source.dtype, longest, source)
+        copied = self.copy(source, through)
+        return _TwoHops(copied, lambda: _Returning(_FileCopy(file.write(resting, through)), self.pool, through))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        """Between any two tensors on device and host."""
+        if target.device == source.device or self._to_host is None or self._to_device is None:
+            target.copy_(source)
+            return DONE
+        return _StreamCopy(target, source, self._to_device if target.is_cuda else self._to_host)
+
+    def arriving(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the current stream is that of the copies to the device: what is launched there comes after them."""
+        return contextlib.nullcontext() if self._to_device is None else torch.cuda.stream(self._to_device)
+
+    def _direct(self, tensor: torch.Tensor) -> bool:
+        """Whether it can be read from disk and written there as it is: it lies in a buffer of the pool, from a block's
+        beginning on, and the buffer goes on to the end of its last block."""
+        start = tensor.storage_offset() * tensor.element_size()
+        end = start + whole_blocks(tensor.numel() * tensor.element_size())
+        return self.pool.has(tensor) and not start % _BLOCK and end <= tensor.untyped_storage().nbytes()
+
+
+class _Returning:
+    """A transfer whose staging buffer goes back to the pool when it has ended."""
+
+    def __init__(self, transfer: Transfer, pool: StagingPool, buffer: torch.Tensor) -> None:
+        self._transfer = transfer
+        self._pool = pool
+        self._buffer: torch.Tensor | None = buffer
+
+    def wait(self) -> None:
+        self._transfer.wait()
+
+    def finish(self) -> None:
+        self._transfer.finish()
+        if self._buffer is not None:
+            self._pool.give_back(self._buffer)
+            self._buffer = None
+
+    def advance(self) -> None:
+        self._transfer.advance()

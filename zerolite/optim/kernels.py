@@ -1,0 +1,81 @@
+"""Whether this job updates with zerolite's kernels: the same answer on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.comm import Communicator
+from zerolite.ops.library import why_unavailable
+from zerolite.optim.update_rules import ONLY_HERE, UpdateRule, rule_of, unsupported
+from zerolite.utils.accelerator import host_value
+
+logger = logging.getLogger("zerolite")
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernel_chooser(
+    comm: Communicator, device: torch.device, updates: Sequence[torch.device]
+) -> Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]:
+    """A function from an optimizer and the dtypes of its masters to the kernels' rule, or to None where torch's own
+    implementation updates. device: of collectives. updates: every one on which something is updated.
+
+    If one rank cannot have the kernels, none uses them: at stage 0 all ranks must compute the same bits. Called on all
+    ranks; one small all-reduce.
+    """
+    reasons = {} if comm.peers_agree else {on: why_unavailable(on) for on in updates}  # a dry run launches none
+    lacking, reason = next(((on, why) for on, why in reasons.items() if why is not None), (device, None))
+    missing = torch.tensor([0.0 if reason is None else comm.rank + 1.0], dtype=torch.float64, device=device)
+    comm.all_reduce_max(missing, tag="kernels")
+    somewhere = host_value(missing)
+    if somewhere == comm.rank + 1 and os.environ.get("ZEROLITE_KERNELS") != "0":
+        _warn_once(_warning(lacking, reason or "", comm))
+
+    def choose(optimizer: Optimizer, masters: Sequence[torch.dtype]) -> UpdateRule | None:
+        rule = rule_of(optimizer)
+        known = all(dtype in _DTYPES for dtype in masters)
+        if rule is not None and rule.only_here(optimizer.param_groups):
+            if not known:
+                raise ValueError(
+                    f"optimizer.params: {' and '.join(ONLY_HERE)} can be false for parameters in fp32, bf16 or fp16, "
+                    f"got {', '.join(sorted({str(dtype) for dtype in masters}))}; leave the keys out"
+                )
+            return rule
+        if rule is not None and known and not somewhere:
+            return rule
+        _prefer_fused(optimizer)
+        return None
+
+    return choose
+
+
+def _prefer_fused(optimizer: Optimizer) -> None:
+    """Torch's fused Adam(W), where nobody has chosen an implementation: it exists on CPU and CUDA in every torch that
+    zerolite supports. (Adagrad's exists on CUDA only in the newest; SGD's takes no mixture of parameters with and
+    without a momentum buffer, which late parameters make.)"""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
+        return
+    if not any(unsupported(group) for group in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _warning(device: torch.device, reason: str, comm: Communicator) -> str:
+    where = f"rank {comm.rank}: " if comm.world_size > 1 else ""
+    return (
+        f"{where}zerolite's {device.type.upper()} kernels are not available: {reason} All ranks update with torch's "
+        "optimizers instead. Its fused Adam and AdamW are as fast, but their bits depend on where an element lies, so "
+        "stages and world sizes agree only closely; the others are slower."
+    )

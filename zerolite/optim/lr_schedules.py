@@ -1,0 +1,503 @@
+"""Learning rate schedules by name: DeepSpeed's five and torch's.
+
+`scheduler.step()` is called once after each applied update. With n such calls behind it a schedule holds the learning
+rate of update n + 1, and `last_epoch` is n. DeepSpeed counts from -1 (`last_batch_iteration` = n - 1) and that shows in
+its numbers, which are kept here: WarmupLR uses its lowest learning rate for the first two updates, and its highest from
+update `warmup_num_steps` + 1 ("log") or + 2 ("linear") on. `scheduler.step(n)` jumps: it sets `last_batch_iteration`
+to n.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch.optim.lr_scheduler
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zerolite.config.errors import ConfigError
+from zerolite.optim.keyword_params import check_keyword_params, is_number, nearest
+
+logger = logging.getLogger("zerolite")
+
+_PATH = "scheduler.params"
+
+
+def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: Optimizer) -> LRScheduler:
+    """The schedule for `{"scheduler": {"type": type_name, "params": params}}`, attached to `optimizer`.
+
+    type_name: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a class of
+    torch.optim.lr_scheduler, in upper or lower case. params: the constructor's parameters, without the optimizer;
+    "auto" means the default.
+
+    Raises ConfigError with a sentence for each key that is unknown, missing or of the wrong type.
+    """
+    known = {**TORCH_SCHEDULES, **SCHEDULES}
+    name = type_name.lower()
+    if name in _UNUSABLE:
+        raise ConfigError([("scheduler.type", f"'{type_name}' is not supported: {_UNUSABLE[name]}")])
+    if name not in known:
+        names = sorted(cls.__name__ for key, cls in known.items() if key not in _UNUSABLE)
+        sentence = (
+            f"'{type_name}' is not known{nearest(type_name, names)}; known are {', '.join(names)}; a schedule of your "
+            f"own goes to zerolite.initialize(..., lr_scheduler=...)"
+        )
+        raise ConfigError([("scheduler.type", sentence)])
+    cls = known[name]
+    kwargs, errors = check_keyword_params(_PATH, cls, params or {}, hidden=("optimizer", "verbose"))
+    if errors:
+        raise ConfigError(errors)
+    try:
+        if name not in SCHEDULES:
+            _try_a_step(cls, kwargs, optimizer)
+        return cls(optimizer, **kwargs)
+    except Exception as error:  # torch checks few of these values: any exception is about them
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError([(_PATH, f"{cls.__name__} does not take these values: {reason}")]) from error
+
+
+class _Scratch(Optimizer):
+    """An optimizer with the hyper-parameters of another one and a parameter of its own."""
+
+    def __init__(self, like: Optimizer) -> None:
+        groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in like.param_groups
+        ]
+        own = [{**group, "params": [torch.zeros(1, device="cpu", requires_grad=True)]} for group in groups]
+        super().__init__(own, copy.deepcopy(like.defaults))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the schedule only looks whether it was called."""
+
+
+def _try_a_step(cls: type[LRScheduler], kwargs: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Make the schedule for a scratch optimizer and step it: some values of torch's schedules fail only then."""
+    scratch = _Scratch(optimizer)
+    schedule = cls(scratch, **copy.deepcopy(dict(kwargs)))
+    scratch.step()
+    schedule.step()
+    for group in scratch.param_groups:
+        if not abs(float(group["lr"])) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"the learning rate of the second update would be {float(group['lr'])}")
+
+
+class _ClosedForm(LRScheduler):
+    """A schedule whose learning rates follow from the number of updates alone.
+
+    Its state is that number, so a checkpoint does not overrule the configuration; loading it sets the learning rates.
+    """
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
+        _check_whole("last_batch_iteration", last_batch_iteration, minimum=-1)
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        super().__init__(optimizer, last_batch_iteration)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """DeepSpeed's count: -1 before the first update is done."""
+        return self.last_epoch - 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Move on by one update. last_batch_iteration: jump to this count of DeepSpeed's instead."""
+        if last_batch_iteration is None:
+            super().step()
+            return
+        _check_whole("last_batch_iteration", last_batch_iteration, minimum=-1)
+        self.last_epoch = last_batch_iteration + 1
+        self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"last_epoch": the number of updates done}."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, or from DeepSpeed's, {"last_batch_iteration": n}. The optimizer gets the
+        learning rates (and momenta) of the next update."""
+        if set(state_dict) == {"last_batch_iteration"}:
+            self.step(state_dict["last_batch_iteration"])
+            return
+        if set(state_dict) != {"last_epoch"}:
+            raise ValueError(
+                f"The state of {type(self).__name__} has one key, 'last_epoch', but this one has {sorted(state_dict)}."
+            )
+        _check_whole("The saved last_epoch", state_dict["last_epoch"], minimum=0)
+        self.last_epoch = state_dict["last_epoch"]
+        self._apply()
+
+    def _apply(self) -> None:
+        lrs = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._last_lr = lrs
+
+    def _per_group(self, name: str, value: float | Sequence[float]) -> list[float]:
+        return _per_group(self.optimizer, name, value)
+
+
+class WarmupLR(_ClosedForm):
+    """From `warmup_min_lr` up to `warmup_max_lr`, then constant.
+
+    Update n (from 1) with i = n - 2 and W = `warmup_num_steps` has the learning rate min + (max - min) * f, where f
+    is log(i + 1) / log(W) ("log") or i / W ("linear") while i < W, and 1 afterwards. The first two updates therefore
+    both use min. W = 0 means no warm-up: max from the first update on. W = 1 counts as 2.
+
+    warmup_min_lr, warmup_max_lr: a number, or a list with one for each parameter group. warmup_max_lr = None: the
+    optimizer's own learning rate. warmup_type: "log" or "linear".
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: Literal["log", "linear"] = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_min_lr = warmup_min_lr
+        self.warmup_max_lr = warmup_max_lr
+        _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        if warmup_max_lr is not None:
+            _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates of the next update, one for each parameter group."""
+        lows = self._per_group("warmup_min_lr", self.warmup_min_lr)
+        if self.warmup_max_lr is None:
+            highs = [float(lr) for lr in self.base_lrs]
+        else:
+            highs = self._per_group("warmup_max_lr", self.warmup_max_lr)
+        gamma = self._gamma(self.last_batch_iteration)
+        return [low + (high - low) * gamma for low, high in zip(lows, highs, strict=True)]
+
+    def _gamma(self, iteration: int) -> float:
+        if _warming_up(iteration, self.warmup_num_steps):
+            return _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then linearly down to zero.
+
+    After the warm-up, update n with i = n - 2, W = `warmup_num_steps` and T = `total_num_steps` has the learning rate
+    min + (max - min) * (T - i) / (T - W), and `warmup_min_lr` once i has reached T.
+
+    The other parameters are WarmupLR's; the default of `warmup_max_lr` is 0.001.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: Literal["log", "linear"] = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _gamma(self, iteration: int) -> float:
+        if _warming_up(iteration, self.warmup_num_steps):
+            return super()._gamma(iteration)
+        left = (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.warmup_num_steps)
+        return min(1.0, max(0.0, left))
+
+
+class WarmupCosineLR(_ClosedForm):
+    """The optimizer's own learning rate times a ratio: up to 1, then down to `cos_min_ratio` along half a cosine.
+
+    Update n (from 1) with i = n - 2, W = `warmup_num_steps` and T = `total_num_steps`: the first update has the ratio
+    0. While i < W the ratio is m + (1 - m) * f with m = `warmup_min_ratio` and f as in WarmupLR; afterwards it is c +
+    (1 - c) * (1 + cos(pi * (i - W + 1) / (T - W))) / 2 with c = `cos_min_ratio`, and c after T. W = 0 means no warm-
+    up: the ratio of the first update is 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: Literal["log", "linear"] = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        for name, ratio in (("warmup_min_ratio", warmup_min_ratio), ("cos_min_ratio", cos_min_ratio)):
+            if not is_number(ratio) or ratio < 0:
+                raise ValueError(f"{name} must be a number of at least 0, but is {ratio!r}.")
+        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates of the next update, one for each parameter group."""
+        ratio = self._ratio(self.last_batch_iteration)
+        return [float(lr) * ratio for lr in self.base_lrs]
+
+    def _ratio(self, iteration: int) -> float:
+        if _warming_up(iteration, self.warmup_num_steps):
+            if iteration < 0:
+                return 0.0
+            fraction = _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * fraction
+        decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = min(1.0, (iteration - self.warmup_num_steps + 1) / decay_steps)
+        return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class LRRangeTest(_ClosedForm):
+    """Smith's range test: a learning rate that grows until training diverges, to find the largest useful one.
+
+    Update n (from 1) has `lr_range_test_min_lr` * (1 + `lr_range_test_step_rate` * (n - 1) /
+    `lr_range_test_step_size`); with `lr_range_test_staircase` the quotient is rounded down.
+
+    lr_range_test_min_lr: a number, or a list with one for each parameter group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: float | list[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        _check_whole("lr_range_test_step_size", lr_range_test_step_size, minimum=1)
+        if not is_number(lr_range_test_step_rate):
+            raise ValueError(f"lr_range_test_step_rate must be a number, but is {lr_range_test_step_rate!r}.")
+        self.min_lr = lr_range_test_min_lr
+        self.step_size = lr_range_test_step_size
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Move on by one update. batch_iteration: jump to this count of DeepSpeed's instead."""
+        super().step(batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates of the next update, one for each parameter group."""
+        interval = self.last_epoch // self.step_size if self.staircase else self.last_epoch / self.step_size
+        factor = 1 + self.step_rate * interval
+        return [lr * factor for lr in self._per_group("lr_range_test_min_lr", self.min_lr)]
+
+
+# Adam's bias correction divides by 1 - beta, so a momentum that decays upwards stops here.
+_LARGEST_MOMENTUM = 0.9999
+
+
+class OneCycle(_ClosedForm):
+    """Smith's one-cycle policy: the learning rate up and down again, the momentum down and up, then an optional decay.
+
+    In the cycle, update n (from 1) with e = n - 1 has the learning rate min + (max - min) * s, where s rises from 0
+    to 1 over the first `cycle_first_step_size` updates and falls back to 0 over `cycle_second_step_size` (default:
+    the first). With a stair count k above 0 a half moves in k stairs. After the cycle the learning rate is min / (1 +
+    `decay_lr_rate` * d / `decay_step_size`), where d is the number of updates since; without a rate or a size it
+    stays at min.
+
+    `cycle_momentum` moves `betas[0]`, or `momentum` where that is in use (not 0), as max - (max - min) * s between
+    `cycle_max_mom` and `cycle_min_mom`, and afterwards max * (1 + `decay_mom_rate` * d / `decay_step_size`), at most
+    0.9999. The first update alone has `cycle_min_mom`, as in DeepSpeed. Two things differ from DeepSpeed: `betas[1]`
+    stays what the optimizer was given (DeepSpeed: 0.99), and `momentum` is cycled too. An optimizer with neither is
+    left alone, with a warning.
+
+    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: a number, or a list with one for each parameter group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: float | list[float],
+        cycle_max_lr: float | list[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | list[float] = 0.8,
+        cycle_max_mom: float | list[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        second_size = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        _check_whole("cycle_first_step_size", cycle_first_step_size, minimum=1)
+        _check_whole("cycle_second_step_size", second_size, minimum=0)
+        _check_whole("cycle_first_stair_count", cycle_first_stair_count, minimum=0)
+        _check_whole("cycle_second_stair_count", second_stairs, minimum=0)
+        _check_whole("decay_step_size", decay_step_size, minimum=0)
+        for name, rate in (("decay_lr_rate", decay_lr_rate), ("decay_mom_rate", decay_mom_rate)):
+            if not is_number(rate) or rate < 0:
+                raise ValueError(f"{name} must be a number of at least 0, but is {rate!r}.")
+        self.first_size, self.second_size = cycle_first_step_size, second_size
+        self.first_stairs, self.second_stairs = cycle_first_stair_count, second_stairs
+        self.lr_decay = decay_lr_rate / decay_step_size if decay_step_size else 0.0
+        self.mom_decay = decay_mom_rate / decay_step_size if decay_step_size else 0.0
+        self.min_lr, self.max_lr = cycle_min_lr, cycle_max_lr
+        self.min_mom, self.max_mom = cycle_min_mom, cycle_max_mom
+        _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self.cycle_momentum = cycle_momentum
+        if cycle_momentum:
+            for name, moms in (("cycle_min_mom", cycle_min_mom), ("cycle_max_mom", cycle_max_mom)):
+                if max(_per_group(optimizer, name, moms)) >= 1:
+                    raise ValueError(f"{name} must be below 1, but is {moms!r}.")
+            if all(_momentum_key(group) is None for group in optimizer.param_groups):
+                logger.warning(
+                    "OneCycle: %s has no momentum to cycle; cycle_momentum is off.", type(optimizer).__name__
+                )
+                self.cycle_momentum = False
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rates of the next update, one for each parameter group."""
+        lows = self._per_group("cycle_min_lr", self.min_lr)
+        highs = self._per_group("cycle_max_lr", self.max_lr)
+        beyond = self._beyond()
+        if beyond > 0:
+            return [low / (1 + self.lr_decay * beyond) for low in lows]
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
+
+    def get_momentum(self) -> list[float] | None:
+        """The momenta of the next update, one for each parameter group; None when they are not cycled."""
+        if not self.cycle_momentum:
+            return None
+        lows = self._per_group("cycle_min_mom", self.min_mom)
+        highs = self._per_group("cycle_max_mom", self.max_mom)
+        if self.last_epoch == 0:
+            return lows
+        beyond = self._beyond()
+        if beyond > 0:
+            return [min(high * (1 + self.mom_decay * beyond), max(high, _LARGEST_MOMENTUM)) for high in highs]
+        height = self._height()
+        return [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Move on by one update. batch_iteration: jump to this count of DeepSpeed's instead."""
+        super().step(batch_iteration)
+        self._apply_momentum()
+
+    def _apply(self) -> None:
+        super()._apply()
+        self._apply_momentum()
+
+    def _apply_momentum(self) -> None:
+        momenta = self.get_momentum()
+        if momenta is None:
+            return
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+            key = _momentum_key(group)
+            if key == "betas":
+                group["betas"] = (momentum, *group["betas"][1:])
+            elif key == "momentum":
+                group["momentum"] = momentum
+
+    def _beyond(self) -> int:
+        """The number of updates since the end of the cycle: 0 while it lasts, 1 for the first one after it."""
+        return max(0, self.last_epoch - self.first_size - self.second_size)
+
+    def _height(self) -> float:
+        """0 at the foot of the cycle, 1 at its top."""
+        if self.last_epoch == self.first_size + self.second_size:
+            return 0.0
+        if self.last_epoch <= self.first_size:
+            position, size, stairs = self.last_epoch, self.first_size, self.first_stairs
+        else:
+            position = self.first_size + self.second_size - self.last_epoch
+            size, stairs = self.second_size, self.second_stairs
+        return position / size if stairs == 0 else (position * stairs // size) / stairs
+
+
+def _momentum_key(group: Mapping[str, Any]) -> str | None:
+    if "betas" in group:
+        return "betas"
+    return "momentum" if group.get("momentum") else None
+
+
+def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
+    """One number for each parameter group."""
+    count = len(optimizer.param_groups)
+    values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count:
+        raise ValueError(
+            f"{name} has {len(values)} values, but the optimizer has {count} parameter groups: give one for each."
+        )
+    for one in values:
+        if not is_number(one) or one < 0:
+            raise ValueError(f"{name} must be a number of at least 0, but is {one!r}.")
+    return [float(one) for one in values]
+
+
+def _warming_up(iteration: int, steps: int) -> bool:
+    """Iteration -1, the first update, belongs to the warm-up, but only where there is one."""
+    return steps > 0 and iteration < steps
+
+
+def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
+    """How far the warm-up has come, from 0 to 1. iteration: from -1 to steps - 1."""
+    if iteration < 0:
+        return 0.0
+    return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
+
+
+def _warmup_steps(steps: int) -> int:
+    """0 means none; 1 counts as 2, because log(1) is 0."""
+    _check_whole("warmup_num_steps", steps, minimum=0)
+    return steps if steps == 0 else max(2, steps)
+
+
+def _warmup_type(kind: str) -> str:
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type must be 'log' or 'linear', but is {kind!r}.")
+    return kind
+
+
+def _total_steps(total: int, warmup: int) -> int:
+    _check_whole("total_num_steps", total, minimum=1)
+    if isinstance(warmup, int) and total < warmup:
+        logger.warning("total_num_steps is %d, which is less than warmup_num_steps = %d.", total, warmup)
+    return total
+
+
+def _check_whole(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {value!r}.")
+
+
+SCHEDULES: dict[str, type[LRScheduler]] = {
+    cls.__name__.lower(): cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+}
+TORCH_SCHEDULES: dict[str, type[LRScheduler]] = {
+    name.lower(): cls
+    for name, cls in vars(torch.optim.lr_scheduler).items()
+    if isinstance(cls, type) and issubclass(cls, LRScheduler) and not name.startswith("_") and cls is not LRScheduler
+}
+_OBJECTS = "it is made of other schedules; build it in Python and pass it to zerolite.initialize(..., lr_scheduler=...)"
+_UNUSABLE = {
+    "reducelronplateau": "its step() needs a metric, and the engine has none; call it in your own loop",
+    "sequentiallr": _OBJECTS,
+    "chainedscheduler": _OBJECTS,
+}

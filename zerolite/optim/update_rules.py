@@ -1,0 +1,157 @@
+"""Which optimizers the kernels know, and how a param group becomes a row of scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, Tensors
+from zerolite.optim.lion import Lion
+
+Group = Mapping[str, Any]
+Row = tuple[float, ...]
+
+ONLY_HERE = ("bias_correction", "fp32_optimizer_states")
+"""Keys of a param group that only the kernels (and their reference) follow, where they are False."""
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """An optimizer as the kernels see it; what zerolite.zero.flat_update asks of a rule.
+
+    number: the rule of csrc/kernels.h. operator: name in torch.ops.zerolite. states: names of the states, as in
+    ``optimizer.state[p]``. counts_steps: whether that has a ``step`` as well. row: param group and number of the step,
+    from 1, to the scalars of csrc/rules.h, computed in double. has_states: whether the states exist for a group.
+    initial: what they start from.
+    """
+
+    number: int
+    operator: str
+    states: tuple[str, ...]
+    counts_steps: bool
+    row: Callable[[Group, int], Row]
+    has_states: Callable[[Group], bool] = lambda group: True
+    initial: Callable[[Group], float] = lambda group: 0.0
+
+    def launch(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        states: Sequence[Tensors],
+        outs: Tensors,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """One call of the operator; see zerolite.ops.call.UpdateCall for the arguments."""
+        operator = getattr(torch.ops.zerolite, self.operator)
+        operator(params, grads, *(states or [[]] * len(self.states)), outs, table, rows, factor, skip)
+
+    def unsupported(self, group: Group) -> str | None:
+        return unsupported(group)
+
+    def only_here(self, groups: Sequence[Group]) -> bool:
+        """Whether a group asks for what torch's optimizer does not have: no bias correction, or 16-bit states."""
+        return any(group.get(key) is False for group in groups for key in ONLY_HERE)
+
+    def state_dtype(self, groups: Sequence[Group], update: torch.dtype) -> torch.dtype:
+        """``update``: dtype of the update's arithmetic as torch's optimizer would do it. Raises ValueError if param
+        groups differ in ``fp32_optimizer_states``."""
+        halves = {group.get("fp32_optimizer_states") is False for group in groups}
+        if len(halves) > 1:
+            raise ValueError("expected fp32_optimizer_states to be the same in all param groups, got both")
+        return torch.bfloat16 if True in halves else update
+
+
+def _filled(*columns: float) -> Row:
+    return (*map(float, columns), *[0.0] * (COLUMNS - len(columns)))
+
+
+def _sign(group: Group) -> float:
+    return -1.0 if group.get("maximize") else 1.0
+
+
+def _adam_row(group: Group, step: int, decoupled: bool) -> Row:
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    beta1, beta2 = map(float, group["betas"])
+    correction1, correction2 = 1.0 - beta1**step, 1.0 - beta2**step
+    if not group.get("bias_correction", True):
+        correction1 = correction2 = 1.0
+    shrink, l2 = (-lr * decay, 0.0) if decoupled else (0.0, decay)
+    return _filled(
+        _sign(group),
+        shrink,
+        l2,
+        1.0 - beta1,
+        1.0 - beta2,
+        correction2**0.5,
+        float(group["eps"]),
+        -(lr / correction1),
+    )
+
+
+def _lion_row(group: Group, step: int) -> Row:
+    lr = float(group["lr"])
+    beta1, beta2 = map(float, group["betas"])
+    return _filled(1.0, -lr * float(group["weight_decay"]), 1.0 - beta1, 1.0 - beta2, -lr)
+
+
+def _adagrad_row(group: Group, step: int) -> Row:
+    rate = float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))
+    return _filled(_sign(group), float(group["weight_decay"]), float(group["eps"]), -rate)
+
+
+def _sgd_row(group: Group, step: int) -> Row:
+    momentum = float(group["momentum"])
+    return _filled(
+        _sign(group),
+        float(group["weight_decay"]),
+        momentum,
+        1.0 - float(group["dampening"]),
+        step == 1,
+        bool(group["nesterov"]),
+        -float(group["lr"]),
+    )
+
+
+_ADAM_STATES = ("exp_avg", "exp_avg_sq")
+_RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
+    torch.optim.AdamW: UpdateRule(ADAM, "adam_", _ADAM_STATES, True, lambda g, t: _adam_row(g, t, decoupled=True)),
+    torch.optim.Adam: UpdateRule(
+        ADAM, "adam_", _ADAM_STATES, True, lambda g, t: _adam_row(g, t, bool(g.get("decoupled_weight_decay")))
+    ),
+    Lion: UpdateRule(LION, "lion_", ("exp_avg",), False, _lion_row),
+    torch.optim.Adagrad: UpdateRule(
+        ADAGRAD, "adagrad_", ("sum",), True, _adagrad_row, initial=lambda g: g["initial_accumulator_value"]
+    ),
+    torch.optim.SGD: UpdateRule(
+        SGD, "sgd_", ("momentum_buffer",), False, _sgd_row, has_states=lambda g: g["momentum"] != 0
+    ),
+}
+
+# What a param group may say that only torch's implementation does.
+_VARIANTS = ("amsgrad", "capturable", "differentiable")
+_CHOICES = ("foreach", "fused")
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
+    """The kernels' rule for an optimizer of exactly one of the classes that they know; None for others, and where the
+    user has chosen an implementation of torch (``foreach``, ``fused``, ``capturable``) or a variant that is only there
+    (``amsgrad``, a learning rate in a CUDA tensor)."""
+    rule = _RULES.get(type(optimizer))
+    if rule is None or any(unsupported(group) for group in optimizer.param_groups):
+        return None
+    return rule
+
+
+def unsupported(group: Group) -> str | None:
+    """The key of a param group that the kernels cannot follow, or None."""
+    for key, value in group.items():
+        chosen = key in _VARIANTS and value or key in _CHOICES and value is not None
+        if chosen or (isinstance(value, torch.Tensor) and value.is_cuda):
+            return key
+    return None

@@ -1,0 +1,131 @@
+"""``zerolite.initialize``: where this process stands, whether the job fits, then the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zerolite.comm import (
+    Communicator,
+    Topology,
+    create_communicator,
+    create_topology,
+    init_distributed,
+    local_rank,
+)
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.data.micro_batch import LossFunction
+from zerolite.diagnostics import uncaught
+from zerolite.diagnostics.agreement import Description, check_agreement
+from zerolite.diagnostics.watchdog import start_watchdog
+from zerolite.engine.arguments import OptimizerLike
+from zerolite.engine.build import Arguments, build_engine, check_model
+from zerolite.engine.engine import Engine
+from zerolite.engine.parts import known_here, part_of_model
+from zerolite.planning.fits import check_memory, choose_stage
+from zerolite.utils.accelerator import default_device, keep_freed_memory, make_current
+
+logger = logging.getLogger("zerolite")
+
+
+def initialize(
+    model: torch.nn.Module,
+    config: ZeroliteConfig | dict[str, Any] | str | os.PathLike[str],
+    *,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    broadcast_buffers: bool = False,
+    num_local_io_workers: int = 0,
+    loss_fn: LossFunction | None = None,
+) -> Engine:
+    """Make an :class:`~zerolite.engine.engine.Engine` of ``model``.
+
+    model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and
+    a place in flat buffers (same ``Parameter`` objects). config: DeepSpeed's schema as a dict, a path, or JSON or
+    hjson text. optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``;
+    without either the engine only evaluates the model, whose parameters are frozen.
+    model_parameters: parameters or param groups to train, by default all that require a gradient. training_data: a
+    dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the optimizer; otherwise
+    ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers
+    before each training forward.
+    collate_fn: a list of samples to a batch, for this engine's loaders. num_local_io_workers: processes that load
+    ``training_data``; 0 loads in this one. loss_fn: (outputs, targets) to a scalar, for ``engine.train_batch``; None
+    where the model computes its loss itself.
+
+    With ``tensor_parallel`` and ``pipeline``, this rank's part of ``model`` stays in it, and the rest is dropped.
+    Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError
+    for the other arguments, RuntimeError if ranks hold different models, configs or optimizers, MemoryError if model
+    states do not fit (``memory_check``). Called on all ranks, with equal arguments.
+    """
+    check_model(model)
+    given = load_config(config)
+    init_distributed()
+    device = default_device(local_rank())
+    make_current(device)  # also where the user has started torch.distributed
+    if device.type == "cpu":
+        keep_freed_memory()
+    watchdog = start_watchdog(given.desync_timeout_s)
+    topology = _grid(given, create_communicator(device), device)
+    comm = topology.data
+    if comm.main:
+        for path, sentence in given.without_effect:
+            logger.warning("%s has no effect: %s", path, sentence)
+    resolved = _resolved(given, topology)
+    trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
+    arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
+    staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
+    resolved = known_here(model, resolved, topology)
+    resolved = choose_stage(model, resolved, arguments, topology, device)
+    check_memory(model, resolved, arguments, topology, device)
+    engine = build_engine(model, resolved, arguments, topology, device, staged=staged)
+    engine.loss_fn = loss_fn
+    engine.loaders.collate_fn = collate_fn
+    watchdog.watch(engine)
+    uncaught.watch(model, engine.compute_dtype, topology.world.rank)
+    if training_data is not None:
+        engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
+    if resolved.dump_state and comm.main:
+        _dump_state(engine)
+    return engine
+
+
+def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
+    """The grid that the config asks for, on all ranks the same."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
+    facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor))}
+    check_agreement(Description(facts), world, device, "zerolite.initialize: the ranks are to form different grids")
+    try:
+        return create_topology(world, device, pipe, tensor)
+    except ValueError as error:
+        raise ConfigError([(_PIPE if pipe > 1 else _TENSOR, str(error))]) from None
+
+
+def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
+    try:
+        return config.resolve(topology.data.world_size)
+    except ConfigError as error:
+        if topology.trivial:
+            raise
+        counted = f"the world size is that of data-parallel ranks: {topology.grid} of {topology.world.world_size}"
+        raise ConfigError([(path, f"{sentence} ({counted})") for path, sentence in error.errors]) from None
+
+
+_PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
+
+
+def _lasting(entry: Any) -> Any:
+    """A param group whose parameters can be read more than once; anything else as it is."""
+    members = entry.get("params") if isinstance(entry, dict) else None
+    return entry if members is None or isinstance(members, torch.Tensor) else {**entry, "params": list(members)}
+
+
+def _dump_state(engine: Engine) -> None:
+    print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)

@@ -1,1 +1,0 @@
-"""What a real run says of itself: times on the device, collectives, FLOPs."""

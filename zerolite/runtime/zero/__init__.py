@@ -1,1 +1,0 @@
-"""ZeRO: the partition and what rests in it."""

@@ -1,0 +1,1 @@
+"""What every other layer may use: the device, memory, sizes, addresses, hooks."""

@@ -1,0 +1,33 @@
+"""`op_builder`, which builds the kernels: `zerolite.op_builder` of a wheel, or `op_builder/` of a checkout.
+
+A checkout's is found by its place beside the package and not through `sys.path`, on which an `op_builder` of another
+project or of another checkout might come first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+NAME = "zerolite.op_builder"
+
+if TYPE_CHECKING:
+    import op_builder
+else:
+
+    def _load() -> Any:
+        if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
+            return importlib.import_module(NAME)
+        directory = Path(__file__).resolve().parents[2] / "op_builder"
+        spec = importlib.util.spec_from_file_location(
+            NAME, directory / "__init__.py", submodule_search_locations=[str(directory)]
+        )
+        sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    op_builder = _load()
+
+__all__ = ["op_builder"]

@@ -1,0 +1,139 @@
+"""What a bucket of gradients holds, and how it is to be reduced."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zerolite.comm import Pending
+from zerolite.zero.bucket_filler import BucketFiller, Run
+from zerolite.zero.layout import Bucket
+
+HALF = (torch.float16, torch.bfloat16)
+IN_FLIGHT = 2
+"""Reductions that may be under way at once where the buckets that travel are memory that would otherwise be free."""
+ALONE_NUMEL = 1 << 27
+"""Elements from which such a bucket travels alone: a second one would cost half a gigabyte in fp32, and more."""
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are summed. Dtypes are None where the gradient's own dtype is kept.
+
+    accumulate_dtype: of sums over several contributions; several_expected: whether there will be several
+    (accumulation > 1); communication_dtype(bucket): what travels. The division by world_size is split in three
+    exact products: arrival_factor while a gradient is moved into its bucket (free; only used where it is a power of
+    two), predivide before the sum, the rest after it.
+    """
+
+    reduce_each_pass: bool
+    shard: bool
+    use_reduce_scatter: bool
+    accumulate_dtype: torch.dtype | None
+    several_expected: bool
+    communication_dtype: Callable[[Bucket], torch.dtype | None]
+    arrival_factor: float
+    predivide: float
+    copy_on_arrival: bool
+    overlap: bool  # launch during backward, and let reductions run while the next bucket fills
+    keep_buckets: bool  # use full buckets again
+    probes: bool  # look at what each rank sends, so that a gradient which is not finite can be traced to its rank
+
+    def sum_dtype(self, own: torch.dtype) -> torch.dtype | None:
+        """Of sums over several contributions to a bucket of parameters of dtype ``own``: as asked for, but no narrower
+        than fp32 parameters are."""
+        asked = self.accumulate_dtype
+        return asked if asked is None or own in HALF else torch.promote_types(asked, own)
+
+    def travelling_dtype(self, bucket: Bucket, own: torch.dtype, passes: int) -> torch.dtype:
+        """The dtype in which a bucket that has summed ``passes`` backwards is sent. It follows from what all ranks
+        know: what this rank's bucket happens to hold (nothing, or several contributions) must not decide it."""
+        asked = self.communication_dtype(bucket)
+        if asked is not None:
+            return asked
+        summed = (self.several_expected and not self.reduce_each_pass) or passes > 1
+        return (self.sum_dtype(own) if summed else None) or own
+
+    def travels_in_place(self, bucket: Bucket, own: torch.dtype, passes: int) -> bool:
+        """Whether a bucket is reduced in the memory in which gradients rest whole between steps or backwards. Like
+        :meth:`travelling_dtype` it follows from what all ranks know."""
+        kept = self.several_expected and not self.reduce_each_pass
+        resting = (self.sum_dtype(own) if kept else None) or own
+        return (kept or not self.shard) and self.travelling_dtype(bucket, own, passes) == resting
+
+    def reduced_dtype(self, own: torch.dtype, adds: bool) -> torch.dtype:
+        """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as there is
+        one. adds: a mean is there already."""
+        return (self.sum_dtype(own) if self.several_expected or adds else None) or own
+
+
+@dataclass
+class BucketState:
+    bucket: Bucket
+    dtype: torch.dtype  # of its parameters
+    filler: BucketFiller | None = None  # small gradients are held until all are there, and moved in one call
+    runs: list[Run] = field(default_factory=list)  # the same for parts of a bucket that is not sliced
+    local: torch.Tensor | None = None
+    reduced: torch.Tensor | None = None
+    written: set[int] = field(default_factory=set)  # slots that `local` holds something of
+    held: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients not yet copied (copy_on_arrival off)
+    expected: int = 0  # contributions in a pass
+    missing: int = 0  # contributions that this pass still waits for
+    launched: bool = False
+    late: bool = False  # got a gradient in this pass after it was launched
+    pending: Pending | None = None
+    sent: torch.Tensor | None = None  # what `pending` reduces
+    staged: bool = False  # `local` is the communicator's memory
+
+    def __post_init__(self) -> None:
+        self.filled = sum(slot.numel > 0 for slot in self.bucket.slots)
+        # Ranges of no parameter, which are zeros; those in a run are written with it.
+        ends = [0, *(run.high for run in self.runs)]
+        begins = [run.low for run in self.runs]
+        self.gaps = [gap for gap in self.bucket.gaps if gap[0] >= ends[bisect.bisect(begins, gap[0])]]
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """Gradients between the passes of a window. local: this rank's sums that no reduction has seen, flat, by parameter.
+    reduced: means over ranks by bucket, full at stage 0, this rank's part above. passes_in_local: backwards that
+    ``local`` holds."""
+
+    local: dict[int, torch.Tensor]
+    reduced: dict[int, torch.Tensor]
+    passes_in_local: int
+    passes_in_window: int
+
+
+class BucketPool:
+    """Full buckets to use again, at most ``limit``: for the CPU.
+
+    A large allocation there is new memory from the kernel every time, and touching it for the first time costs
+    several times a copy. CUDA's caching allocator has no such cost.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor [numel]."""
+        for index, tensor in enumerate(self._free):
+            if tensor.numel() == numel and tensor.dtype == dtype:
+                return self._free.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The buckets that nobody uses now."""
+        return self._free
+
+    def clear(self) -> None:
+        self._free.clear()
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        if self._limit:
+            self._free.append(tensor)
+            del self._free[: -self._limit]

@@ -1,0 +1,286 @@
+"""Flat storage by bucket: the compute parameters, and the master weights that the optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from zerolite.offload.tiers import Tier, Tiers
+from zerolite.utils.accelerator import address
+from zerolite.utils.memory_items import COMPUTE, MASTERS, own
+from zerolite.utils.rounding import follow_
+from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
+
+MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Tier], None]
+"""Copy a parameter's shard into the given memory, of that tier, which becomes its ``ds_tensor``."""
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``tensor`` if it fills its memory without holes (channels_last too), contiguous ones otherwise."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def flattened(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The elements of ``tensor`` in the order in which memory holds a tensor of ``strides`` (default: its own, made
+    dense), shape [numel]; a view where possible."""
+    strides = dense_strides(tensor) if strides is None else strides
+    if strides != tensor.stride():
+        dense = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def take_values(name: str, parameter: torch.nn.Parameter, home: torch.Tensor) -> None:
+    """Copy ``parameter``'s values to ``home`` and point it there. Raises RuntimeError for another shape or dtype."""
+    data = parameter.data
+    if data.shape != home.shape or data.dtype != home.dtype or data.device != home.device:
+        raise RuntimeError(
+            f"parameter '{name}': expected {tuple(home.shape)} of {home.dtype} on {home.device}, as it was made, "
+            f"got {tuple(data.shape)} of {data.dtype} on {data.device}. module.half(), .to(dtype) and the like are for "
+            "before zerolite.initialize; for 16 bits, enable bf16 or fp16 in the config"
+        )
+    home.copy_(data)
+    parameter.data = home
+
+
+def destinations(
+    flat: torch.Tensor, bucket: Bucket, slot: Slot, values: torch.Tensor, strides: tuple[int, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (part of the full bucket ``flat``, part of ``values``) that bring ``values``, in the parameter's shape,
+    to the slot. ``strides``: of the parameter, without holes."""
+    offset = flat.storage_offset() + slot.start
+    if not bucket.rows:
+        return [(flat.as_strided(values.shape, strides, offset), values)]
+    if not slot.numel:
+        return []
+    part = slot.part
+    values = flattened(values, strides)
+    row = bucket.numel // bucket.rows
+    whole = slot.numel // part
+    pairs = []
+    if whole:
+        pairs.append((flat.as_strided((whole, part), (row, 1), offset), values[: whole * part].view(whole, part)))
+    rest = slot.numel - whole * part
+    if rest:
+        pairs.append((flat.as_strided((rest,), (1,), offset + whole * row), values[whole * part :]))
+    return pairs
+
+
+def zero_slot(flat: torch.Tensor, bucket: Bucket, slot: Slot) -> None:
+    """Zeros into the slot's elements of the full bucket ``flat``."""
+    if bucket.rows:
+        row = bucket.numel // bucket.rows
+        flat.as_strided((bucket.rows, slot.part), (row, 1), flat.storage_offset() + slot.start).zero_()
+    else:
+        flat.narrow(0, slot.start, slot.numel).zero_()
+
+
+class ParameterBuffer:
+    """Compute parameters and master weights over one layout.
+
+    ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this
+    rank updates: its part of the bucket (``shard=True``) or the whole. Where masters need no other dtype than the
+    compute parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing. Other masters rest at the tier
+    of the optimizer (``tiers``).
+    """
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        parameters: Sequence[torch.nn.Parameter],
+        rank: int,
+        shard: bool,
+        tiers: Tiers,
+    ) -> None:
+        self.tiers = tiers
+        self.rank = rank
+        self.shard = shard
+        self.compute: list[torch.Tensor] = []
+        self.master: list[torch.Tensor] = []
+        self._homes: dict[int, torch.Tensor] = {}  # by parameter: the view of its place
+        self._addresses: list[int] = []  # where all parameters were when they were at home last
+        self.use(layout, parameters)
+
+    def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take another layout, which begins with the buckets that are filled; ``fill`` does the others."""
+        self.layout = layout
+        self.tiers.divide([bucket.numel for bucket in layout.buckets])
+        self.parameters = list(parameters)
+        self.fragments: list[list[Fragment]] = [[] for _ in layout.buckets]
+        for fragment in layout.fragments(self.rank) if self.shard else layout.full_fragments():
+            self.fragments[fragment.slot.bucket].append(fragment)
+
+    @torch.no_grad()
+    def fill(
+        self,
+        device: torch.device,
+        compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
+        master_dtype: Callable[[torch.dtype], torch.dtype],
+        synchronize: Callable[[Bucket, torch.Tensor], None],
+    ) -> None:
+        """Move every parameter into its bucket, one bucket at a time, and take the masters from the values before
+        any rounding. Buckets that are filled stay as they are.
+
+        ``synchronize(bucket, flat)`` makes the flat bucket, in the parameters' original dtype, equal on all ranks.
+        """
+        for bucket in self.layout.buckets[len(self.compute) :]:
+            members = [self.parameters[slot.index] for slot in bucket.slots]
+            dtype = compute_dtype(members[0])
+            exact = members[0].dtype
+            for member in members[1:]:
+                exact = torch.promote_types(exact, member.dtype)
+            flat = torch.zeros(bucket.numel, dtype=exact, device=device)
+            for slot, parameter in zip(bucket.slots, members, strict=True):
+                flat.narrow(0, slot.start, slot.numel).copy_(flattened(parameter.data))
+            synchronize(bucket, flat)
+            compute = own(flat.to(dtype), COMPUTE)
+            self.compute.append(compute)
+            kept = master_dtype(dtype)
+            if kept == dtype:
+                self.master.append(self._owned(bucket, compute))
+            else:
+                self.master.append(self._new_master(bucket.index, self._owned(bucket, flat), kept))
+            for slot, parameter in zip(bucket.slots, members, strict=True):
+                strides = dense_strides(parameter.data)
+                start = compute.storage_offset() + slot.start
+                parameter.data = compute.as_strided(parameter.shape, strides, start)
+                self._homes[slot.index] = parameter.data
+
+    def _new_master(self, bucket: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.tiers.of_optimizer(bucket).zeros(values.numel(), dtype, MASTERS).copy_(values)
+
+    def tier_of_master(self, bucket: int) -> Tier:
+        return self.tiers.of_optimizer(bucket) if self.separate_master(bucket) else self.tier_of_compute(bucket)
+
+    def tier_of_compute(self, bucket: int) -> Tier:
+        """Of this rank's range of the compute parameters."""
+        return self.tiers.on_device
+
+    def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
+        if not self.shard:
+            return full
+        low, high = self.layout.shard_range(bucket, self.rank)
+        return full[low:high]
+
+    def owned_compute(self, bucket: int) -> torch.Tensor:
+        """The range of compute bucket ``bucket`` that ``master[bucket]`` stands for, a view."""
+        return self._owned(self.layout.buckets[bucket], self.compute[bucket])
+
+    def keeps_shape(self, slot: Slot) -> bool:
+        """Whether pieces of the parameter have its shape: all of it is updated here, and they are not flat."""
+        return slot.whole or not self.shard
+
+    def piece(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
+        """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape and strides
+        if :meth:`keeps_shape`."""
+        if not self.keeps_shape(fragment.slot):
+            return flat.narrow(0, fragment.shard_start, fragment.numel)
+        like = self.parameters[fragment.slot.index].data
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + fragment.shard_start)
+
+    def publish(self, bucket: int, rounded: bool = False) -> None:
+        """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless whoever updated
+        them has done so (``rounded``)."""
+        if self.separate_master(bucket) and not rounded:
+            self.owned_compute(bucket).copy_(self.master[bucket])
+        # The parameters' own views were not written through: tell autograd, which refuses to use an outdated saved
+        # weight.
+        members = [self.parameters[slot.index] for slot in self.layout.buckets[bucket].slots]
+        torch.autograd.graph.increment_version(members)
+
+    def separate_master(self, bucket: int) -> bool:
+        """True if the masters of ``bucket`` are not the compute parameters themselves."""
+        return address(self.master[bucket]) != address(self.owned_compute(bucket))
+
+    @torch.no_grad()
+    def bring_home(self) -> None:
+        """Parameters that somebody has pointed to other memory (``p.data = values``) get their place in the bucket
+        back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
+        found = [address(parameter) for parameter in self.parameters] if self._homes else []
+        if found == self._addresses:
+            return
+        for index, home in self._homes.items():  # those of storages that have been emptied and filled are elsewhere now
+            if found[index] != address(home):
+                take_values(self.layout.slots[index].name, self.parameters[index], home)
+        self._addresses = [address(parameter) for parameter in self.parameters]
+
+    @torch.no_grad()
+    def follow(self, bucket: int) -> None:
+        """Masters take the values that somebody has written into the compute parameters: where those are not what the
+        masters round to. The kernels do it while they update."""
+        if self.separate_master(bucket):
+            master = self.master[bucket]
+            follow_(master, self.owned_compute(bucket).to(master.device))
+
+    @torch.no_grad()
+    def refresh_masters(self, indices: Collection[int]) -> None:
+        """Take the masters of these parameters from the compute parameters, after somebody has written values into
+        those."""
+        for bucket, fragments in enumerate(self.fragments):
+            if not self.separate_master(bucket):
+                continue
+            for fragment in fragments:
+                if fragment.slot.index in indices:
+                    compute = self.piece(fragment, self.owned_compute(bucket))
+                    self.piece(fragment, self.master[bucket]).copy_(compute)
+
+
+class PartitionedParameterBuffer(ParameterBuffer):
+    """The same over partitioned parameters: ``compute[b]`` is this rank's row of the sliced bucket ``b`` and every
+    ``ds_tensor`` is a view of it."""
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        parameters: Sequence[torch.nn.Parameter],
+        rank: int,
+        move: MoveShard,
+        tiers: Tiers,
+        stays: Callable[[torch.nn.Parameter], bool],
+    ) -> None:
+        """stays: whether a parameter stays whole on the device."""
+        super().__init__(layout, parameters, rank, shard=True, tiers=tiers)
+        self._stays = stays
+        self._compute_tiers: list[Tier] = []
+        self._move = move
+
+    @torch.no_grad()
+    def fill_from_shards(
+        self,
+        compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
+        master_dtype: Callable[[torch.dtype], torch.dtype],
+    ) -> None:
+        """Move every shard into its row, one bucket at a time, and take the masters from the values before any
+        rounding. Buckets that are filled stay as they are."""
+        self._place()
+        for bucket in self.layout.buckets[len(self.compute) :]:
+            members = [self.parameters[slot.index] for slot in bucket.slots]
+            dtype = compute_dtype(members[0])
+            kept = master_dtype(dtype)
+            numel = bucket.numel // self.layout.world_size
+            tier = self._compute_tiers[bucket.index]
+            compute = tier.zeros(numel, dtype, COMPUTE)
+            master = compute
+            if kept != dtype:
+                master = self.tiers.of_optimizer(bucket.index).zeros(numel, kept, MASTERS)
+            for slot, parameter in zip(bucket.slots, members, strict=True):
+                if master is not compute:
+                    master.narrow(0, slot.start, slot.part).copy_(parameter.ds_tensor)  # type: ignore[attr-defined]
+                self._move(parameter, compute.narrow(0, slot.start, slot.part), tier)
+            self.compute.append(compute)
+            self.master.append(master)
+
+    def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
+        return full
+
+    def _place(self) -> None:
+        """Choose the tiers of new buckets: what a forward uses first, the last buckets, before the others."""
+        tiers = []
+        for bucket in reversed(self.layout.buckets[len(self.compute) :]):
+            stays = all(self._stays(self.parameters[slot.index]) for slot in bucket.slots)
+            tiers.append(self.tiers.place_parameters(bucket.numel // self.layout.world_size, stays))
+        self._compute_tiers += reversed(tiers)
+
+    def tier_of_compute(self, bucket: int) -> Tier:
+        return self._compute_tiers[bucket]

@@ -1,0 +1,338 @@
+"""Updates by our own kernels: states flat by bucket, all buckets of the same dtypes in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zerolite.utils.memory_items import STATES
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.pieces import Groups, Hand, Piece, State
+from zerolite.zero.spans import Span
+
+Flat = list[torch.Tensor]
+
+
+class Rule(Protocol):
+    """What is known here of zerolite.optim.update_rules.UpdateRule."""
+
+    @property
+    def states(self) -> tuple[str, ...]: ...
+
+    @property
+    def counts_steps(self) -> bool: ...
+
+    def row(self, group: Mapping[str, Any], step: int) -> Sequence[float]: ...
+
+    def has_states(self, group: Mapping[str, Any]) -> bool: ...
+
+    def initial(self, group: Mapping[str, Any]) -> float: ...
+
+    def unsupported(self, group: Mapping[str, Any]) -> str | None: ...
+
+    def state_dtype(self, groups: Sequence[Mapping[str, Any]], update: torch.dtype) -> torch.dtype: ...
+
+    def launch(
+        self,
+        params: Flat,
+        grads: Flat,
+        states: Sequence[Flat],
+        outs: Flat,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Spans that go together, by their numbers, and their segments. ``rows``: for each row of scalars its param group,
+    and by how many steps its parameters lag behind those that were updated every time."""
+
+    members: tuple[int, ...]
+    table: torch.Tensor
+    rows: tuple[tuple[int, int], ...]
+
+
+class FlatUpdate:
+    """States of the pieces in flat tensors laid out like the master buckets, at the optimizer's tier. They are
+    allocated at once, so that a job that does not fit fails before it trains.
+
+    Steps are counted on the host, for all pieces together: ``_missed`` has the pieces that were left out of some of
+    them because their parameters got no gradient. Counting does not stop at 2^24, as it does in torch's fp32 tensors.
+    """
+
+    one_launch = True
+    follows = True
+    cuts_buckets = True
+    can_skip_on_device = True
+
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Callable[[], Groups],
+        buffer: ParameterBuffer,
+        pieces: Sequence[list[Piece]],
+        update_dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self._rule = rule
+        self._groups = groups
+        self._buffer = buffer
+        self._pieces: list[list[Piece]] = []
+        self._piece_of: dict[int, Piece] = {}  # by index of the parameter
+        self._state_dtypes: list[torch.dtype] = []
+        self._states: list[Flat] | None = None  # by name, then by bucket
+        self._steps = 0
+        self._missed: dict[int, int] = {}  # by index of the parameter
+        self._fresh = False  # whether the plan is that of these parameters
+        self._counted = False  # whether the last update counted for any
+        # Of the last update: the parameters that took part, None for all; those that the device may have left out; the
+        # groups that have no states.
+        self._known: tuple[Any, ...] = ()
+        self._idle: list[int] = []  # parameters for which the last update does not count
+        self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
+        self.extend(pieces, update_dtypes)
+
+    def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None:
+        """The pieces of further buckets, which have not been updated yet."""
+        first = len(self._pieces)
+        groups = self._groups()
+        self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
+        for members in pieces:
+            self._pieces.append([piece for piece in members if piece.fragment.numel])
+            self._piece_of.update((piece.fragment.slot.index, piece) for piece in self._pieces[-1])
+            for piece in self._pieces[-1]:
+                piece.tensor = self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
+                self._missed[piece.fragment.slot.index] = self._steps
+        for flats in self._states or []:
+            flats += self._new_states(groups, first)
+        self._allocated(groups)
+        self._fresh = False
+
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
+        """See :class:`UpdateMethod`. Raises ValueError for a param group that the kernels cannot follow."""
+        groups = self._groups()
+        for index, group in enumerate(groups):
+            key = self._rule.unsupported(group)
+            if key is not None:
+                raise ValueError(
+                    f"optimizer.param_groups[{index}]['{key}'] is {group[key]!r}, which zerolite's kernels cannot "
+                    "follow; give it when the optimizer is made, and torch's own implementation is used"
+                )
+        self._allocated(groups)
+        self._count(used, doubtful, groups)
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """See :class:`UpdateMethod`."""
+        if self._counted:
+            for index in set(indices).difference(self._idle):
+                self._missed[index] = self._missed.get(index, 0) + 1
+
+    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
+        return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
+
+    @torch.no_grad()
+    def update(
+        self,
+        spans: Sequence[Span],
+        gradients: Sequence[torch.Tensor],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+        hands: Sequence[Hand] | None = None,
+    ) -> bool:
+        """See :class:`UpdateMethod`. True: with ``publish`` the compute parameters have been written."""
+        groups = self._groups()
+        buffer, on_host = self._buffer, isinstance(factor, float)
+        for launch in self._plan(tuple(spans), gradients, used, publish):
+            rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
+            scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
+            if on_host:
+                scalars[:, 0] *= factor
+            if hands is None:
+                buckets = [spans[i].bucket for i in launch.members]
+                masters = [buffer.master[b] for b in buckets]
+                states = [[state[b] for b in buckets] for state in self._states or ()]
+                outs = [buffer.owned_compute(b) for b in buckets if self._writes(b, publish)]
+            else:
+                held = [hands[i] for i in launch.members]
+                masters = [hand.master for hand in held]
+                states = [[hand.states[name] for hand in held] for name in self._rule.states if self._states]
+                outs = [hand.out for hand in held if hand.out is not None]
+            self._rule.launch(
+                masters,
+                [gradients[i] for i in launch.members],
+                states,
+                outs,
+                launch.table,
+                scalars.float(),
+                factor if isinstance(factor, torch.Tensor) else None,
+                found_inf,
+            )
+        return True
+
+    def forget_last(self) -> None:
+        """The last update was skipped on the device: it does not count."""
+        if self._counted:
+            self._steps -= 1
+            for index in self._idle:
+                self._missed[index] -= 1
+
+    # ---------------------------------------------------------------- states
+
+    def state_of(self, piece: Piece) -> State:
+        step = self._steps_of(piece)
+        if self._states is None or step == 0:
+            return {}
+        state: State = {"step": torch.tensor(float(step), device="cpu")} if self._rule.counts_steps else {}
+        bucket = piece.fragment.slot.bucket
+        for name, flats in zip(self._rule.states, self._states, strict=False):
+            state[name] = self._buffer.piece(piece.fragment, flats[bucket])
+        return state
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(self._rule.states)
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """The states' tensors."""
+        return [flat for flats in self._states or () for flat in flats]
+
+    def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        """Takes a state in torch's form; an empty one is that of a parameter which was never updated."""
+        tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
+        places = self.make_state(piece, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
+        for name, place in places.items():
+            place.copy_(tensors[name])
+
+    def make_state(
+        self, piece: Piece, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
+        """See :class:`UpdateMethod`; the tensors are views in the rule's dtype."""
+        step = int(numbers["step"]) if "step" in numbers else int(bool(tensors))
+        if step > self._steps:
+            for other in self._all():
+                index = other.fragment.slot.index
+                self._missed[index] = self._missed.get(index, 0) + step - self._steps
+            self._steps = step
+        self._missed[piece.fragment.slot.index] = self._steps - step
+        self._fresh = False
+        if not step and self._states is None:
+            return {}
+        groups = self._groups()
+        bucket = piece.fragment.slot.bucket
+        places = {}
+        for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
+            view = self._buffer.piece(piece.fragment, flats[bucket])
+            if name in tensors:
+                places[name] = view
+            else:
+                view.fill_(self._rule.initial(groups[piece.group]))
+        return places
+
+    def _allocated(self, groups: Groups) -> list[Flat]:
+        if self._states is None:
+            if not any(self._rule.has_states(group) for group in groups):
+                return []
+            self._states = [self._new_states(groups, 0) for _ in self._rule.states]
+        return self._states
+
+    def _new_states(self, groups: Groups, first: int) -> Flat:
+        """Of the buckets from ``first`` on."""
+        flats: Flat = []
+        buckets = zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True)
+        for master, dtype, members in list(buckets)[first:]:
+            flat = self._buffer.tiers.of_optimizer(first + len(flats)).zeros(master.numel(), dtype, STATES)
+            for piece in members:
+                value = self._rule.initial(groups[piece.group])
+                if value:
+                    self._buffer.piece(piece.fragment, flat).fill_(value)
+            flats.append(flat)
+        return flats
+
+    # ---------------------------------------------------------------- counting
+
+    def _all(self) -> Iterable[Piece]:
+        return (piece for members in self._pieces for piece in members)
+
+    def _found(self, bucket: int, indices: Iterable[int]) -> list[Piece]:
+        """The pieces of these parameters in a bucket."""
+        pieces = [self._piece_of[index] for index in indices if index in self._piece_of]
+        return [piece for piece in pieces if piece.fragment.slot.bucket == bucket]
+
+    def _steps_of(self, piece: Piece) -> int:
+        return self._steps - self._missed.get(piece.fragment.slot.index, 0)
+
+    def _count(self, used: frozenset[int] | None, doubtful: frozenset[int], groups: Groups) -> None:
+        """One more step for those that take part in it and have states."""
+        if used is not None and len(used) == len(self._buffer.parameters):
+            used = None
+        without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
+        known = (used, doubtful, without)
+        if not self._fresh or known != self._known:
+            self._known, self._fresh = known, True
+            self._idle = [
+                piece.fragment.slot.index
+                for piece in self._all()
+                if piece.group in without or (used is not None and piece.fragment.slot.index not in used)
+            ]
+            self._launches.clear()
+        self._counted = len(without) < len(groups)
+        if self._counted:
+            self._steps += 1
+            for index in self._idle:
+                self._missed[index] = self._missed.get(index, 0) + 1
+
+    # ---------------------------------------------------------------- planning
+
+    def _writes(self, bucket: int, publish: bool) -> bool:
+        return publish and self._buffer.separate_master(bucket)
+
+    def _plan(
+        self, spans: tuple[Span, ...], gradients: Sequence[torch.Tensor], used: frozenset[int] | None, publish: bool
+    ) -> list[_Launch]:
+        """A parameter that is updated apart may lag behind more in each step, and has no plan that lasts."""
+        dtypes = tuple(gradient.dtype for gradient in gradients)
+        apart = used is not None and used <= self._known[1]
+        key = (spans, dtypes, publish)
+        plan = None if apart else self._launches.get(key)
+        if plan is None:
+            kinds: dict[tuple[Any, ...], list[int]] = {}
+            for member, (span, dtype) in enumerate(zip(spans, dtypes, strict=True)):
+                bucket = span.bucket
+                out = self._buffer.compute[bucket].dtype if self._writes(bucket, publish) else None
+                kind = (self._buffer.master[bucket].dtype, dtype, self._state_dtypes[bucket], out)
+                kinds.setdefault(kind, []).append(member)
+            made = (self._launch(spans, members, used) for members in kinds.values())
+            plan = [launch for launch in made if launch is not None]
+            if not apart:
+                self._launches[key] = plan
+        return plan
+
+    def _launch(self, spans: Sequence[Span], members: list[int], used: frozenset[int] | None) -> _Launch | None:
+        """Neighbours of one group and one count of steps are one segment."""
+        rows: dict[tuple[int, int], int] = {}
+        segments: list[list[int]] = []
+        for tensor, member in enumerate(members):
+            bucket, low, high, _ = spans[member]
+            for piece in self._pieces[bucket] if used is None or len(used) > 1 else self._found(bucket, used):
+                fragment = piece.fragment
+                start = max(fragment.shard_start, low)
+                numel = min(fragment.shard_start + fragment.numel, high) - start
+                if numel <= 0 or (used is not None and fragment.slot.index not in used):
+                    continue
+                scalars = (piece.group, self._missed.get(fragment.slot.index, 0))
+                row = rows.setdefault(scalars, len(rows))
+                last = segments[-1] if segments else None
+                if last and last[0] == tensor and last[3] == row and last[1] + last[2] == start - low:
+                    last[2] += numel
+                else:
+                    segments.append([tensor, start - low, numel, row])
+        if not segments:
+            return None
+        return _Launch(tuple(members), torch.tensor(segments, dtype=torch.int64, device="cpu"), tuple(rows))

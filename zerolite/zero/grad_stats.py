@@ -1,0 +1,392 @@
+"""Norm, finiteness and use of the gradients of one step, in one small all-reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
+from zerolite.comm import Communicator
+from zerolite.comm.initial_sync import content_hash
+from zerolite.utils.accelerator import HostRead, is_fake, to_device
+from zerolite.zero.layout import Fragment, PartitionLayout
+
+SAME_BATCH = (
+    "load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
+    "num_replicas=engine.data_parallel_world_size and rank=engine.data_parallel_rank"
+)
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """What the ranks know together about the gradients of a step.
+
+    norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of
+    those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
+    were not finite. used: indices of parameters that got a gradient on any rank. weight: the sum of the backwards'
+    weights, per rank on average; None if they have none. mixed: some ranks' have and others' have not. agreed: whether
+    all ranks that gave a number to be compared gave the same. elsewhere: whether a gradient is not finite on ranks with
+    other parts of the model. unused_elsewhere: parameters there that got no gradient. inputs_agree: whether the ranks
+    of each copy of the model were given the same inputs. bad_losses: ranks with a loss that was not finite. extra: what
+    :class:`Extra` has returned, and the sums over all ranks of what it has written; None without.
+    """
+
+    norm: float
+    bad_parameters: tuple[int, ...]
+    bad_ranks: tuple[int, ...]
+    used: frozenset[int]
+    weight: float | None = None
+    mixed: bool = False
+    agreed: bool = True
+    elsewhere: bool = False
+    unused_elsewhere: int = 0
+    inputs_agree: bool = True
+    bad_losses: tuple[int, ...] = ()
+    extra: tuple[Any, torch.Tensor] | None = None
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm)
+
+    def check_inputs(self) -> None:
+        """Raises RuntimeError, on all ranks, if there is no right gradient of these inputs."""
+        if not self.inputs_agree:
+            raise RuntimeError(
+                "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "
+                f"pipeline), got different ones in this step; {SAME_BATCH}"
+            )
+
+
+@dataclass(frozen=True)
+class Across:
+    """The ranks that hold the rest of the model.
+
+    model: one rank of each part, stage × tensor; all of them are given the same inputs. counts(index): whether this
+    rank's squares of a parameter are in the norm: of what several of them hold, the first one's are.
+    """
+
+    model: Communicator
+    counts: Callable[[int], bool]
+
+
+class Extra(Protocol):
+    """Numbers of others that travel with the statistics and are added over all ranks, those with other parts of the
+    model included. ``size``, of how many, is the same on all ranks; ``write`` puts this rank's into zeros, and returns
+    what tells later what they are about."""
+
+    @property
+    def size(self) -> int: ...
+
+    def write(self, values: torch.Tensor) -> Any: ...
+
+
+class StatsVector:
+    """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad
+    ranks [world], anything more [extra], the sum of weights and how many ranks have and have not any, number, sum and
+    sum of squares of the votes, and the sum of the gradients' squares."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        count: int,
+        world_size: int,
+        used: set[int],
+        weight: float | None,
+        spread: bool = False,
+        extra: int = 0,
+        about: Any = None,
+    ) -> None:
+        """used, weight: what this rank has put in. spread: the model has parts on other ranks; two more values in
+        front of the sum: whether inputs differed, and how many of their parameters got no gradient. extra, about:
+        the size of that part, and what ``Extra.write`` has returned."""
+        self._of_others = values[-3:-1] if spread else None
+        self._values = torch.cat([values[:-3], values[-1:]]) if spread else values
+        self._others: HostRead | None = None
+        self._own = (used, weight)
+        self._count = count
+        self._world_size = world_size
+        self._extra, self._about = extra, about
+        self._read: HostRead | None = None
+
+    def total_square(self) -> torch.Tensor:
+        """Sum of squares of all gradients, 0-dim float64 on the device."""
+        return self._values[-1]
+
+    def weight(self) -> torch.Tensor:
+        """Sum of the weights, per rank on average, 0-dim float64 on the device."""
+        return self._values[-7] / self._world_size
+
+    def mixed(self) -> torch.Tensor:
+        """Whether some ranks have weights and others have not, 0-dim bool on the device."""
+        return self._values[-6] * self._values[-5] > 0
+
+    def norms(self) -> torch.Tensor:
+        """L2 norms of the gradients by parameter, float64 on the device."""
+        return self._values[: self._count].sqrt()
+
+    def rescale(self, factors: Mapping[int, float | torch.Tensor], common: float | torch.Tensor | None) -> None:
+        """Gradients have been multiplied since: all by ``common``, or those in ``factors`` each by its own."""
+        squares = self._values[: self._count]
+        if common is not None:
+            squares.mul_(common * common)
+        else:
+            for index, factor in factors.items():
+                squares[index].mul_(factor * factor)
+        self._changed()
+
+    def replace(self, index: int, gradient: torch.Tensor | None, factor: float | torch.Tensor) -> None:
+        """The gradient of a parameter is ``factor`` × ``gradient`` now, known whole to all ranks; None: it has none."""
+        square = 0.0 if gradient is None else (gradient.double() * factor).square().sum()
+        self._values[index].fill_(square)
+        self._values[self._count + index].fill_(float(gradient is not None))
+        self._changed()
+
+    def replace_square(self, index: int, gradient: torch.Tensor) -> None:
+        """The same where other values may have been written into the gradient, if there is one."""
+        self._values[index].fill_(gradient.double().square().sum())
+        self._changed()
+
+    def _changed(self) -> None:
+        self._values[-1] = self._values[: self._count].sum()
+        self._read = None
+
+    def unused(self, index: int) -> torch.Tensor:
+        """Return, as a 0-dim bool on the device, whether a parameter got no gradient on any rank."""
+        return self._values[self._count + index] == 0
+
+    def start_read(self) -> None:
+        """Begin the copy to the host, behind the work queued so far."""
+        if self._read is None:
+            self._read = HostRead(self._values)
+            self._others = None if self._of_others is None else HostRead(self._of_others)
+
+    def get(self) -> GradStats:
+        """Read on the host; waits for the device if :meth:`start_read`'s copy has not arrived."""
+        if is_fake(self._values):  # a dry run, in which the other ranks are copies of this one
+            used, mean = self._own
+            return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=frozenset(used), weight=mean)
+        self.start_read()
+        assert self._read is not None
+        values = self._read.get()
+        n = self._count
+        squares = values[:n]
+        bad = torch.nonzero(~torch.isfinite(squares)).flatten().tolist()
+        some = torch.nonzero(values[n : 2 * n]).flatten().tolist()
+        of_ranks = values[2 * n : 2 * n + self._world_size]
+        ranks = torch.nonzero(of_ranks).flatten().tolist()
+        weight, weighted, unweighted, *votes, total = values[-7:].tolist()
+        number, first, second = (int(vote) for vote in votes)
+        different, unused = (0.0, 0.0) if self._others is None else self._others.get().tolist()
+        return GradStats(
+            norm=math.sqrt(total) if math.isfinite(total) else total,
+            bad_parameters=tuple(bad),
+            bad_ranks=tuple(ranks),
+            used=frozenset(some),
+            weight=weight / self._world_size if weighted else None,
+            mixed=bool(weighted and unweighted),
+            agreed=number * second == first**2,  # of equal terms only (Cauchy and Schwarz)
+            elsewhere=not math.isfinite(total) and not bad,
+            unused_elsewhere=int(unused),
+            inputs_agree=not different,
+            bad_losses=tuple(torch.nonzero(of_ranks >= _BAD_LOSS).flatten().tolist()),
+            extra=(self._about, values[-7 - self._extra : -7]) if self._extra else None,
+        )
+
+
+_BAD_GRADIENT, _BAD_LOSS = 1.0, 2.0  # what makes a rank a bad one; both: their sum
+_COMPARED = 1 << 16  # elements of an input that are compared, about
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Buckets whose squares are summed together, and the segments (place in ``buckets``, start, elements, parameter)
+    that count in them; gaps may hold anything."""
+
+    buckets: tuple[int, ...]
+    table: torch.Tensor
+
+
+class StatsCollector:
+    """Sums squares over what this rank owns and adds over ranks: one small all-reduce a step, and no copy from the
+    host in it."""
+
+    def __init__(
+        self,
+        layout: PartitionLayout,
+        fragments: Sequence[Fragment],
+        comm: Communicator,
+        device: torch.device,
+        across: Across | None = None,
+    ) -> None:
+        """comm: the data ranks. across: the others, where the model has parts."""
+        self._across = across
+        self._inputs: torch.Tensor | None = None  # a hash of what forwards were given since the last step
+        self._counted: torch.Tensor | None = None  # 1 for parameters whose squares count
+        self._wanted: torch.Tensor | None = None  # 1 for parameters with elements
+        if across is not None:
+            masks = [[float(across.counts(slot.index)), float(slot.numel > 0)] for slot in layout.slots]
+            made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(device)
+            self._counted, self._wanted = made[:, 0], made[:, 1]
+        self._count = len(layout.slots)
+        self._fragments = list(fragments)
+        self._comm = comm
+        self._device = device
+        self._launches: dict[tuple[torch.dtype | None, ...], list[_Launch]] = {}
+        self._noted: set[int] = set()  # buckets whose gradients have left the device, with their squares here:
+        self._squares: torch.Tensor | None = None  # by parameter; each is in one bucket
+        self._slots: dict[int, torch.Tensor] = {}
+        ones = torch.ones(self._count, dtype=torch.float64, device=device)
+        self._flagged = set(range(self._count)), ones  # parameters that got a gradient here in the last step
+
+    @torch.no_grad()
+    def note(self, bucket: int, gradient: torch.Tensor) -> None:
+        """Sum the squares of a bucket's mean gradient now, before it leaves the device; counts instead of its ``part``
+        until another gradient is noted for the bucket, or :meth:`forget`."""
+        if self._squares is None:
+            self._squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
+        if bucket in self._noted:
+            self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
+        dtypes: list[torch.dtype | None] = [None] * (bucket + 1)
+        dtypes[bucket] = gradient.dtype
+        for launch in self._plan(tuple(dtypes)):
+            torch.ops.zerolite.squares_(self._squares, [gradient], launch.table)
+        self._noted.add(bucket)
+
+    def _slots_of(self, bucket: int) -> torch.Tensor:
+        """The parameters of a bucket."""
+        if bucket not in self._slots:
+            indices = sorted({f.slot.index for f in self._fragments if f.slot.bucket == bucket})
+            self._slots[bucket] = torch.tensor(indices, dtype=torch.int64, device="cpu").to(self._device)
+        return self._slots[bucket]
+
+    def noted(self, bucket: int) -> bool:
+        return bucket in self._noted
+
+    def forget(self, bucket: int | None = None) -> None:
+        """What was noted of a bucket (None: of all) does not hold any more."""
+        if bucket is None:
+            self._noted.clear()
+            self._squares = None
+        elif bucket in self._noted:
+            self._noted.discard(bucket)
+            assert self._squares is not None
+            self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
+
+    @torch.no_grad()
+    def collect(
+        self,
+        parts: Sequence[torch.Tensor | None],
+        used: set[int],
+        probes: Sequence[torch.Tensor],
+        vote: int | None = 0,
+        weighted: bool | None = None,
+        weight: float = 0.0,
+        losses: Sequence[torch.Tensor] = (),
+        extra: Extra | None = None,
+    ) -> StatsVector:
+        """``parts[b]``: this rank's part of bucket ``b``'s mean gradient; None where that was noted. ``used``:
+        parameters that got a gradient here. ``probes``: 0-dim tensors that are not finite if something of this rank's
+        gradients was not; none from one rank alone, whose squares tell it. ``losses``: the same of its losses.
+        ``vote``: a number from 0 to 2^20, compared with that of the others; None abstains. ``weighted``, ``weight``:
+        whether this rank's backwards have weights (None: it had none), and their sum. ``extra``: see :class:`Extra`.
+        Called once per step, on all ranks."""
+        count, comm = self._count, self._comm
+        numbers_of_inputs = comm.world_size if self._across is not None else 0
+        more = extra.size if extra is not None else 0
+        size = 2 * count + comm.world_size + numbers_of_inputs + more + 6
+        values = torch.zeros(size, dtype=torch.float64, device=self._device)
+        numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
+        for place, number in zip(range(size - 6, size), numbers, strict=True):
+            if number:  # as an argument of a kernel: copies from the host may wait for the device
+                values[place].fill_(number)
+        for launch in self._plan(tuple(None if part is None else part.dtype for part in parts)):
+            torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
+        if self._squares is not None:
+            values[:count] += self._squares
+        values[count : 2 * count] = self._flags(used)
+        if comm.world_size == 1 and not probes:
+            probes = [values[:count].sum()]  # of squares, which are finite where the gradients are
+        for kind, found in ((_BAD_GRADIENT, probes), (_BAD_LOSS, losses)):
+            if found:
+                values[2 * count + comm.rank] += (~torch.isfinite(torch.stack(list(found)))).any().double() * kind
+        about = extra.write(values[-6 - more : -6]) if extra is not None else None
+        if self._across is not None and self._inputs is not None:
+            values[2 * count + comm.world_size + comm.rank] = (self._inputs % 1_048_573).double() + 1.0
+        self._inputs = None
+        comm.all_reduce(values, tag="stats").wait()
+        # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
+        # two ranks.
+        own = values[:count] if self._counted is None else values[:count] * self._counted
+        total = own.sum().reshape(1)
+        if self._across is not None:
+            total = self._over_the_model(values, total, self._across, more)
+        summed = torch.cat([values, total])
+        own_weight = weight if weighted else None
+        spread = self._across is not None
+        return StatsVector(summed, count, comm.world_size, used, own_weight, spread, more, about)
+
+    def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What a forward is given, where the model has parts."""
+        if self._across is None:
+            return
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
+            self._inputs = own if self._inputs is None else self._inputs * 31 + own
+
+    def _over_the_model(self, values: torch.Tensor, total: torch.Tensor, across: Across, more: int) -> torch.Tensor:
+        """``total`` [1] over all parts of the model, and before it: in how many of its copies inputs differed between
+        ranks, and how many parameters of other parts got no gradient. values: those of the data ranks."""
+        count, ranks = self._count, self._comm.world_size
+        assert self._wanted is not None
+        unused = ((values[count : 2 * count] == 0) * self._wanted).sum().reshape(1)
+        inputs = values[2 * count + ranks : 2 * count + 2 * ranks]
+        extra = values[-6 - more : -6]
+        over = torch.cat([total, unused, inputs, inputs**2, extra])
+        across.model.all_reduce(over, tag="stats").wait()
+        numbers, squares = over[2 : 2 + ranks], over[2 + ranks : 2 + 2 * ranks]
+        extra.copy_(over[2 + 2 * ranks :])
+        different = (squares * across.model.world_size != numbers**2).sum().double().reshape(1)
+        return torch.cat([different, over[1:2] - unused, over[:1]])
+
+    def _plan(self, dtypes: tuple[torch.dtype | None, ...]) -> list[_Launch]:
+        """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not
+        show once the result is rounded to single, and neither does the stage, which decides what each rank sums."""
+        plan = self._launches.get(dtypes)
+        if plan is None:
+            plan = []
+            for dtype in dict.fromkeys(dtype for dtype in dtypes if dtype is not None):
+                buckets = tuple(bucket for bucket, other in enumerate(dtypes) if other == dtype)
+                place = {bucket: i for i, bucket in enumerate(buckets)}
+                segments = [
+                    [place[f.slot.bucket], f.shard_start, f.numel, f.slot.index]
+                    for f in self._fragments
+                    if f.slot.bucket in place
+                ]
+                if segments:
+                    plan.append(_Launch(buckets, torch.tensor(segments, dtype=torch.int64, device="cpu")))
+            self._launches[dtypes] = plan
+        return plan
+
+    def _flags(self, used: set[int]) -> torch.Tensor:
+        """1 for the parameters in ``used``, [n] on the device; those of the step before are taken again."""
+        if used != self._flagged[0]:
+            flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")
+            flags[sorted(used)] = 1.0
+            self._flagged = set(used), to_device(flags, self._device)
+        return self._flagged[1]
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """The factor that brings a gradient of L2 norm ``norm`` to at most ``max_norm``, as
+    ``torch.nn.utils.clip_grad_norm_`` takes it."""
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def clip_coefficient_on_device(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The same for a norm that the host has not read."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

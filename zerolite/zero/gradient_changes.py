@@ -1,0 +1,186 @@
+"""What the user does to ``p.grad``, brought to the reduced gradients and to statistics that have been collected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from zerolite.zero.buffer import ParameterBuffer, flattened
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.grad_stats import StatsVector
+from zerolite.zero.sharded_grad import ShardedGradient
+from zerolite.zero.shown_gradients import Factor
+
+
+class GradientChanges:
+    """No method launches a collective: this rank's ``p.grad`` alone must not decide what it launches. Statistics that
+    are there are corrected on each rank, alike."""
+
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        reducer: GradReducer,
+        stats: Callable[[], StatsVector | None],
+        forget: Callable[[int], None],
+    ) -> None:
+        """stats: of the gradients in hand, if they have been collected. forget(bucket): squares that were noted of the
+        bucket do not hold any more."""
+        self._buffer = buffer
+        self._reducer = reducer
+        self._stats = stats
+        self._forget = forget
+        self._assigned: dict[int, torch.Tensor] = {}  # what the user has put into p.grad, by index of the parameter
+        # By index of the parameter and id: tensors through which the user can write, and their versions.
+        self._exposed: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
+        self._uncounted: set[int] = set()  # where torch does not count what is written
+
+    def clear(self) -> None:
+        """The gradients have been used, or dropped."""
+        self._assigned.clear()
+        self._exposed.clear()
+        self._uncounted.clear()
+
+    # ---------------------------------------------------------------- None and tensors in p.grad
+
+    def found(self) -> Mapping[int, torch.Tensor | None]:
+        """Return, by index, each ``p.grad`` that the user has replaced."""
+        return self._reducer.shown.changed(self._reducer.parameters)
+
+    def all_dropped(self, found: Mapping[int, torch.Tensor | None]) -> bool:
+        """Return True if the user has set ``p.grad`` of all parameters to None."""
+        return all(value is None for value in found.values()) and self._reducer.shown.all_none(self._reducer.parameters)
+
+    def take(self, found: Mapping[int, torch.Tensor | None]) -> None:
+        """Drop gradients that were set to None; keep tensors until it is known what they are."""
+        shown = self._reducer.shown
+        for index, value in found.items():
+            if shown.put_again(index, self._reducer.parameters[index], value):
+                continue
+            self._reducer.drop(index)
+            shown.replace(index, value)
+            self._forget(self._bucket(index))
+            self._assigned.pop(index, None)
+            if value is not None:
+                self._assigned[index] = value
+            elif (stats := self._stats()) is not None:
+                stats.replace(index, None, 1.0)
+        self._buffer.tiers.written_in_place()
+
+    def add(self, scale: Callable[[], float], weighted: bool) -> None:
+        """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
+        scale: of losses. Raises RuntimeError where backwards have weights."""
+        if weighted and self._assigned:  # they stay, so that the next backward raises too
+            name = self._buffer.layout.slots[min(self._assigned)].name
+            raise RuntimeError(
+                f"p.grad of parameter '{name}' was assigned before a backward with a weight, but the mean weight, by "
+                "which the step divides, is known only after the last backward. Assign it after that; to go on now, "
+                "set it to None or call engine.zero_grad()"
+            )
+        assigned, self._assigned = self._assigned, {}
+        for index, value in assigned.items():
+            self._reducer.add(index, _whole(value) * scale())
+
+    @torch.no_grad()
+    def assign(self, stats: StatsVector, divisor: Factor) -> None:
+        """After the last backward: tensors in ``p.grad`` are the mean gradient, the same on all ranks. divisor: what
+        reduced gradients are divided by to be what ``p.grad`` shows."""
+        assigned, self._assigned = self._assigned, {}
+        for index, value in assigned.items():
+            gradient, part = _whole(value), self._reducer.part(index)
+            # Rounded on all ranks: what overflows here must be in the statistics, which then skip the step.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            gradient = (gradient.to(wide) * divisor).to(self._reducer.mean_dtype(index))
+            if part is not None:
+                flat = flattened(gradient.to(part.device), self._reducer.strides[index])
+                fragment = self._reducer.fragment(index)
+                values = flat.narrow(0, fragment.param_start, fragment.numel)
+                part.copy_(values.as_strided(part.shape, part.stride()))
+            self._reducer.used.add(index)
+            self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
+            self._forget(self._bucket(index))
+            stats.replace(index, gradient, 1.0)
+        if assigned:
+            self._buffer.tiers.written_in_place()
+        for index in self._exposed:
+            self._is_written(index)  # the statistics have it
+
+    def set_by_call(self, index: int, given: bool) -> None:
+        """``zerolite.set_full_grad`` has set the gradient of a parameter, or dropped it: neither a tensor that the user
+        has put into ``p.grad`` before nor a factor counts."""
+        self._assigned.pop(index, None)
+        shown, parameter = self._reducer.shown, self._reducer.parameters[index]
+        shown.replace(index, None)
+        if given:
+            shown.put(self._buffer.layout.slots[index], parameter)
+        else:
+            shown.put_back(self._buffer.layout.slots[index], parameter)
+
+    # ---------------------------------------------------------------- factors
+
+    @torch.no_grad()
+    def apply_factors(self) -> None:
+        """Multiply gradients by what the user has multiplied them by, which the update would do otherwise."""
+        factors, self._reducer.shown.factors = self._reducer.shown.factors, {}
+        for index, factor in factors.items():
+            part = self._reducer.part(index)
+            if part is not None:
+                part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
+            self._forget(self._bucket(index))
+        if factors:
+            self._buffer.tiers.written_in_place()
+            if (stats := self._stats()) is not None:
+                stats.rescale(factors, None)
+
+    def common_factor(self, stats: StatsVector) -> Factor:
+        """Return what the user has multiplied all gradients by, which ``stats`` then take into account."""
+        common = self._reducer.shown.common_factor()
+        if common is None:
+            self.apply_factors()
+            return 1.0
+        self._reducer.shown.factors = {}
+        stats.rescale({}, common)
+        return common
+
+    # ---------------------------------------------------------------- memory that the user has
+
+    @property
+    def exposed(self) -> bool:
+        """True if the user has the memory of a reduced gradient."""
+        return bool(self._exposed)
+
+    def expose(self, index: int, gradient: torch.Tensor) -> None:
+        """The user is given the memory of a reduced gradient, and may write to it at any time. gradient: what stands
+        for it in the operation that gives it. Autograd takes its result for a view of that, and counts there what is
+        written to the view."""
+        known = self._exposed.setdefault(index, {})
+        for tensor in (self._reducer.lend(self._bucket(index)), gradient):
+            known.setdefault(id(tensor), (tensor, tensor._version))
+
+    def expose_to_others(self, index: int) -> None:
+        """The same, where what writes is not torch: a NumPy array, a pointer."""
+        self._uncounted.add(index)
+
+    def refresh(self, indices: Sequence[int] | None = None) -> None:
+        """Correct the statistics, if there are any, of these gradients (default: all) by what has been written to
+        memory that the user has. Only where each rank has whole gradients is there such memory."""
+        stats = self._stats()
+        if stats is None or not self._exposed:
+            return
+        for index in self._exposed.keys() if indices is None else self._exposed.keys() & set(indices):
+            if self._is_written(index) and (gradient := self._reducer.part(index)) is not None:
+                stats.replace_square(index, gradient)
+
+    def _is_written(self, index: int) -> bool:
+        """Return True if somebody may have written to a gradient since the last call."""
+        known = self._exposed[index]
+        written = index in self._uncounted or any(tensor._version != version for tensor, version in known.values())
+        self._exposed[index] = {key: (tensor, tensor._version) for key, (tensor, _) in known.items()}
+        return written
+
+    def _bucket(self, index: int) -> int:
+        return self._buffer.layout.slots[index].bucket
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.whole() if isinstance(value, ShardedGradient) else value.detach()

@@ -1,0 +1,323 @@
+"""Updates by any torch optimizer, whose parameters are the pieces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.utils.accelerator import address
+from zerolite.utils.memory_items import DEVICE, DISK, HOST, STATES, listeners, own
+from zerolite.utils.rounding import follow_
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.layout import Fragment
+from zerolite.zero.pieces import Hand, Piece, State
+from zerolite.zero.spans import Span
+
+
+class PiecewiseUpdate:
+    """The inner optimizer steps over the pieces of some buckets at a time and keeps their states."""
+
+    one_launch = False
+    follows = False
+    cuts_buckets = False
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        buffer: ParameterBuffer,
+        pieces: list[list[Piece]],
+        update_dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self._inner = inner
+        self._takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False))
+        self._buffer = buffer
+        self._pieces: list[list[Piece]] = []
+        self._update_dtypes: list[torch.dtype] = []
+        self._sizes: list[list[int]] = []
+        self._doubtful: frozenset[int] = frozenset()  # parameters that the device may leave out of the update in hand
+        self._new_states: dict[int, torch.Tensor] = {}  # of those, pieces that had no state before, by index
+        # States on disk, by bucket and name, laid out like the masters; those of the pieces are views of them.
+        self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
+        step: Any = type(inner).step
+        # Without torch's wrapper: hooks on the user's optimizer are of a whole step.
+        self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self.extend(pieces, update_dtypes)
+
+    def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None:
+        """The pieces of further buckets."""
+        self._update_dtypes += update_dtypes
+        for members in pieces:
+            bucket = len(self._pieces)
+            self._pieces.append(members)
+            self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
+            self._unbind(bucket)
+            self._rest_states(members)
+
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
+        """See :class:`UpdateMethod`."""
+        self._doubtful = doubtful
+        self._new_states.clear()
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """See :class:`UpdateMethod`. Steps are counted on the device."""
+        for index in indices:
+            tensor = self._new_states.pop(index, None)
+            if tensor is not None:  # torch gives a parameter without gradient no state
+                self._inner.state.pop(tensor, None)
+
+    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
+        return self._on_disk.get(bucket, {})
+
+    @torch.no_grad()
+    def update(
+        self,
+        spans: Sequence[Span],
+        gradients: Sequence[torch.Tensor],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+        hands: Sequence[Hand] | None = None,
+    ) -> bool:
+        """See :class:`UpdateMethod`. False without ``hands``: only masters have been written."""
+        pieces: list[Piece] = []
+        held = dict(zip((span.bucket for span in spans), hands, strict=True)) if hands is not None else {}
+        exact: list[torch.Tensor] = []
+        for (bucket, *_), gradient in zip(spans, gradients, strict=True):
+            here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
+            if not here:
+                continue
+            hand, dtype = held.get(bucket), self._update_dtypes[bucket]
+            if hand is not None and hand.out is not None:
+                follow_(hand.master, hand.out)
+            apart = used is not None and used <= self._doubtful  # earlier than the others, which scale in place
+            if not apart:
+                gradient = gradient.to(dtype)
+                exact.append(gradient)
+            self._bind(bucket, hand)
+            if apart:
+                for piece in here:
+                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient).to(dtype) * factor
+                    if piece.tensor not in self._inner.state:
+                        self._new_states[piece.fragment.slot.index] = piece.tensor
+            elif len(here) > 1 and not self._buffer.keeps_shape(here[0].fragment.slot):
+                parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
+                for piece in here:
+                    piece.tensor.grad = parts[piece.position]
+            else:
+                for piece in here:
+                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
+            pieces += here
+        if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
+            torch._foreach_mul_(exact, factor)
+        try:
+            with self._only(pieces), self._skipping(found_inf):
+                if pieces:
+                    self._step(self._inner)
+        finally:
+            for piece in pieces:
+                piece.tensor.grad = None
+            for bucket in {piece.fragment.slot.bucket for piece in pieces}:
+                self._unbind(bucket, held.get(bucket))
+        self._name_states(pieces)
+        for hand in held.values():
+            if hand.out is not None:
+                hand.out.copy_(hand.master)
+        return hands is not None
+
+    def _name_states(self, pieces: Iterable[Piece]) -> None:
+        """Say whose memory the states are, and where."""
+        for piece in pieces:
+            place = self._buffer.tiers.of_optimizer(piece.fragment.slot.bucket).place
+            if listeners or place != DEVICE:
+                for value in (self._inner.state.get(piece.tensor) or {}).values():
+                    if isinstance(value, torch.Tensor):
+                        own(value, STATES, HOST if place == DISK and not value.dim() else place)
+
+    def forget_last(self) -> None:
+        """Torch's fused kernels count steps on the device, where they see the skip; a parameter that no rank has used
+        keeps no state of it."""
+        self.leave_out(list(self._new_states))
+
+    @property
+    def can_skip_on_device(self) -> bool:
+        """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
+        if not self._takes_found_inf:
+            return False
+        if isinstance(self._inner, torch.optim.SGD):
+            return False  # its kernel would leave a first momentum buffer uninitialised
+        return all(group.get("fused") for group in self._inner.param_groups)
+
+    def state_of(self, piece: Piece) -> State:
+        return dict(self._inner.state.get(piece.tensor) or {})
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """The states' tensors."""
+        for pieces in self._pieces:
+            for piece in pieces:
+                state = self._inner.state.get(piece.tensor) or {}
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        self._inner.state.pop(piece.tensor, None)
+        if state:
+            device = self._device_of(piece)
+            self._inner.state[piece.tensor] = {
+                key: _copy(value, device if key != "step" else value.device)
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in state.items()
+            }
+            self._rest_states([piece])
+
+    state_names = None
+
+    def make_state(
+        self, piece: Piece, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
+        """See :class:`UpdateMethod`."""
+        group = self._inner.param_groups[piece.group]
+        device = self._device_of(piece)
+        parameter = self._buffer.parameters[piece.fragment.slot.index]
+
+        def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            """Of a whole parameter in the order of its memory, over which torch's fused kernels walk."""
+            if not self._buffer.keeps_shape(piece.fragment.slot) or shape != parameter.shape:
+                return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
+
+        places = {name: place(shape, dtype) for name, (shape, dtype) in tensors.items()}
+        # Torch keeps counts where the kernel that reads them runs.
+        counts = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        own = {
+            name: value.to(counts, copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in numbers.items()
+        }
+        self._inner.state.pop(piece.tensor, None)
+        if own or places:
+            state = self._inner.state[piece.tensor] = {**own, **places}
+            self._rest_states([piece])
+            places = {name: state[name] for name in places}
+        return places
+
+    def _device_of(self, piece: Piece) -> torch.device:
+        """Where the piece is updated."""
+        tiers, bucket = self._buffer.tiers, piece.fragment.slot.bucket
+        return torch.device("cpu") if tiers.updates_on_host(bucket) else tiers.device
+
+    def _rest_states(self, pieces: Iterable[Piece]) -> None:
+        """States that have a value for each element are where the pieces are updated, or on disk where the tier is."""
+        for piece in pieces:
+            bucket = piece.fragment.slot.bucket
+            tier, state = self._buffer.tiers.of_optimizer(bucket), self._inner.state.get(piece.tensor) or {}
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != piece.fragment.numel:
+                    continue
+                if tier.place != DISK:
+                    state[name] = value.to(self._device_of(piece))
+                    continue
+                view = self._buffer.piece(piece.fragment, self._disk_flat(bucket, name, value.dtype))
+                if address(view) != address(value):
+                    state[name] = view.copy_(value)
+
+    def _disk_flat(self, bucket: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        flats = self._on_disk.setdefault(bucket, {})
+        if name not in flats or flats[name].dtype != dtype:
+            numel = self._buffer.master[bucket].numel()
+            flats[name] = self._buffer.tiers.of_optimizer(bucket).zeros(numel, dtype, STATES)
+        return flats[name]
+
+    @contextlib.contextmanager
+    def _only(self, pieces: Sequence[Piece]) -> Iterator[None]:
+        """Show the inner optimizer these pieces and nothing else."""
+        everything = self._inner.param_groups
+        outside = [group["params"] for group in everything]
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for piece in pieces:
+            chosen.setdefault(piece.group, []).append(piece.tensor)
+        try:
+            for index, tensors in chosen.items():
+                everything[index]["params"] = tensors
+            self._inner.param_groups = [everything[index] for index in sorted(chosen)]
+            yield
+        finally:
+            self._inner.param_groups = everything
+            for group, parameters in zip(everything, outside, strict=True):
+                group["params"] = parameters
+
+    @contextlib.contextmanager
+    def _skipping(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+        if found_inf is None:
+            yield
+            return
+        vars(self._inner).update(grad_scale=None, found_inf=found_inf)
+        try:
+            yield
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                del vars(self._inner)[name]
+
+    # ---------------------------------------------------------------- masters in fewer bits than the update
+
+    def _temporary(self, bucket: int) -> bool:
+        """True if the update works on a copy of the bucket in hand."""
+        return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
+
+    def _bind(self, bucket: int, hand: Hand | None) -> None:
+        """Let the pieces be views of the master in hand, or of a copy in the dtype of the update, and their states of
+        those in hand."""
+        temporary = self._temporary(bucket)
+        if not temporary and hand is None:
+            return
+        master = self._buffer.master[bucket] if hand is None else hand.master
+        exact = master.to(self._update_dtypes[bucket])
+        for piece in self._pieces[bucket]:
+            piece.tensor.data = self._buffer.piece(piece.fragment, exact)
+            if hand is not None and hand.states:
+                state = self._inner.state.get(piece.tensor) or {}
+                held = {name: flat for name, flat in hand.states.items() if name in state}
+                state.update({name: self._buffer.piece(piece.fragment, flat) for name, flat in held.items()})
+
+    def _unbind(self, bucket: int, hand: Hand | None = None) -> None:
+        """The reverse. What the update has not written in place reaches what is in hand."""
+        pieces = self._pieces[bucket]
+        if hand is not None:
+            for piece in pieces:
+                self._put_back(piece, hand.states)
+        if self._temporary(bucket):
+            master = self._buffer.master[bucket] if hand is None else hand.master
+            for piece in pieces:
+                if piece.tensor.numel():
+                    self._buffer.piece(piece.fragment, master).copy_(piece.tensor)
+                    piece.tensor.data = piece.tensor.new_empty(0)
+        elif hand is not None:
+            for piece in pieces:
+                piece.tensor.data = self._buffer.piece(piece.fragment, self._buffer.master[bucket])
+        if hand is not None:
+            self._rest_states(pieces)
+
+    def _put_back(self, piece: Piece, held: Mapping[str, torch.Tensor]) -> None:
+        state = self._inner.state.get(piece.tensor) or {}
+        for name, flat in held.items():
+            if name in state:
+                view = self._buffer.piece(piece.fragment, flat)
+                if address(state[name]) != address(view):
+                    view.copy_(state[name])
+                state[name] = self._buffer.piece(piece.fragment, self._on_disk[piece.fragment.slot.bucket][name])
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device, copy=True)
+
+
+def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:
+    """Lengths that cut a shard into gap, fragment, gap, fragment, …, gap."""
+    sizes, position = [], 0
+    for fragment in fragments:
+        sizes += [fragment.shard_start - position, fragment.numel]
+        position = fragment.shard_start + fragment.numel
+    return [*sizes, numel - position]

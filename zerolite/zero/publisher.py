@@ -1,0 +1,202 @@
+"""Master weights to compute parameters on every rank, overlapped with the rest of the step and, if asked, with the
+next forward."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerolite.comm import Communicator, Pending
+from zerolite.utils.module_hook import WeakHook, untraced
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.stage3.released_parameter import ArrivingParameter
+
+# Modules of torch that read weights of their children, and look at their classes, before these run.
+_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
+
+
+_overlapping: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _end_all_gathers() -> None:
+    """Before this process forks. The threads that gather are not in its child (a worker of a DataLoader), which would
+    wait for ever."""
+    for publisher in list(_overlapping):
+        publisher.wait_all()
+
+
+os.register_at_fork(before=_end_all_gathers)
+
+
+class Publisher:
+    """Launches one all-gather per bucket as soon as it is updated and knows which are still in flight.
+
+    With ``overlap_forward`` the gathers stay in flight after the step. A hook before each module's forward waits for
+    the buckets of that module's own parameters. Everywhere else a parameter in flight is an
+    :class:`ArrivingParameter`, so that a tied head called as a function, a ``state_dict()`` or an average of weights
+    waits for what it reads.
+    """
+
+    def __init__(self, buffer: ParameterBuffer, comm: Communicator, gather: bool, overlap_forward: bool) -> None:
+        self._buffer = buffer
+        self._comm = comm
+        self._gather = gather
+        self.overlaps = overlap_forward and gather and comm.world_size > 1
+        self._pending: dict[int, Pending] = {}
+        # Any thread may read a parameter in flight. Held where somebody waits for one, so that each gather ends once.
+        self._lock = threading.RLock()
+        self._at_once: set[int] = set()  # buckets whose gathers do not overlap the forward
+        self._stream: Any = None  # of the update, on CUDA
+        self.handles: list[Any] = []  # of the installed hooks
+        self.on_published: Callable[[], None] = lambda: None  # after the last bucket of a step
+        known = weakref.ref(self)
+        if self.overlaps:
+            _overlapping.add(self)
+
+        def wait_for(parameters: Sequence[torch.Tensor]) -> None:
+            publisher = known()
+            if publisher is not None:
+                publisher._wait_for(parameters)
+
+        self._arriving: Any = type("ArrivingParameter", (ArrivingParameter,), {"wait_for": staticmethod(wait_for)})
+
+    def publish_bucket(self, bucket: int, rounded: bool = False) -> None:
+        """Called for every bucket in one order by the update phase, on all ranks. ``rounded``: the update has already
+        written this rank's range of the compute parameters; it came after :meth:`wait`."""
+        self.wait([bucket])  # of the step before, if no forward has needed it since
+        self._buffer.publish(bucket, rounded)
+        if self._gather:
+            pending = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
+            self._pending[bucket] = pending
+
+    def end_step(self) -> None:
+        """After the last bucket: without ``overlap_forward`` the parameters are whole when this returns."""
+        if self.overlaps:
+            with self._lock:
+                self._leave_in_flight()
+        else:
+            self.wait_all()
+        self.on_published()
+
+    def _leave_in_flight(self) -> None:
+        self.wait(sorted(self._at_once))
+        for bucket in list(self._pending):
+            members = self._members(bucket)
+            if any(type(member) is not nn.Parameter for member in members):
+                self.wait([bucket])  # somebody has given them a class of his own
+                continue
+            for parameter in members:
+                parameter.__class__ = self._arriving
+        if self._buffer.compute[0].device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._buffer.compute[0].device)
+
+    @untraced
+    def wait(self, buckets: Iterable[int]) -> None:
+        """Closes the hazard of a forward that reads parameters whose gather is still writing them, and of an update
+        that writes what a gather is still sending."""
+        for bucket in buckets:
+            if bucket in self._pending:
+                with self._lock:
+                    self._end(bucket)
+
+    def _end(self, bucket: int) -> None:
+        pending = self._pending.get(bucket)
+        if pending is None:  # another thread has waited for it meanwhile
+            return
+        self._finish(pending)
+        if self.overlaps:
+            for parameter in self._members(bucket):
+                if type(parameter) is self._arriving:
+                    parameter.__class__ = nn.Parameter
+        # Last, because other threads look here first. Not of a gather that has failed: every read of its parameters
+        # says so.
+        del self._pending[bucket]
+
+    def _finish(self, pending: Pending) -> None:
+        """Let the stream of the update wait, and the caller's, if it is another one."""
+        if self._stream is None:
+            pending.wait()
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            pending.wait()
+        if current != self._stream:
+            current.wait_stream(self._stream)
+
+    def wait_all(self) -> None:
+        self.wait(list(self._pending))
+
+    def _members(self, bucket: int) -> list[nn.Parameter]:
+        return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
+
+    def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Wait for the gathers of these parameters; for all if it is not known which are read."""
+        wanted = {id(parameter) for parameter in parameters}
+        if not wanted:
+            self.wait_all()
+        for bucket in list(self._pending):
+            if any(id(member) in wanted for member in self._members(bucket)):
+                self.wait([bucket])
+
+    def attach(self, root: nn.Module) -> None:
+        """Install the hooks before forward (nothing without ``overlap_forward``), in the place of those there are."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        if not self.overlaps:
+            return
+        slots = self._buffer.layout.slots
+        bucket_of = {id(p): slots[index].bucket for index, p in enumerate(self._buffer.parameters)}
+
+        def buckets(module: nn.Module, recurse: bool) -> list[int]:
+            return sorted({bucket_of[id(p)] for p in module.parameters(recurse) if id(p) in bucket_of})
+
+        self._at_once = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
+        for module in root.modules():
+            if _compiled(module):
+                self._at_once.update(buckets(module, recurse=True))
+        for module in root.modules():
+            waited = [b for b in buckets(module, isinstance(module, _READ_CHILDREN)) if b not in self._at_once]
+            if waited:
+                self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
+
+    def before_forward(self, buckets: Sequence[int]) -> None:
+        if self._pending:
+            self.wait(buckets)
+
+    def on_gradient(self, index: int) -> None:
+        """A gradient arrived. Raises RuntimeError if the values of its parameter are still on their way: then something
+        has read them that goes past PyTorch's functions."""
+        slot = self._buffer.layout.slots[index]
+        if slot.bucket in self._pending:
+            raise RuntimeError(
+                f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still on their "
+                "way, so its old values may have been used. Code that is no PyTorch function (a C++ extension) was "
+                "given it outside the forward of the module that owns it, or this is the backward of a forward before "
+                "the step. Set zero_optimization.overlap_comm to false (or leave it out) for loops that do this."
+            )
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Return whether the guards of compiled code look at the parameters of ``module``: they would find another class
+    of parameter than the one that was compiled."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+class _ForwardHook(WeakHook[Publisher]):
+    """A forward pre-hook; an object and not a closure, so that it shows its purpose in a module's hook list."""
+
+    def __init__(self, publisher: Publisher, buckets: list[int]) -> None:
+        super().__init__(publisher)
+        self._buckets = buckets
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        publisher = self.owner()
+        if publisher is not None:
+            publisher.before_forward(self._buckets)

@@ -1,0 +1,600 @@
+"""The tensor that stands in ``p.grad`` between backward and step: the averaged gradient of the joint batch.
+
+It has the parameter's shape and no memory of its own: it refers to the part of the reduced gradient that this rank
+owns. At stage 0 that is the whole gradient. An operation runs
+
+- on that part, without a collective, if it is elementwise;
+- on that part, with one small collective, if it is a norm or another reduction to one number;
+- on the whole gradient otherwise, which is gathered for it, and written back if the operation has changed it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types as _torch_optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_types
+from torch.utils._pytree import tree_map
+
+from zerolite.comm import wait_for_result
+from zerolite.zero.buffer import flattened
+from zerolite.zero.stage3.released_parameter import find_arguments
+
+aten = torch.ops.aten
+
+
+class GradientSource(Protocol):
+    """An engine's gradients, by index of the parameter. All methods are called on all ranks. Reductions that are under
+    way end first, which may be a collective."""
+
+    def read(self, index: int) -> torch.Tensor:
+        """Return this rank's part as ``p.grad`` shows it, on the device: the gradient's own memory where possible."""
+
+    def open(self, index: int) -> torch.Tensor:
+        """Return this rank's part to be written to: the gradient's own memory, or a copy in fp32 or more."""
+
+    def close(self, index: int, part: torch.Tensor) -> None:
+        """Take what has been written to ``part``, which :meth:`open` has given."""
+
+    def multiply(self, indices: Sequence[int], factor: float | torch.Tensor) -> None:
+        """Multiply these gradients by a number. The update does it."""
+
+    def norms(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return the L2 norms, 0-dim float64: all are in the step's statistics, one small collective."""
+
+    def check_finite(self, indices: Sequence[int], found_inf: torch.Tensor) -> None:
+        """Fill ``found_inf`` with 1 if one of these gradients is not finite, without waiting for the device."""
+
+    def combine(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
+        """Add ``values`` over ranks, or take the largest."""
+
+    def wholes(self, places: Sequence[Place], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return whole tensors, each in its parameter's shape, from all ranks' ``parts``, in one collective."""
+
+    def whole(self, gradient: ShardedGradient) -> torch.Tensor | None:
+        """Return the gradient's own memory in the parameter's shape, or None if no rank has it whole."""
+
+    def lend(self, index: int) -> None:
+        """The user is given the memory that :meth:`whole` has returned, to be used without torch."""
+
+
+@dataclass(eq=False)
+class Place:
+    """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
+    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``used``: it was the
+    gradient of an earlier step."""
+
+    name: str
+    index: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+    numel: int
+    sharded: bool
+    known: weakref.ref[Any]
+    used: bool = False
+
+    @property
+    def source(self) -> GradientSource:
+        source = self.known()
+        if source is None:
+            raise RuntimeError(f"the gradient of parameter '{self.name}' has gone with its engine")
+        return source
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
+        if not self.sharded or not tensor.dim():
+            return tensor
+        return flattened(tensor.expand(self.shape), self.strides).narrow(0, self.start, self.numel)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return True if ``tensor`` broadcasts to the parameter's shape."""
+        ends = zip(reversed(tensor.shape), reversed(self.shape), strict=False)
+        return tensor.dim() <= len(self.shape) and all(own in (1, size) for own, size in ends)
+
+
+class ShardedGradient(torch.Tensor):
+    """See the module. ``part``: None for the gradient itself; for what an elementwise operation has made of it, this
+    rank's part of the result, so that ``p.grad.isfinite().all()`` gathers nothing.
+
+    ``origin``: of ``p.grad.detach()``, the tensor in ``p.grad``, which thereby is known to be kept.
+
+    A backward that begins unannounced finds it in ``p.grad``, and autograd adds to it: ``arrived`` is then what came.
+    """
+
+    place: Place
+    part: torch.Tensor | None
+    arrived: torch.Tensor | None
+    origin: ShardedGradient | None = None
+
+    @staticmethod
+    def of(place: Place, like: torch.Tensor, part: torch.Tensor | None = None) -> ShardedGradient:
+        """like: gives dtype and device."""
+        gradient: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            ShardedGradient, place.shape, place.strides, dtype=like.dtype, device=like.device
+        )
+        gradient.place, gradient.part, gradient.arrived = place, part, None
+        return gradient
+
+    @property
+    def source(self) -> GradientSource:
+        """What knows the values. Raises RuntimeError for the gradient of an earlier step."""
+        if self.part is None and self.place.used:
+            raise RuntimeError(
+                f"the gradient of parameter '{self.place.name}' cannot be used here: a step has used it, or it was "
+                "dropped; take p.grad after the next backward, and clone what is to outlive the step"
+            )
+        return self.place.source
+
+    def collect(self) -> torch.Tensor | None:
+        """Return what autograd has added, once."""
+        arrived, self.arrived = self.arrived, None
+        return arrived
+
+    def read(self) -> torch.Tensor:
+        """Return this rank's part."""
+        return self.source.read(self.place.index) if self.part is None else self.part
+
+    def open(self) -> torch.Tensor:
+        """Return this rank's part to be written to, until :meth:`close`."""
+        return self.source.open(self.place.index) if self.part is None else self.part
+
+    def close(self, part: torch.Tensor) -> None:
+        """Take what has been written to ``part``."""
+        if self.part is None:
+            self.source.close(self.place.index, part)
+
+    def store(self, whole: torch.Tensor) -> None:
+        """Take this rank's part of ``whole``, in the parameter's shape."""
+        values, own = self.place.part_of(whole), self.open()
+        if own.device != values.device or own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+        self.close(own)
+
+    def whole(self) -> torch.Tensor:
+        """Return all values: at stage 0 the gradient's own memory, else gathered."""
+        return _wholes([self])[0][0]
+
+    def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
+        # Debuggers and tracebacks print on one rank alone, so printing is no collective.
+        shape, dtype = tuple(self.shape), str(self.dtype).removeprefix("torch.")
+        return f"ShardedGradient('{self.place.name}', shape={shape}, dtype={dtype}; values: zerolite.get_full_grad(p))"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _OUTSIDE_DISPATCH and isinstance(args[0], cls):
+            return _OUTSIDE_DISPATCH[function](function, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # what is made in it can be no view of p.grad, nor be updated after it
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(function, types, args, kwargs)
+        if function in _ACCUMULATION and torch._C._current_graph_task_id() != -1:
+            return _accumulate(function, *args)
+        rule = _RULES.get(function)
+        result = NotImplemented if rule is None else rule(function, *args, **kwargs)
+        if result is NotImplemented and _is_foreach(function):
+            result = _on_lists(function, args, kwargs)
+        elif result is NotImplemented and (torch.Tag.pointwise in function.tags or function in _ELEMENTWISE):
+            result = _on_parts(function, args, kwargs)
+        return _on_wholes(function, args, kwargs) if result is NotImplemented else result
+
+
+class GatheredGradient(torch.Tensor):
+    """A view of a whole gradient that was gathered: for reading. Values that are written to it would be lost, so that
+    raises."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            views = list(find_arguments((args, kwargs), cls))
+            before = [view._version for view in views]
+            result = function(*args, **kwargs)
+            if before != [view._version for view in views]:
+                raise RuntimeError(
+                    "a view of p.grad was written to, but it is a copy that was gathered for reading, so the gradient "
+                    "has not changed; write to p.grad itself (p.grad[0] = 0, p.grad.mul_(mask)), or call "
+                    "zerolite.set_full_grad(p, value) on all ranks"
+                )
+            return _read_only(result) if type(result) is torch.Tensor and result._is_view() else result
+
+
+def _read_only(view: torch.Tensor) -> torch.Tensor:
+    return view if view.is_inference() else view.as_subclass(GatheredGradient)
+
+
+# -------------------------------------------------------------------- on parts
+
+
+def _on_parts(function: Any, args: Any, kwargs: Any) -> Any:
+    """An elementwise operation, on this rank's part; NotImplemented where it needs other elements."""
+    gradients = list(find_arguments((args, kwargs), ShardedGradient))
+    place, written = gradients[0].place, _written(function, args, kwargs)
+    others = list(find_arguments((args, kwargs), torch.Tensor))
+    if any(g.place is not place for g in gradients) or not all(place.fits(other) for other in others):
+        return NotImplemented
+    if not written:
+        result = function(*_map(_part_at(place), args), **_map(_part_at(place), kwargs))
+        return ShardedGradient.of(place, result, result) if isinstance(result, torch.Tensor) else NotImplemented
+    target = written[0]
+    if len(written) > 1 or target is not args[0] or not isinstance(target, ShardedGradient):
+        return NotImplemented
+    part = target.open()
+    function(part, *_map(_part_at(place), args[1:]), **_map(_part_at(place), kwargs))
+    target.close(part)
+    return target
+
+
+def _on_lists(function: Any, args: Any, kwargs: Any) -> Any:
+    """One of torch's ``_foreach`` functions of several gradients, on this rank's parts, in one call."""
+    targets = args[0]
+    if not all(isinstance(target, ShardedGradient) for target in targets):
+        return NotImplemented
+    places = [target.place for target in targets]
+    rest = []
+    for argument in args[1:]:
+        if isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument):
+            if not all(_belongs(item, place) for item, place in zip(argument, places, strict=True)):
+                return NotImplemented
+            argument = [_part_at(place)(item) for item, place in zip(argument, places, strict=True)]
+        rest.append(argument)
+    if not _written(function, args, kwargs):
+        results = function([target.read() for target in targets], *rest, **kwargs)
+        return [ShardedGradient.of(place, r, r) for place, r in zip(places, results, strict=True)]
+    parts = [target.open() for target in targets]
+    function(parts, *rest, **kwargs)
+    for target, part in zip(targets, parts, strict=True):
+        target.close(part)
+    return None
+
+
+def _belongs(item: Any, place: Place) -> bool:
+    if isinstance(item, ShardedGradient):
+        return item.place is place
+    return isinstance(item, torch.Tensor) and place.fits(item)
+
+
+def _part_at(place: Place) -> Callable[[Any], Any]:
+    def part(item: Any) -> Any:
+        if isinstance(item, ShardedGradient):
+            return item.read()
+        return place.part_of(item) if isinstance(item, torch.Tensor) else item
+
+    return part
+
+
+# -------------------------------------------------------------------- on wholes
+
+
+def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
+    """Any operation, on whole gradients."""
+    gradients = list({id(g): g for g in find_arguments((args, kwargs), ShardedGradient)}.values())
+    values, copies = _wholes(gradients)
+    wholes = dict(zip(map(id, gradients), values, strict=True))
+    result = function(*_map(_replaced(wholes), args), **_map(_replaced(wholes), kwargs))
+    if function.namespace == "c10d":  # a collective of the user's own, which writes until it has ended
+        wait_for_result(result)
+    for gradient in _written(function, args, kwargs):
+        if isinstance(gradient, ShardedGradient):
+            gradient.store(wholes[id(gradient)])
+    back = {id(whole): g for whole, g in zip(wholes.values(), gradients, strict=True)}
+    memory = {copy.untyped_storage()._cdata for copy in copies}
+
+    def shown(item: Any) -> Any:
+        if id(item) in back:
+            return back[id(item)]
+        is_view = isinstance(item, torch.Tensor) and item.untyped_storage()._cdata in memory
+        return _read_only(item) if is_view else item
+
+    return _map(shown, result)
+
+
+def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return all values of each, and those of them that are copies."""
+    found: dict[int, torch.Tensor] = {}
+    copies: list[torch.Tensor] = []
+    for source, ours in _by_source(gradients):
+        rest = []
+        for gradient in ours:
+            kept = source.whole(gradient) if gradient.part is None else None
+            whole = gradient.part if kept is None and not gradient.place.sharded else kept
+            if whole is None:
+                rest.append(gradient)
+            else:
+                found[id(gradient)] = whole
+        if rest:
+            made = source.wholes([g.place for g in rest], [g.read() for g in rest])
+            found.update(zip(map(id, rest), made, strict=True))
+            copies += made
+    return [found[id(gradient)] for gradient in gradients], copies
+
+
+def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[Any], Any]:
+    return lambda item: wholes.get(id(item), item)
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    return tree_map(function, value)
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation writes to."""
+    arguments = function._schema.arguments
+    values = [*args, *(kwargs[a.name] for a in arguments[len(args) :] if a.name in kwargs)]
+    marked = list(arguments[: len(args)]) + [a for a in arguments[len(args) :] if a.name in kwargs]
+    written = [v for v, a in zip(values, marked, strict=True) if a.alias_info is not None and a.alias_info.is_write]
+    if not written and function.namespace == "c10d":  # whose schemas do not say
+        written = values[:1]
+    return list(find_arguments(written, torch.Tensor))
+
+
+# -------------------------------------------------------------------- single operations
+
+
+def _accumulate(function: Any, held: Any, gradient: torch.Tensor, **ignored: Any) -> Any:
+    """Autograd's addition to what is in ``p.grad``."""
+    if not isinstance(held, ShardedGradient) or held.part is not None:
+        return NotImplemented
+    arrived = held.collect()
+    total = gradient if arrived is None else arrived + gradient
+    if function is aten.add.Tensor:
+        return total  # takes the place of ``held`` in ``p.grad``
+    held.arrived = total
+    return held
+
+
+def _alias(function: Any, gradient: ShardedGradient, *ignored: Any) -> Any:
+    alias = ShardedGradient.of(gradient.place, gradient, gradient.part)
+    alias.origin = gradient if gradient.origin is None else gradient.origin
+    return alias
+
+
+def _like(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+    """A tensor in the shape of the gradient, which needs none of its values."""
+    template = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
+    return function(template, *args, **{**kwargs, "device": kwargs.get("device") or gradient.device})
+
+
+def _convert(function: Any, gradient: ShardedGradient, **kwargs: Any) -> Any:
+    if kwargs.get("device") not in (None, gradient.device) or kwargs.get("memory_format") == torch.channels_last:
+        return NotImplemented
+    part = function(gradient.read(), **{**kwargs, "memory_format": None})
+    return ShardedGradient.of(gradient.place, part, part)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, ShardedGradient) and (not isinstance(value, torch.Tensor) or not value.dim())
+
+
+def _multiply(function: Any, gradient: Any, factor: Any) -> Any:
+    if not isinstance(gradient, ShardedGradient) or gradient.part is not None or not _is_number(factor):
+        return NotImplemented
+    gradient.source.multiply([gradient.place.index], factor)
+    return gradient
+
+
+def _divide(function: Any, gradient: Any, divisor: Any) -> Any:
+    if isinstance(divisor, torch.Tensor) or not divisor or abs(math.frexp(divisor)[0]) != 0.5:
+        return NotImplemented  # the product with the inverse would have other bits
+    return _multiply(function, gradient, 1.0 / divisor)
+
+
+def _multiply_all(function: Any, gradients: Any, factor: Any) -> Any:
+    if not _are_pending(gradients) or isinstance(factor, (list, tuple)) or not _is_number(factor):
+        return NotImplemented
+    gradients[0].source.multiply([g.place.index for g in gradients], factor)
+    return None
+
+
+def _are_pending(gradients: Any) -> bool:
+    """Return True for the gradients themselves of one engine, and nothing else."""
+    return all(isinstance(g, ShardedGradient) and g.part is None for g in gradients) and (
+        len({id(g.source) for g in gradients}) == 1
+    )
+
+
+def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[GradientSource, list[ShardedGradient]]]:
+    """Return the gradients of each engine."""
+    found: dict[GradientSource, list[ShardedGradient]] = {}
+    for gradient in gradients:
+        found.setdefault(gradient.source, []).append(gradient)
+    return list(found.items())
+
+
+def _unscale(function: Any, gradients: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """GradScaler's ``unscale_``."""
+    ours = [g for g in gradients if isinstance(g, ShardedGradient)]
+    made = [g for g in ours if g.part is not None]  # p.grad = p.grad * mask
+    others = [g.part if isinstance(g, ShardedGradient) else g for g in gradients]
+    others = [tensor for tensor in others if tensor is not None]
+    if others:  # before statistics are collected, which take over what the user has put into p.grad
+        function(others, found_inf, inverse_scale)
+    for source in dict.fromkeys(g.source for g in made):  # other ranks have other parts
+        found_inf.copy_(source.combine(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
+    for source, pending in _by_source([g for g in ours if g.part is None]):
+        indices = [g.place.index for g in pending]
+        source.check_finite(indices, found_inf)
+        source.multiply(indices, inverse_scale)
+
+
+def _norm(function: Any, gradient: ShardedGradient, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not _over_all(gradient, dim) or args[:1] == (True,) or kwargs.get("keepdim"):
+        return NotImplemented
+    norm = _norms([gradient], 2 if order is None else order)[0]
+    return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
+
+
+def _norm_all(function: Any, tensors: Any, order: Any = 2, dtype: Any = None) -> Any:
+    ours = [t for t in tensors if isinstance(t, ShardedGradient)]
+    others = [t for t in tensors if not isinstance(t, ShardedGradient)]
+    found = dict(zip(map(id, ours), _norms(ours, order), strict=True))
+    if others:
+        found.update(zip(map(id, others), function(others, order, dtype), strict=True))
+    return [found[id(tensor)] for tensor in tensors]
+
+
+def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
+    """Norms over all ranks, 0-dim float64, for which one collective for each engine at most is launched. In fp32 the
+    total that ``clip_grad_norm_`` makes of them would not clip with the bits of ``gradient_clipping`` in the config."""
+    found: dict[int, torch.Tensor] = {}
+    for source, ours in _by_source(gradients):
+        found.update(zip(map(id, ours), _norms_of_one(source, ours, order), strict=True))
+    return [found[id(gradient)] for gradient in gradients]
+
+
+def _norms_of_one(source: GradientSource, gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
+    if order == 2 and all(g.part is None for g in gradients):
+        return source.norms([g.place.index for g in gradients])
+    parts = [g.read() for g in gradients]
+    if math.isinf(order):
+        sign = 1.0 if order > 0 else -1.0
+        own = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in parts]
+        return list((sign * source.combine(torch.stack(own), largest=True)).unbind())
+    if order == 0:
+        return list(source.combine(torch.stack([(p != 0).sum().double() for p in parts]), largest=False).unbind())
+    powers = [torch.linalg.vector_norm(p, order, dtype=_at_least_fp32(p)).double() ** order for p in parts]
+    return list((source.combine(torch.stack(powers), largest=False) ** (1.0 / order)).unbind())
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _over_all(gradient: ShardedGradient, dim: Any) -> bool:
+    if dim is None or dim == []:
+        return True
+    dims = [dim] if isinstance(dim, int) else dim
+    return len({d % max(1, gradient.dim()) for d in dims}) == max(1, gradient.dim())
+
+
+def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Callable[..., Any]:
+    """A rule for an operation that makes one number of all elements: ``neutral`` for no elements; over ranks the
+    largest (with ``sign``) or the sum."""
+
+    def rule(function: Any, gradient: ShardedGradient, **kwargs: Any) -> Any:
+        part = gradient.read()
+        own = function(part, **kwargs) if part.numel() else None
+        dtype = function(part.new_ones(1), **kwargs).dtype if own is None else own.dtype
+        value = torch.full((), neutral, device=part.device) if own is None else own
+        over_ranks = gradient.source.combine((value.double() * sign).reshape(1), largest)
+        return (over_ranks * sign).reshape(()).to(dtype)
+
+    return rule
+
+
+def _set_item(function: Any, gradient: ShardedGradient, index: Any, value: Any) -> None:
+    whole = gradient.whole()
+    whole[index] = value.whole() if isinstance(value, ShardedGradient) else value
+    gradient.store(whole)
+
+
+def _set_data(function: Any, gradient: ShardedGradient, value: torch.Tensor) -> None:
+    if not (isinstance(value, ShardedGradient) and value.place is gradient.place and value.part is gradient.part):
+        gradient.copy_(value)
+
+
+def _from_whole(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+    return function(gradient.whole(), *args, **kwargs)
+
+
+def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
+    """Return the memory that is all of a gradient as ``p.grad`` shows it, for use without torch, if there is any."""
+    if gradient.place.sharded:
+        return None
+    if gradient.part is not None:
+        return gradient.part
+    kept = gradient.source.whole(gradient)
+    if kept is not None:
+        gradient.source.lend(gradient.place.index)
+    return kept
+
+
+def _from_memory(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+    memory = _memory(gradient)
+    if memory is None:
+        raise RuntimeError(
+            f"p.grad of parameter '{gradient.place.name}' has no memory: each rank owns a part of it, or it is kept in "
+            "another dtype or times a loss scale; use zerolite.get_full_grad(p), a copy of all of it, on all ranks"
+        )
+    return function(memory, *args, **kwargs)
+
+
+def _to_numpy(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+    memory = _memory(gradient)
+    if memory is not None:
+        return function(memory, *args, **kwargs)
+    array = function(gradient.whole(), *args, **kwargs)
+    array.flags.writeable = False  # a copy: what is written to it would be lost
+    return array
+
+
+def _is_foreach(function: Any) -> bool:
+    name = function._schema.name
+    return name.startswith("aten::_foreach_") and not name.endswith(("_norm", "_max", "_powsum"))
+
+
+_ACCUMULATION = (aten.add_.Tensor, aten.add.Tensor)
+# Elementwise operations that torch does not mark as such.
+_ELEMENTWISE = frozenset(
+    [
+        *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default, aten.copysign_.Tensor),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+    ]
+)
+_LIKE = "empty zeros ones full rand randn randint"
+_NEW = "empty zeros ones full"
+_RULES: dict[Any, Callable[..., Any]] = {
+    **{getattr(aten, f"{name}_like").default: _like for name in _LIKE.split()},
+    **{getattr(aten, f"new_{name}").default: _like for name in _NEW.split()},
+    aten.randint_like.low_dtype: _like,
+    aten.new_empty_strided.default: _like,
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten._to_copy.default: _convert,
+    aten.mul_.Tensor: _multiply,
+    aten.mul_.Scalar: _multiply,
+    aten.div_.Tensor: _divide,
+    aten.div_.Scalar: _divide,
+    aten._foreach_mul_.Scalar: _multiply_all,
+    aten._foreach_mul_.Tensor: _multiply_all,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten._foreach_norm.Scalar: _norm_all,
+    aten.sum.default: _reduction(0.0, largest=False),
+    aten.max.default: _reduction(-math.inf, largest=True),
+    aten.min.default: _reduction(math.inf, largest=True, sign=-1.0),
+    aten.any.default: _reduction(0.0, largest=True),
+    aten.all.default: _reduction(1.0, largest=True, sign=-1.0),
+}
+_Tensor = torch.Tensor
+# Functions of Python that torch does not dispatch.
+_OUTSIDE_DISPATCH: dict[Any, Callable[..., Any]] = {
+    _Tensor.__repr__: lambda function, gradient, **ignored: ShardedGradient.__repr__(gradient),
+    _Tensor.__setitem__: _set_item,
+    getattr(_Tensor, "data").__set__: _set_data,  # noqa: B009
+    **dict.fromkeys((_Tensor.tolist, _Tensor.__deepcopy__, _Tensor.__reduce_ex__), _from_whole),
+    **dict.fromkeys((_Tensor.numpy, _Tensor.__array__), _to_numpy),
+    **dict.fromkeys((_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tensor.__dlpack__), _from_memory),
+}
+
+# clip_grad_norm_ and torch's optimizers then call one function for all gradients. DTensor does the same.
+_torch_clip_types.append(ShardedGradient)
+_torch_optimizer_types.append(ShardedGradient)

@@ -1,0 +1,338 @@
+"""Any torch optimizer over what this rank owns, looking to the outside like an optimizer over the model's
+parameters."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.flat_update import FlatUpdate, Rule
+from zerolite.zero.optimizer_state import OptimizerState
+from zerolite.zero.pieces import Groups, Piece, State, UpdateMethod, cut, cut_state
+from zerolite.zero.piecewise_update import PiecewiseUpdate
+
+ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], "Rule | None"]
+"""The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
+
+
+class ShardedOptimizer(Optimizer):
+    """What ``engine.optimizer`` is.
+
+    The inner optimizer (the user's instance, or one made from the config) updates *pieces*: one per parameter and
+    rank, the part of the master weights that this rank owns; whole parameters at stage 0. Both optimizers share one
+    list of param-group dicts: to the outside ``group["params"]`` are the model's parameters; during the update of a
+    bucket they are that bucket's pieces. So a learning rate changed by anybody, a scheduler on either object
+    included, is seen by the update.
+
+    ``step`` and ``zero_grad`` are the engine's: reduce, clip, update, publish.
+    """
+
+    def __init__(
+        self,
+        make_inner: Callable[[Groups], Optimizer] | Optimizer,
+        groups: Groups,
+        buffer: ParameterBuffer,
+        update_dtype: Callable[[torch.dtype], torch.dtype],
+        choose_rule: ChooseRule = lambda inner, dtypes: None,
+    ) -> None:
+        self._buffer = buffer
+        self._update_dtype = update_dtype
+        self._pieces = cut(groups, buffer, update_dtype)
+        self._on_step: Callable[[], None] = lambda: None
+        self._on_zero_grad: Callable[[], None] = lambda: None
+        self._on_read: Callable[[], None] = lambda: None
+        self._settle: Callable[[], None] = lambda: None
+        self._on_save: Callable[[], None] = lambda: None
+        self._on_load: Callable[[], None] = lambda: None
+        self._on_add: Callable[[dict[str, Any]], None] = lambda group: None
+        if isinstance(make_inner, Optimizer):
+            self.inner = make_inner
+        else:
+            tensors: list[list[torch.Tensor]] = [[] for _ in groups]
+            for piece in self.pieces():
+                tensors[piece.group].append(piece.tensor)
+            self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
+            for index, group in enumerate(self.inner.param_groups):
+                group["params"] = list(groups[index]["params"])
+        self.method = self._choose_method(choose_rule)
+        if isinstance(make_inner, Optimizer):
+            self._adopt_state()
+        known = weakref.ref(self)
+        self.inner.state = self._state = OptimizerState(self.inner.state, lambda index: _read(known, index))
+        self._note_pieces()
+        self._constructed = False
+        super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
+        self._constructed = True
+
+    def _choose_method(self, choose_rule: ChooseRule) -> UpdateMethod:
+        masters = [master.dtype for master in self._buffer.master]
+        dtypes = [self._update_dtype(dtype) for dtype in masters]
+        rule = choose_rule(self.inner, masters)
+        if rule is None:
+            return PiecewiseUpdate(self.inner, self._buffer, self._pieces, dtypes)
+        for piece in self.pieces():
+            self.inner.state.pop(piece.tensor, None)  # Adagrad makes its states when it is made
+        return FlatUpdate(rule, lambda: self.inner.param_groups, self._buffer, self._pieces, dtypes)
+
+    def extend(self) -> None:
+        """The buffer has further buckets; their parameters are in the param groups. Called on all ranks."""
+        first = len(self._pieces)
+        pieces = cut(self.inner.param_groups, self._buffer, self._update_dtype, first)
+        self._pieces += pieces
+        self.method.extend(pieces, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
+        self._note_pieces()
+
+    @property
+    def param_groups(self) -> Groups:
+        """The param groups, those of the inner optimizer; what the engine's schedule has changed is in them."""
+        self._on_read()
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Groups) -> None:
+        # torch's constructor sets it to an empty list and then adds groups that are in the inner optimizer already.
+        if getattr(self, "_constructed", True):
+            self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """This rank's part of the states, by parameter, for reading."""
+        return self._state
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if getattr(self, "_constructed", True):
+            self._state.clear()
+
+    def connect(
+        self,
+        step: Callable[[], None],
+        zero_grad: Callable[[], None],
+        read: Callable[[], None],
+        settle: Callable[[], None],
+        save: Callable[[], None],
+        load: Callable[[], None],
+        add: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """The engine's phases behind the optimizer's methods. read: before param groups are read; settle: before states
+        are. The user's own optimizer object is led to them too,
+        so that a loop that goes on calling it trains."""
+        self._on_step, self._on_zero_grad, self._on_read, self._settle = step, zero_grad, read, settle
+        self._on_save, self._on_load, self._on_add = save, load, add
+        self._redirect()
+
+    def _redirect(self) -> None:
+        known = weakref.ref(self)  # the user's object may outlive the engine
+        wrapped = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
+        for name in _REDIRECTED:
+            function = _forward(known, name)
+            if name == "step" and wrapped is not None:  # torch's schedulers warn if their mark is gone
+                function._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
+            vars(self.inner)[name] = types.MethodType(function, self.inner)
+        weakref.finalize(self, _set_free, self.inner, getattr(self.inner, _TAKES_SCALE, False))
+        vars(self.inner)[_TAKES_SCALE] = False  # else GradScaler would leave unscaling to a step that is the engine's
+
+    # ---------------------------------------------------------------- torch's interface
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from all gradients since the last: exactly what ``engine.step()`` does at a boundary. Called
+        on all ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._on_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last step. Called on all ranks."""
+        self._on_zero_grad()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "engine.optimizer works on parts of an engine's parameters and cannot be copied or pickled; save "
+            "engine.optimizer.state_dict() and engine.full_state_dict()"
+        )
+
+    def run_hooks(self, when: str) -> bool:
+        """Call the hooks that the user has registered on this optimizer, on the inner one or on all; True if there are
+        any. when: "pre" or "post"."""
+        everywhere = _global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks
+        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in everywhere.values()]
+        for optimizer in (self.inner, self):
+            hooks = getattr(optimizer, f"_optimizer_step_{when}_hooks")
+            calls += [(optimizer, hook) for hook in hooks.values()]
+        for optimizer, hook in calls:
+            hook(optimizer, (), {})
+        return bool(calls)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the engine's module, as torch's method does: ``params`` and whatever differs from
+        the defaults. Raises ValueError, before anything is changed, for parameters that the module does not have, or
+        that are trained already. Called on all ranks, between steps."""
+        if getattr(self, "_constructed", False):
+            self._on_add(param_group)
+
+    def _note_pieces(self) -> None:
+        self._piece_of = {piece.fragment.slot.index: piece for piece in self.pieces()}
+        self._state.use(self._buffer.parameters)
+
+    def state_of(self, index: int) -> State:
+        """This rank's part of a parameter's states, views where they rest; empty if it has none."""
+        self._settle()  # a step that the device has skipped is taken back from the counts of states
+        piece = self._piece_of.get(index)
+        return {} if piece is None else self.method.state_of(piece)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states by parameter position, in torch's form, with the masters where they are separate.
+
+        Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
+        """
+        self._settle()
+        self._on_save()
+        position = self.positions()
+        states, masters = {}, {}
+        for piece in self.pieces():
+            index = position[piece.fragment.slot.index]
+            state = self.method.state_of(piece)
+            if state:
+                states[index] = state
+            if self._buffer.separate_master(piece.fragment.slot.bucket):
+                masters[index] = self._master_view(piece)
+        groups = self.numbered_groups()
+        return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`. Called on all ranks, each with its own state.
+
+        Which implementation updates (``foreach``, ``fused``, …) stays as it is here. Raises ValueError, before anything
+        is changed, if the state was saved under another partition or other param groups.
+        """
+        self._settle()
+        self._check_loadable(state_dict)
+        position = self.positions()
+        for piece in self.pieces():
+            index = position[piece.fragment.slot.index]
+            self.method.load_state(piece, state_dict["state"].get(index, {}))
+            if index in state_dict["masters"]:
+                self._master_view(piece).copy_(state_dict["masters"][index])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key not in KEPT})
+        self._on_load()
+
+    # ---------------------------------------------------------------- the update
+
+    def mark_called(self) -> None:
+        """What torch's schedulers look for before they warn that step() was never called."""
+        self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
+
+    # ---------------------------------------------------------------- pieces
+
+    @property
+    def pieces_by_bucket(self) -> Sequence[Sequence[Piece]]:
+        """What this rank updates of each bucket."""
+        return self._pieces
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank updates."""
+        for pieces in self._pieces:
+            yield from pieces
+
+    def _master_view(self, piece: Piece) -> torch.Tensor:
+        return self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
+
+    def _adopt_state(self) -> None:
+        """States that the user's optimizer made before move to the pieces."""
+        for piece in self.pieces():
+            parameter = self._buffer.parameters[piece.fragment.slot.index]
+            state = self.inner.state.get(parameter)
+            if state:
+                keeps = self._buffer.keeps_shape(piece.fragment.slot)
+                self.method.load_state(piece, {k: cut_state(v, parameter, piece, keeps) for k, v in state.items()})
+        for parameter in self._buffer.parameters:
+            self.inner.state.pop(parameter, None)
+
+    # ---------------------------------------------------------------- saving
+
+    def numbered_groups(self) -> Groups:
+        """The param groups with the positions of their parameters, as in torch's state dicts."""
+        groups, start = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            entry = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**entry, "params": list(range(start, start + count))})
+            start += count
+        return groups
+
+    def positions(self) -> dict[int, int]:
+        """Index in the layout -> position among all parameters of the param groups."""
+        order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        return {index: order[id(p)] for index, p in enumerate(self._buffer.parameters)}
+
+    def _partition(self) -> dict[str, Any]:
+        layout = self._buffer.layout
+        whole = [bucket.index for bucket in layout.buckets if bucket.slots[0].whole]
+        return {
+            "shard": self._buffer.shard,
+            "world_size": layout.world_size,
+            "rank": self._buffer.rank,
+            "buckets": [bucket.numel for bucket in layout.buckets],
+            **({"whole": whole} if whole else {}),
+        }
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        missing = [key for key in ("state", "masters", "param_groups", "partition") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                "engine.optimizer.load_state_dict: expected the result of engine.optimizer.state_dict(), got one "
+                f"without {missing}"
+            )
+        if state_dict["partition"] != self._partition():
+            raise ValueError(
+                "engine.optimizer.load_state_dict: the state was saved under the partition "
+                f"{state_dict['partition']}, this rank has "
+                f"{self._partition()}; load it at the same stage, world size and bucket size"
+            )
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        here = [len(group["params"]) for group in self.param_groups]
+        if saved != here:
+            raise ValueError(
+                f"engine.optimizer.load_state_dict: expected param groups of {here} parameters, got groups of {saved}"
+            )
+
+
+ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper would run hooks in one loop only
+# Of a param group when another is loaded: which implementation updates, and what is of the optimizer's class.
+KEPT = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+_TAKES_SCALE = "_step_supports_amp_scaling"
+_REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+def _forward(known: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., Any]:
+    def method(inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        optimizer = known()
+        assert optimizer is not None, "removed when the optimizer went"
+        return getattr(optimizer, name)(*args, **kwargs)
+
+    return method
+
+
+def _read(known: weakref.ref[ShardedOptimizer], index: int) -> State:
+    optimizer = known()
+    return {} if optimizer is None else optimizer.state_of(index)
+
+
+def _set_free(inner: Optimizer, takes_scale: bool) -> None:
+    """The engine is gone: the user's optimizer is an ordinary one again, without the states of pieces."""
+    for name in _REDIRECTED:
+        vars(inner).pop(name, None)
+    vars(inner)[_TAKES_SCALE] = takes_scale
+    inner.state = defaultdict(dict)

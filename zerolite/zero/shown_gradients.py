@@ -1,0 +1,200 @@
+"""The gradients that ``p.grad`` shows, and what the user has made of them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerolite.zero.layout import PartitionLayout, Slot
+from zerolite.zero.sharded_grad import GradientSource, Place, ShardedGradient
+from zerolite.zero.stage3.released_parameter import opened, set_grad
+
+Factor = float | torch.Tensor
+"""A number by which gradients are multiplied; as a tensor 0-dim float64."""
+
+
+_two_lists = [object()]
+_OWN_REFERENCES = next(map(sys.getrefcount, list(_two_lists)))  # to what is in two lists, and nowhere else
+
+
+class ShownGradients:
+    """One :class:`ShardedGradient` for each parameter that has a gradient in the engine.
+
+    ``factors``: by index of the parameter, what the user has multiplied a gradient by, which is not in its values yet:
+    clipping is then no pass over memory, and the update multiplies once, as with ``gradient_clipping``.
+    """
+
+    def __init__(self, sharded: bool, rank: int) -> None:
+        """sharded: whether reduced gradients are kept in parts, of which ``rank`` owns one."""
+        self.factors: dict[int, Factor] = {}
+        self._sharded, self._rank = sharded, rank
+        self._made: list[ShardedGradient | None] = []  # by index of the parameter, to be used again
+        self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
+        self._references: list[int] = []  # to each of those that were made, as far as they are the engine's
+        self._renewed = False
+        self._known: weakref.ref[Any] = weakref.ref(self)
+        self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
+        self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
+
+    def connect(self, source: GradientSource) -> None:
+        """Let the gradients ask ``source`` for their values. It is known weakly: a model may outlive its engine."""
+        self._known = weakref.ref(source)
+
+    def use(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
+        """Take a layout that begins with the parameters there are."""
+        self._layout, self._strides = layout, strides
+        more: list[None] = [None] * (len(layout.slots) - len(self._made))
+        self._made += more
+        self._shown += more
+        self._references += [sys.maxsize] * len(more)
+
+    def put(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Show the gradient of a parameter."""
+        held = self._made[slot.index]
+        if held is None:
+            held = self._made[slot.index] = ShardedGradient.of(self._place(slot, parameter), parameter)
+            self._references[slot.index] = _OWN_REFERENCES
+        self._shown[slot.index] = held
+        set_grad(parameter, held)
+
+    def made(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
+        """Return what :meth:`put` shows of each of these parameters, which stays the same until :meth:`renewed`; None
+        before it has."""
+        known = {index: held for index in indices if (held := self._made[index]) is not None}
+        if len(known) < len(set(indices)):
+            return None
+        for index in known:
+            self._references[index] = _OWN_REFERENCES + 1
+        return known
+
+    def renewed(self) -> bool:
+        """Return True if what :meth:`made` has returned since the last call is no longer shown: the caller asks for all
+        of it anew."""
+        renewed, self._renewed = self._renewed, False
+        if renewed:
+            self._references = [_OWN_REFERENCES if known < sys.maxsize else known for known in self._references]
+        return renewed
+
+    def note(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters are shown, as :meth:`put` does it."""
+        for index in indices:
+            self._shown[index] = self._made[index]
+
+    def _place(self, slot: Slot, parameter: torch.Tensor) -> Place:
+        start, numel = self._layout.range_of(slot, self._rank) if self._sharded else (0, slot.numel)
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        strides = self._strides[slot.index]
+        return Place(slot.name, slot.index, shape, strides, start, numel, self._sharded, self._known)
+
+    def put_back(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Let ``p.grad`` be again what the engine has put there."""
+        set_grad(parameter, self._shown[slot.index])
+
+    def show(self, parameters: Sequence[torch.nn.Parameter], indices: Iterable[int]) -> None:
+        """Show several gradients, of which some may be shown already. A tensor that the user has put in the place of
+        one stays, to be found."""
+        with opened():
+            for index in indices:
+                if self._shown[index] is None and parameters[index].grad is None:
+                    self.put(self._layout.slots[index], parameters[index])
+
+    def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Set every ``p.grad`` to None, for the next backward, if any is shown."""
+        if any(map(operator.is_not, self._shown, itertools.repeat(None))):
+            self._hide(parameters)
+
+    def _hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        with opened():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+        self._shown = [None] * len(parameters)
+
+    def retire(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Hide all gradients, which a step has used. One that the user still has shows those of no later step."""
+        shown: list[Any] = self._shown
+        self._hide(parameters)
+        self.factors.clear()
+        if not any(map(operator.gt, map(sys.getrefcount, shown), self._references)):  # no Python per parameter
+            return
+        for index, references in enumerate(map(sys.getrefcount, shown)):
+            held = self._made[index]
+            if held is not None and held is shown[index] and references > self._references[index]:
+                held.place.used = self._renewed = True
+                self._made[index] = None
+
+    def is_shown(self, index: int) -> bool:
+        return self._shown[index] is not None
+
+    # ---------------------------------------------------------------- what the user has done
+
+    def all_none(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Return True if some are shown and ``p.grad`` of each of them is None."""
+        with opened():
+            gradients = [p.grad for p, held in zip(parameters, self._shown, strict=True) if held is not None]
+        return bool(gradients) and all(gradient is None for gradient in gradients)
+
+    def changed(self, parameters: Sequence[torch.nn.Parameter]) -> Mapping[int, torch.Tensor | None]:
+        """Return, by index, each ``p.grad`` that is not what the engine has put there."""
+        with opened():
+            gradients = [parameter.grad for parameter in parameters]
+        if not any(map(operator.is_not, gradients, self._shown)):
+            return {}
+        found = enumerate(zip(gradients, self._shown, strict=True))
+        return {index: gradient for index, (gradient, held) in found if gradient is not held}
+
+    def put_again(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        """Return True if ``gradient`` is what was shown, or what an operation on it has given, which is then taken."""
+        held = self._shown[index]
+        if (
+            not isinstance(held, ShardedGradient)
+            or not isinstance(gradient, ShardedGradient)
+            or gradient.place is not held.place
+        ):
+            return False
+        set_grad(parameter, held)
+        if gradient.part is not None:
+            own = held.open()
+            own.copy_(gradient.part)
+            held.close(own)
+        return True
+
+    def replace(self, index: int, gradient: torch.Tensor | None) -> None:
+        """The user has put ``gradient`` in the place of what was shown."""
+        self._shown[index] = gradient
+        self.factors.pop(index, None)
+
+    # ---------------------------------------------------------------- factors
+
+    def multiply(self, indices: Iterable[int], factor: Factor) -> None:
+        """Multiply gradients by ``factor``, a tensor as it is now. Those with one history get one object:
+        :meth:`common_factor` compares no values, for which the host would wait for the device."""
+        given = (factor, factor._version) if isinstance(factor, torch.Tensor) else (float(factor), 0)
+        if not _same_factor(given, self._given):
+            self._given, self._products = given, {}
+        for index in indices:
+            old = self.factors.get(index)
+            if id(old) not in self._products:
+                own = factor.detach().to(torch.float64, copy=True) if isinstance(factor, torch.Tensor) else given[0]
+                self._products[id(old)] = old, own if old is None else old * own
+            self.factors[index] = self._products[id(old)][1]
+
+    def common_factor(self) -> Factor | None:
+        """Return the factor of all gradients that are shown, None if they have several, or some have none."""
+        shown = [index for index, held in enumerate(self._shown) if held is not None]
+        if len(set(map(id, self.factors.values()))) != 1 or not all(index in self.factors for index in shown):
+            return None
+        return next(iter(self.factors.values()))
+
+
+def _same_factor(one: tuple[Factor, int], other: tuple[Factor, int]) -> bool:
+    """Compare numbers by value, tensors by identity and version."""
+    if isinstance(one[0], torch.Tensor) or isinstance(other[0], torch.Tensor):
+        return one[0] is other[0] and one[1] == other[1]
+    return one == other

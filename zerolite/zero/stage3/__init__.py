@@ -1,0 +1,1 @@
+"""Stage 3: parameters of which each rank holds a part, gathered around their uses."""

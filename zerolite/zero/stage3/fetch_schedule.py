@@ -1,0 +1,342 @@
+"""What stage 3 reads, gathers, prefetches and releases, decided from ids and element counts alone. Standard library
+only.
+
+A *unit* is a module (or a subtree) with its parameters; a *use* is one execution of one unit, forward or backward; a
+*trace* is the events of a step in order: ENTER unit, LEAVE unit. The first step of a kind ("train", "eval", ...) is
+served on demand and recorded. Once all ranks are known to have the same trace it becomes a plan: one answer per event,
+computed beforehand, so that following it is a comparison and a look-up. A step that departs from its plan goes on on
+demand and is recorded anew.
+
+Sizes are in elements. Persistent parameters are always there: they are neither counted nor ever part of an answer.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from zerolite.zero.stage3.fetch_plan import END, Fetch, FetchLimits, FetchPlan, Residency, plan_step
+
+_LONGEST = 1 << 20  # events that are recorded: forwards that no backward follows never end their step
+
+
+class FetchSchedule:
+    """Answers the events of a step; see the module.
+
+    units: the parameter ids of each unit, by unit id; a parameter may belong to several. numels: elements of each
+    parameter, by parameter id. persistent: ids of the parameters that always stay whole. Raises ValueError for an id
+    without an entry in `numels`.
+
+    Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
+    rank calls, in this order: begin_step, then enter and leave for each use, then end_step; afterwards, where
+    `candidate_hash` is not 0, the ranks compare it and all of them call adopt, or all of them reject. Events outside of
+    a step are served on demand and not recorded.
+    """
+
+    def __init__(
+        self, units: Sequence[Sequence[int]], numels: Sequence[int], persistent: Collection[int], limits: FetchLimits
+    ) -> None:
+        self._numels = tuple(numels)
+        self._persistent = frozenset(persistent)
+        self._limits = limits
+        self._on_disk: dict[int, int] = {}
+        for unit, parameters in enumerate(units):
+            for p in parameters:
+                self._check(p, f"unit {unit}")
+        self._units = [tuple(dict.fromkeys(p for p in unit if p not in self._persistent)) for unit in units]
+        self._plans: dict[str, FetchPlan] = {}
+        self._candidates: dict[str, tuple[int, ...]] = {}
+        self._serial = 0  # plans adopted so far
+        self._on_demand_only = False
+        self._paused = False
+        # The plan that is followed, and its parts for the hot path.
+        self._plan: FetchPlan | None = None
+        self._position = 0
+        self._events: tuple[int, ...] = (END,)
+        self._fetches: tuple[Fetch, ...] = ()
+        self._releases: tuple[tuple[int, ...], ...] = ()
+        self._following = False
+        # The state on demand; empty while a plan is followed.
+        self._state = Residency(self._units, self._numels, limits.max_live_numel)
+        # The events of this step, on demand.
+        self._kind: str | None = None  # None: outside of a step
+        self._recording = False
+        self._trace: list[int] = []
+        self._count = 0
+        self._last: int | None = None
+        self.steps = 0  # begun so far
+        self.gathers = 0  # a hash of all gathers so far
+
+    def set_on_disk(self, on_disk: Mapping[int, int]) -> None:
+        """The elements of this rank's shards that are on disk, by parameter id: plans made from now on say ahead of a
+        gather what to read for it. Called by all ranks, with the same numbers."""
+        self._on_disk = dict(on_disk)
+
+    def _check(self, parameter: int, place: str) -> None:
+        if not 0 <= parameter < len(self._numels):
+            last = len(self._numels) - 1
+            raise ValueError(
+                f"{place}: expected parameter ids from 0 to {last}, one per entry of numels; got {parameter}."
+            )
+
+    def enter(self, unit: int) -> Fetch:
+        """A use of `unit` begins: what to release, launch, prefetch and wait for, in this order."""
+        position = self._position
+        if self._events[position] == unit:
+            self._position = position + 1
+            return self._fetches[position]
+        self._depart()
+        self._note(unit)
+        return self._state.enter(unit)
+
+    def leave(self, unit: int) -> tuple[int, ...]:
+        """The latest open use of `unit` ends: what to release. Without an open use of it nothing happens."""
+        position = self._position
+        if self._events[position] == ~unit:
+            self._position = position + 1
+            return self._releases[position]
+        self._depart()
+        self._note(~unit)
+        return self._state.release(self._state.end_use(unit))
+
+    def _note(self, event: int) -> None:
+        self._count += 1
+        self._last = event
+        if self._recording:
+            self._trace.append(event)
+            if self._count > _LONGEST:
+                self._recording, self._trace = False, []
+
+    def note_gather(self, first: int, count: int) -> None:
+        """``count`` parameters are gathered in one launch, the first of them ``first``. Called by all ranks for every
+        gather of the model's parameters."""
+        self.gathers = hash((self.gathers, first, count))  # of integers: the same in every process
+
+    def begin_step(self, kind: str) -> None:
+        """Before the first event of a step. Every kind of step has a trace and a plan of its own.
+
+        A step that begins with something live (held, or left by a step that was not ended) is served on demand.
+        """
+        self.steps += 1
+        self._depart()
+        self._reset(kind)
+        self._following = False
+        self._follow()
+
+    def end_step(self) -> tuple[int, ...]:
+        """The step is over, open uses too: what to release, everything that is neither persistent nor held."""
+        plan = self._plan
+        if plan is not None and self._position == len(plan.trace):
+            if self._kind is not None:
+                self._candidates.pop(self._kind, None)  # the step that departed was an exception
+            self._stop_following()
+            self._reset(None)
+            return plan.final
+        self._depart()
+        trace = tuple(self._trace)
+        if self._kind is not None and self._recording and trace:
+            known = self._plans.get(self._kind)
+            if known is None or known.trace != trace:
+                self._candidates[self._kind] = trace
+        self._reset(None)
+        return self._state.end_all()
+
+    def forget(self) -> tuple[int, ...]:
+        """Values changed, or an exception ended the step: closes all uses and gives what to release, everything that is
+        neither persistent nor held. What follows in this step is served on demand, and its trace is not adopted."""
+        self._depart()
+        if self._kind is not None:
+            self._following = False
+        self._recording, self._trace = False, []
+        return self._state.end_all()
+
+    def _reset(self, kind: str | None) -> None:
+        self._kind, self._trace, self._count, self._last = kind, [], 0, None
+        self._recording = self._may_record()
+
+    def _may_record(self) -> bool:
+        # What runs inside somebody's gather context may run on one rank alone, so it is no trace for all.
+        state = self._state
+        free = not (self._on_demand_only or self._paused)
+        return self._kind is not None and not state.open and not state.held and free
+
+    def _follow(self) -> None:
+        """Starts on this kind's plan if nothing has happened in the step and nothing is live."""
+        if not self._count:
+            self._recording = self._may_record()
+        fresh = self._recording and not self._count and not self._state.live and not self._state.flight
+        plan = self._plans.get(self._kind or "")
+        if self._plan is None and fresh and plan is not None:
+            self._plan, self._position = plan, 0
+            self._events, self._fetches, self._releases = plan.events, plan.fetches, plan.releases
+            self._following = True
+
+    def _stop_following(self) -> None:
+        self._plan, self._position = None, 0
+        self._events, self._fetches, self._releases = (END,), (), ()
+
+    def _depart(self) -> None:
+        """Leaves the plan, if one is followed: from here on this step is served on demand and recorded."""
+        plan, position = self._plan, self._position
+        if plan is None:
+            return
+        self._state = self._replay(plan, position)
+        self._stop_following()
+        self._following = False
+        self._trace = list(plan.trace[:position])
+        self._count = position
+        self._last = self._trace[-1] if self._trace else None
+
+    def _replay(self, plan: FetchPlan, position: int) -> Residency:
+        """The state before event `position` of a plan."""
+        state = Residency(self._units, self._numels, self._limits.max_live_numel)
+        for event, fetch, releases in zip(plan.trace[:position], plan.fetches, plan.releases, strict=False):
+            state.release(fetch.release)
+            for launch in (fetch.launch, fetch.prefetch):
+                state.start(launch)
+            state.settle(fetch.wait)
+            if event >= 0:
+                state.begin_use(event)
+            else:
+                state.end_use(~event)
+            state.release(releases)
+        return state
+
+    def hold(self, parameters: Iterable[int]) -> None:
+        """Pins parameters that the caller has gathered, or found gathered: they are live from now on, and nothing
+        releases them before `unhold`. Holds are counted. Departs from the plan."""
+        held = [p for p in parameters if p not in self._persistent]
+        for p in held:
+            self._check(p, "hold")
+        if held:
+            self._depart()
+        for p in held:
+            self._state.held[p] = self._state.held.get(p, 0) + 1
+            self._state.make_live(p)
+
+    def unhold(self, parameters: Iterable[int]) -> tuple[int, ...]:
+        """Ends a hold: what to release, the parameters that no other hold and no open use needs.
+
+        Raises ValueError for a parameter that is not held.
+        """
+        state, ended = self._state, []
+        for p in parameters:
+            if p in self._persistent:
+                continue
+            if p not in state.held:
+                raise ValueError(f"unhold: expected a parameter that is held, got {p}; call hold before unhold.")
+            state.held[p] -= 1
+            if not state.held[p]:
+                del state.held[p]
+                ended.append(p)
+        released = state.release([p for p in ended if not state.needs[p]])
+        self._follow()
+        return released
+
+    def add_parameter(self, unit: int, parameter: int) -> None:
+        """An external parameter of `unit` was found. Drops all plans and candidates; records the rest of the step.
+
+        If a use of the unit is open, the caller gathers the parameter: it is live, and released when that use ends.
+        """
+        self._check(parameter, f"unit {unit}")
+        if parameter in self._persistent or parameter in self._units[unit]:
+            return
+        self._depart()
+        self._plans.clear()
+        self._candidates.clear()
+        self._units[unit] = (*self._units[unit], parameter)
+        uses = self._state.open.count(unit)
+        if uses:
+            self._state.needs[parameter] += uses
+            self._state.make_live(parameter)
+
+    @property
+    def plan_number(self) -> int:
+        """The serial number of the plan that this step has followed so far, the same on all ranks; 0 if none."""
+        return self._plan.serial if self._plan is not None else 0
+
+    @property
+    def plan_done(self) -> bool:
+        """Whether this step has followed its plan to the end."""
+        return self._plan is not None and self._position == len(self._plan.trace)
+
+    def parameters_of(self, unit: int) -> tuple[int, ...]:
+        """The parameters that are gathered for `unit`."""
+        return self._units[unit]
+
+    @property
+    def candidate_hash(self) -> int:
+        """40 bits over the traces that wait for adoption and the units they speak of; 0 if no trace waits."""
+        waiting = self._waiting()
+        if not waiting:
+            return 0
+        text = repr((waiting, self._units))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") or 1
+
+    def adopt(self) -> None:
+        """All ranks have the same `candidate_hash`: their traces become plans, from the next step of their kind on.
+        Called by all ranks."""
+        for kind, trace in self._waiting():
+            self._serial += 1
+            plan = plan_step(trace, self._units, self._numels, self._limits, self._on_disk)
+            self._plans[kind] = replace(plan, serial=self._serial)
+            del self._candidates[kind]
+
+    def _waiting(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The candidates to compare next: training's alone, if it has one, since evaluations may differ every time."""
+        found = sorted(self._candidates.items())
+        return [item for item in found if item[0] == "train"] or found
+
+    def reject(self) -> None:
+        """The ranks' traces differ: from now on everything is served on demand. Called by all ranks."""
+        self._depart()
+        self._plans.clear()
+        self._candidates.clear()
+        self._recording, self._trace = False, []
+        self._on_demand_only = True
+
+    def pause(self) -> None:
+        """Until :meth:`resume` all steps are served on demand and none is recorded; what waits for adoption is dropped.
+        Called by all ranks, some of which have no steps from here on."""
+        self._depart()
+        self._candidates.clear()
+        self._recording, self._trace = False, []
+        self._following, self._paused = False, True
+
+    def resume(self) -> None:
+        """End a pause, if there is one. Called by all ranks."""
+        self._paused = False
+
+    @property
+    def on_demand_only(self) -> bool:
+        """Whether `reject` was called."""
+        return self._on_demand_only
+
+    @property
+    def following(self) -> bool:
+        """Whether the events of this step agree with its plan; between steps, whether all of the last one did."""
+        return self._following
+
+    def events(self) -> tuple[str, int, tuple[int, ...]]:
+        """For messages: the kind of the step, the number from 1 of the first event given, and the events of the step
+        from there: a unit that is entered, or ~unit when it is left. The latest alone where no trace is kept. May be
+        called by another thread."""
+        plan, position, trace, count, last = self._plan, self._position, tuple(self._trace), self._count, self._last
+        if plan is not None:
+            return self._kind or "", 1, plan.trace[:position]
+        if len(trace) == count:
+            return self._kind or "", 1, trace
+        return self._kind or "", count, () if last is None else (last,)
+
+    def where(self) -> str:
+        """Where this rank stands, for messages: the event, counted from 1, and the open uses, outermost first."""
+        count, last, open_uses = self._count, self._last, self._state.open
+        if self._plan is not None:
+            count = self._position
+            last = self._plan.trace[count - 1] if count else None
+            open_uses = self._replay(self._plan, count).open
+        step = "outside of a step" if self._kind is None else f"of step kind {self._kind!r}"
+        event = f"before the first event {step}"
+        if last is not None:
+            use = f"unit {last} entered" if last >= 0 else f"unit {~last} left"
+            event = f"event {count} {step}: {use}"
+        return f"{event}; open uses: {', '.join(map(str, open_uses)) or 'none'}"

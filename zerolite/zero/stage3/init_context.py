@@ -1,0 +1,196 @@
+"""``zero.Init``: building a model whose parameters never exist whole all at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
+from zerolite.config import ZeroliteConfig, load_config
+from zerolite.config.offload import OffloadOptimizerConfig
+from zerolite.offload.from_config import tiers_of
+from zerolite.offload.shard_reader import ShardReader
+from zerolite.offload.tiers import HostTier, Tier, Tiers
+from zerolite.offload.transfers import Transfers
+from zerolite.utils.accelerator import default_device, is_dry_run
+from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, partition_model, take_rank0, unseen
+from zerolite.zero.stage3.partitioned_parameter import Home, handle_of
+
+
+class Init:
+    """Partition parameters as soon as their module has been built::
+
+        with zerolite.zero.Init():
+            model = Transformer(...)          # peak memory: the parts, and the largest module
+        engine = zerolite.initialize(model, config)
+
+    module: an existing model, partitioned at once; no context needed. config_dict_or_path: the training config,
+    checked now; below stage 3 nothing is partitioned (with stage "auto" it is, until the engine has chosen). With
+    zero_optimization.offload_param parts rest on the host or on disk as soon as they are cut, so that a model may be
+    larger than what the device has, or the host; ``zerolite.initialize`` gives them their place again.
+    remote_device: where parts rest, instead: "none" or this process's device for the device, "cpu" for the host, "nvme"
+    for the disk that the config names; None: as the config says. dtype: of the parts; by default the parameters'
+    own, so that the master weights are exact. enabled: False for a context that does nothing.
+
+    Rank 0's values are everyone's. Initialisation code of the model itself (``apply``, loops over parameters) finds
+    parameters whole: they are gathered when a torch function touches their values, on all ranks, and rank 0's result
+    is taken; their shape can be read anywhere. Modules on the meta device are left for ``zerolite.initialize``, or
+    ``module=``, which call their ``reset_parameters()``.
+
+    Starts torch.distributed if it does not run. Raises ValueError for the arguments, ConfigError for the config.
+    Entered and left on all ranks, which build equal models.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        config_dict_or_path: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        remote_device: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise ValueError(f"zero.Init: expected module to be a torch.nn.Module or None, got {type(module).__name__}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"zero.Init: expected dtype to be a floating torch.dtype or None, got {dtype!r}")
+        config = None if config_dict_or_path is None else load_config(config_dict_or_path)
+        if config is not None:
+            enabled = enabled and config.zero_optimization.stage in (3, "auto")
+        self._enabled = enabled
+        self._dtype = dtype
+        self._built: dict[int, torch.nn.Module] = {}  # modules that got parameters and have not been partitioned
+        self._hooks: list[Any] = []
+        self._mode: GatherOnUse | None = None
+        if not enabled:
+            return
+        init_distributed()
+        self._device = default_device(local_rank())
+        self._comm = create_communicator(self._device)  # until an engine takes the parameters over
+        self._home = _home(remote_device, config, self._device, self._comm)
+        if module is not None:
+            partition_model(module, self._comm, self._device, dtype, self._home)
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._hooks = [
+                register_module_parameter_registration_hook(self._on_parameter),
+                register_module_module_registration_hook(self._on_module),
+            ]
+            self._mode = GatherOnUse(self._dtype, self._partition_finished)
+            self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._mode is None:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            self._mode.__exit__(kind, error, trace)
+            if kind is None:
+                self._partition(list(self._built.values()))
+        finally:
+            self._mode = None
+            self._built.clear()
+
+    # Hooks of torch on every registration: (module, name, what) -> None.
+
+    @unseen
+    def _on_parameter(self, module: torch.nn.Module, name: str, parameter: Any) -> None:
+        self._built[id(module)] = module
+        if isinstance(parameter, torch.nn.Parameter) and not is_lazy(parameter) and handle_of(parameter) is None:
+            if self._mode is not None:
+                self._mode.separate(parameter)
+
+    @unseen
+    def _on_module(self, module: torch.nn.Module, name: str, child: Any) -> None:
+        if isinstance(child, torch.nn.Module) and self._mode is not None:
+            self._mode.commit()
+            self._partition(child.modules())
+            for inside, parameter in child.named_parameters():
+                handle = handle_of(parameter)
+                if handle is not None and handle.manager is None:
+                    handle.name = f"{name}.{inside}"
+
+    def _partition_finished(self) -> None:
+        """Before a tensor is made: partition the modules whose constructors have returned."""
+        if self._built and self._mode is not None:
+            unfinished = _under_construction()
+            finished = [module for key, module in self._built.items() if key not in unfinished]
+            if finished:
+                self._mode.commit()
+                self._partition(finished)
+
+    @unseen
+    def _partition(self, modules: Iterable[torch.nn.Module]) -> None:
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
+                    continue
+                if not parameter.is_meta:
+                    take_rank0(parameter, self._comm, self._device)
+                    partition(parameter, name, self._comm, self._device, self._dtype, self._home)
+            self._built.pop(id(module), None)
+
+
+def _home(
+    remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, comm: Communicator
+) -> Home | None:
+    """Where parts rest until an engine takes them over; None: on ``device``. Raises ValueError for ``remote_device``,
+    OSError for a disk that cannot be used."""
+    chosen: str = "none" if config is None else config.zero_optimization.offload_param.device
+    if remote_device not in (None, chosen):
+        if remote_device == "cpu":
+            chosen = "cpu"
+        elif remote_device in ("none", device.type, str(device)):
+            chosen = "none"
+        elif remote_device == "nvme":
+            raise ValueError(
+                'zero.Init: remote_device "nvme" needs a config that says where the disk is; pass '
+                "config_dict_or_path with zero_optimization.offload_param.device and nvme_path"
+            )
+        else:
+            raise ValueError(
+                f"zero.Init: expected remote_device to be None, 'none', 'cpu', 'nvme' or '{device.type}', got "
+                f"{remote_device!r}"
+            )
+    if chosen == "none":
+        return None
+    host = HostTier(pin=False, fake=is_dry_run())  # the engine gives them other memory
+    tiers = Tiers(device, Tier(device), host, apart=device.type != "cpu")
+    if chosen == "nvme" and config is not None:
+        tiers = tiers_of(_only_parameters(config), device, device.type, comm)
+    reader = ShardReader(tiers, Transfers(tiers))
+    return lambda numel: (tiers.place_parameters(numel), reader)
+
+
+def _only_parameters(config: ZeroliteConfig) -> ZeroliteConfig:
+    """``config`` without an optimizer that rests elsewhere."""
+    zero = config.zero_optimization
+    return config.model_copy(
+        update={"zero_optimization": zero.model_copy(update={"offload_optimizer": OffloadOptimizerConfig()})}
+    )
+
+
+def _under_construction() -> set[int]:
+    """The ids of the modules whose ``__init__`` this thread is running."""
+    found: set[int] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            found.add(id(frame.f_locals.get(code.co_varnames[0])))
+        frame = frame.f_back
+    return found

@@ -1,0 +1,212 @@
+"""Stage 3, composed: a model's parameters partitioned, grouped in units, and gathered around their uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.offload.shard_reader import ShardReader
+from zerolite.offload.tiers import HostTier, Tiers
+from zerolite.offload.transfers import Transfers
+from zerolite.utils.accelerator import is_dry_run
+from zerolite.utils.memory_items import COMPUTE, DEVICE
+from zerolite.zero.layout import PartitionLayout
+from zerolite.zero.stage3.fetch_plan import FetchLimits
+from zerolite.zero.stage3.module_hooks import attach
+from zerolite.zero.stage3.partition_parameters import partition_model
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, gather, handle_of, whole_numel
+from zerolite.zero.stage3.units import LeafRule, UnitPlan, plan_units
+
+
+@dataclass(frozen=True)
+class Stage3Options:
+    """Sizes in elements. persistence: parameters of at most so many stay whole, up to model_persistence in all (None:
+    no limit). granularity: subtrees of at most so many are one unit; is_leaf(name, module): so is this one; blocks: so
+    are repeated blocks."""
+
+    persistence: int
+    model_persistence: int | None
+    granularity: int
+    blocks: bool
+    is_leaf: LeafRule
+    limits: FetchLimits
+
+
+class PartitionedModel:
+    """A model at stage 3, in the order in which it is built: partitioned, then planned, then started. All of it is
+    called on all ranks in the same order."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        comm: Communicator,
+        gathers: Communicator,
+        device: torch.device,
+        tiers: Tiers,
+        transfers: Transfers,
+    ) -> None:
+        """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers. Shards rest on the
+        device, or on the host where they are not to stay there, until they are given a place; some of them have been
+        given one by ``zero.Init``."""
+        self.model = model
+        self.reader = ShardReader(tiers, transfers)
+        away = tiers.parameters.place != DEVICE
+        on_host = HostTier(pin=False, fake=is_dry_run())  # on the way to their tier: the device has no room to spare
+        partition_model(model, comm, device, home=(lambda _: (on_host, self.reader)) if away else None)
+        self.parameters = list(model.parameters())
+        self.handles: list[PartitionedParameter] = []
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter in self.parameters:
+            handle = handle_of(parameter)
+            assert handle is not None, "partition_model has partitioned it"
+            handle.comm, handle.name = gathers, names[id(parameter)]
+            handle.persistent, handle.manager, handle.trained = False, None, False
+            handle.release()
+            if away or handle.reader is not None:
+                handle.reader = self.reader
+            self.handles.append(handle)
+
+    def plan(self, options: Stage3Options) -> list[UnitPlan]:
+        """Choose what stays whole and what is gathered together."""
+        left = options.model_persistence
+        for handle in self.handles:
+            if handle.numel <= options.persistence and (left is None or handle.numel <= left):
+                handle.persistent = True
+                left = None if left is None else left - handle.numel
+        max_live = options.limits.max_live_numel if options.blocks else 0
+        self.plans = plan_units(self.model, options.is_leaf, options.granularity, max_live)
+        self._limits = options.limits
+        return self.plans
+
+    @torch.no_grad()
+    def place_frozen(
+        self,
+        trained: Collection[int],
+        compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
+        tiers: Tiers,
+        limit: int,
+    ) -> None:
+        """Bring the shards of parameters that are not in ``trained`` (ids) to their tier, in their dtype: those of a
+        unit next to each other, and those that stay whole in groups of at most ``limit`` elements of the whole."""
+        frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
+        handles = {id(p): h for p, h in zip(self.parameters, self.handles, strict=True)}
+        for group in bucket_groups(frozen, self.plans, limit):
+            by_dtype: dict[torch.dtype, list[PartitionedParameter]] = {}
+            for index in group:
+                by_dtype.setdefault(compute_dtype(frozen[index]), []).append(handles[id(frozen[index])])
+            for dtype, members in by_dtype.items():
+                _place_together(members, dtype, tiers)
+
+    def start(self) -> PartitionedParameterCoordinator:
+        """Gather what stays whole, install the hooks. Shards are where they belong by now."""
+        gather([handle for handle in self.handles if handle.persistent])
+        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        units = [[index_of[id(parameter)] for parameter in plan.parameters] for plan in self.plans]
+        names = [plan.name for plan in self.plans]
+        tables = [index for index, plan in enumerate(self.plans) if plan.is_table]
+        self.coordinator = PartitionedParameterCoordinator(
+            self.handles, names, units, tables, self._limits, self.reader
+        )
+        self.hooks: list[Any] = attach(self.model, self.plans, self.coordinator)
+        return self.coordinator
+
+
+def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype, tiers: Tiers) -> None:
+    """One piece of memory for the shards of ``members``. On the device they have memory of their own, and keep it if
+    it is of ``dtype``."""
+    numel = sum(member.shard.numel() for member in members)
+    tier = tiers.place_parameters(numel, stays=all(member.persistent for member in members))
+    if tier.place == DEVICE:
+        for member in members:
+            if member.shard.dtype != dtype or member.tier.place != DEVICE:
+                member.move(tier.zeros(member.shard.numel(), dtype, COMPUTE), tier)
+        return
+    row = tier.zeros(numel, dtype, COMPUTE)
+    start = 0
+    for member in members:
+        member.move(row.narrow(0, start, member.shard.numel()), tier)
+        start += member.shard.numel()
+
+
+def bucket_groups(
+    trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan], limit: int, together: bool = False
+) -> list[list[int]]:
+    """Return indices into ``trained`` by what is reduced together: units that follow each other, and parameters that
+    stay whole, in groups of at most ``limit`` elements (or one unit, or one parameter).
+
+    together: the first group of those that stay whole joins the first group of units, because the gradients of both are
+    complete at the end of a backward only. Their shards are then placed alike. Parameters without elements always join.
+    """
+    unit_of = _first_units(plans)
+    of_unit: dict[int, list[int]] = {}
+    whole: list[list[int]] = []
+    empty: list[int] = []
+    numels = [whole_numel(parameter) for parameter in trained]
+    for index, parameter in enumerate(trained):
+        unit = unit_of.get(id(parameter))
+        if unit is not None:
+            of_unit.setdefault(unit, []).append(index)
+        elif numels[index]:
+            whole.append([index])
+        else:
+            empty.append(index)
+    units, staying = _joined(list(of_unit.values()), numels, limit), _joined(whole, numels, limit)
+    if together and units and staying:
+        units[0] += staying.pop(0)
+    groups = units + staying or [[]]
+    groups[0] += empty
+    return sorted(sorted(group) for group in groups if group)
+
+
+def _joined(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> list[list[int]]:
+    """``runs`` of indices, neighbours joined as long as they have at most ``limit`` elements together."""
+    groups: list[list[int]] = []
+    size = limit
+    for run in runs:
+        more = sum(numels[index] for index in run)
+        if not groups or size + more > limit:
+            groups.append([])
+            size = 0
+        groups[-1] = [*groups[-1], *run]
+        size += more
+    return groups
+
+
+def units_of_buckets(
+    layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan]
+) -> tuple[list[set[int]], set[int]]:
+    """Return the units of each bucket made from :func:`bucket_groups`, and the buckets with parameters that stay whole
+    or that several units have: when their gradients are complete the units do not tell."""
+    units_of: dict[int, list[int]] = {}
+    for index, plan in enumerate(plans):
+        for parameter in plan.parameters:
+            units_of.setdefault(id(parameter), []).append(index)
+    units: list[set[int]] = []
+    uncertain: set[int] = set()
+    for bucket in layout.buckets:
+        found = [units_of.get(id(trained[slot.index]), []) for slot in bucket.slots]
+        units.append({having[0] for having in found if len(having) == 1})
+        if any(len(having) != 1 for having in found):
+            uncertain.add(bucket.index)
+    return units, uncertain
+
+
+def _first_units(plans: Sequence[UnitPlan]) -> dict[int, int]:
+    unit_of: dict[int, int] = {}
+    for index, plan in enumerate(plans):
+        for parameter in plan.parameters:
+            unit_of.setdefault(id(parameter), index)
+    return unit_of
+
+
+def make_whole(model: torch.nn.Module) -> None:
+    """Turn all partitioned parameters of ``model`` into ordinary ones. Called on all ranks, in the same order."""
+    for parameter in model.parameters():
+        handle = handle_of(parameter)
+        if handle is not None:
+            handle.make_whole()

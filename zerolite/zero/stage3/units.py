@@ -1,0 +1,184 @@
+"""Units of stage 3: which modules are gathered, released and reduced as one.
+
+A unit is a module that owns partitioned parameters, or a whole subtree: a repeated block, a subtree that is too small
+to be worth several collectives, a compiled one, or one that the user names (:func:`plan_units`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_numel
+
+LARGEST_SHARE = 4
+"""A block has at most one fourth of the model: two or three units are whole at a time, and that must stay a part."""
+
+
+@dataclass
+class UnitPlan:
+    """One unit to be: its module, its parameters, and the modules inside that are gathered with it."""
+
+    name: str
+    module: torch.nn.Module
+    parameters: list[torch.nn.Parameter] = field(default_factory=list)
+    inside: list[torch.nn.Module] = field(default_factory=list)
+
+    @property
+    def is_table(self) -> bool:
+        """True if the unit is an embedding and nothing else, whose backward needs no values of the weight. Subclasses,
+        methods put on the module and hooks may compute more."""
+        module = self.module
+        if type(module) is not torch.nn.Embedding or "forward" in vars(module):
+            return False
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        return not hooked and [id(p) for p in self.parameters] == [id(module._parameters["weight"])]
+
+
+LeafRule = Callable[[str, torch.nn.Module], bool]
+
+
+def leaf_rule(
+    patterns: Sequence[str], classes: Sequence[str] = (), names: Sequence[str] = (), suffixes: Sequence[str] = ()
+) -> LeafRule:
+    """Whether a module, by its name in the model and its class, is to be gathered as one with all that is in it."""
+
+    def is_leaf(name: str, module: torch.nn.Module) -> bool:
+        cls = type(module)
+        own = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+        if own & set(classes) or name in names or any(name.endswith(suffix) for suffix in suffixes):
+            return True
+        return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, *own))
+
+    return is_leaf
+
+
+def plan_units(model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int = 0) -> list[UnitPlan]:
+    """Return the units of ``model``, the root first.
+
+    These are one unit with all that is in them:
+
+    - a subtree for which ``is_leaf`` says so, and a compiled one;
+    - a subtree with at most ``granularity`` elements that can be released;
+    - a repeated block: a child of a ModuleList or Sequential that has another one of its class. It must fit twice into
+      ``max_live`` elements (0: no blocks), because the next block is gathered while this one computes, and have at
+      most a fourth of the model. What is in a larger block is judged alike, as if it were a block. A module that holds
+      a list of repeated modules (experts) need fit only once: ranks may send their tokens to different ones, and must
+      gather the same all the same.
+
+    Subtrees of the first kind inside a block are units of their own.
+    """
+    return _Planner(model, is_leaf, granularity, max_live).units
+
+
+class _Planner:
+    def __init__(self, model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int) -> None:
+        self._is_leaf, self._granularity, self._max_live = is_leaf, granularity, max_live
+        self._largest = _numel(model) // LARGEST_SHARE
+        self._seen: set[int] = set()  # modules that have a unit, or were descended into
+        self._model = model
+        self.units = [UnitPlan("", model)]
+        self._walk("", model, in_block=False)
+
+    def _walk(self, name: str, module: torch.nn.Module, in_block: bool) -> None:
+        if id(module) in self._seen:
+            return
+        size = _numel(module)
+        small = size <= self._granularity and _has_forward(module)
+        if size and (small or self._is_asked_for(name, module)):
+            self._add(name, module, list(module.modules()))
+        elif size and in_block and _has_forward(module) and self._fits(module, size):
+            apart = {
+                f"{name}.{inside}": child
+                for inside, child in module.named_modules()
+                if inside and self._is_asked_for(f"{name}.{inside}", child)
+            }
+            self._add(name, module, list(_subtree(module, {id(child) for child in apart.values()})))
+            for child_name, child in apart.items():
+                self._walk(child_name, child, in_block=False)
+        else:
+            self._add(name, module, [module])
+            repeated = _repeated(module)
+            for child_name, child in module.named_children():
+                of_block = in_block or type(child) in repeated
+                self._walk(f"{name}.{child_name}" if name else child_name, child, of_block)
+
+    def _is_asked_for(self, name: str, module: torch.nn.Module) -> bool:
+        return self._is_leaf(name, module) or is_compiled(module)
+
+    def _fits(self, module: torch.nn.Module, size: int) -> bool:
+        has_list = any(_repeated(child) for child in module.children())
+        return size <= min(self._largest, self._max_live if has_list else self._max_live // 2)
+
+    def _add(self, name: str, module: torch.nn.Module, subtree: list[torch.nn.Module]) -> None:
+        """A unit of the parameters of ``subtree``, the root of which is ``module``; none without parameters."""
+        found: dict[int, torch.nn.Parameter] = {}
+        for member in subtree:
+            for parameter in (*member.parameters(recurse=False), *external_parameters(member)):
+                if is_released(parameter):
+                    found[id(parameter)] = parameter
+        inside = [member for member in subtree[1:] if id(member) not in self._seen]
+        self._seen.update(map(id, subtree))
+        unit = UnitPlan(name, module, list(found.values()), inside)
+        if module is self._model:
+            self.units[0] = unit
+        elif found:
+            self.units.append(unit)
+
+
+def _subtree(module: torch.nn.Module, without: set[int]) -> Iterator[torch.nn.Module]:
+    """``module`` and all modules in it, each once, but those in ``without`` (ids) and what is in them alone."""
+    found: dict[int, torch.nn.Module] = {}
+
+    def walk(module: torch.nn.Module) -> None:
+        if id(module) not in found and id(module) not in without:
+            found[id(module)] = module
+            for child in module.children():
+                walk(child)
+
+    walk(module)
+    return iter(found.values())
+
+
+def _repeated(module: torch.nn.Module) -> set[type]:
+    """The classes of which a list has several children that own parameters."""
+    if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+        return set()
+    counts = Counter(type(child) for child in module.children() if _numel(child))
+    return {cls for cls, count in counts.items() if count > 1}
+
+
+def _numel(module: torch.nn.Module) -> int:
+    """Elements that can be released."""
+    return sum(whole_numel(parameter) for parameter in module.parameters() if is_released(parameter))
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    """Whether the module can be called, so that its hooks run: containers cannot."""
+    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
+
+
+def is_released(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter is partitioned and does not stay whole."""
+    handle = handle_of(parameter)
+    return handle is not None and not handle.persistent
+
+
+def owns_released(module: torch.nn.Module) -> bool:
+    """Whether a module itself has a parameter that is released."""
+    return any(parameter is not None and is_released(parameter) for parameter in module._parameters.values())
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is compiled: hooks inside would be traced with it, so it is one unit."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters registered by ``register_external_parameter``."""
+    found: list[torch.nn.Parameter] = module.__dict__.get("_zero_external_parameters", [])
+    return found
