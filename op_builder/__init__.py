@@ -1,4 +1,4 @@
-"""Builds the kernels of `csrc/` when they are first used; installing zerolite compiles nothing unless it is asked to.
+"""Build the kernels of `csrc/` on first use; installing zerolite compiles nothing unless asked to.
 
 In a checkout this package is `op_builder/` beside `csrc/`; in a wheel both travel inside zerolite, as
 `zerolite/op_builder` and `zerolite/csrc`. They are neighbours in both places, and `from zerolite import op_builder`

@@ -1,4 +1,4 @@
-"""The library for asynchronous reads and writes of files."""
+"""Sources and flags of the library for asynchronous file reads and writes."""
 
 from __future__ import annotations
 

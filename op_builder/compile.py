@@ -1,4 +1,4 @@
-"""Compiling: ninja in a private directory, and a library that appears in its place whole or not at all."""
+"""Compilation with ninja in a private directory; the finished library is renamed into place in one step."""
 
 from __future__ import annotations
 

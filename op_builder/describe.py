@@ -1,4 +1,4 @@
-"""What `zerolite report` says about tools and the cache."""
+"""Tools, libraries and build cache, as `zerolite report` prints them."""
 
 from __future__ import annotations
 

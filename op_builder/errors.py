@@ -1,4 +1,4 @@
-"""The one error of this package."""
+"""The exception class of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load` and `status`: from the name of an op to a library in this process."""
+"""`load` and `status`: from the name of an op to a library loaded in this process."""
 
 from __future__ import annotations
 

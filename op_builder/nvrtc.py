@@ -1,4 +1,4 @@
-"""A compiler for CUDA's device code, run as a program: NVRTC, a library of torch's wheels. No GPU is needed.
+"""Compiler for CUDA device code, run as a program: NVRTC from torch's wheels. It needs no GPU.
 
     python nvrtc.py LIBRARY --version
     python nvrtc.py LIBRARY FLAGS... -c kernels.cu -o device.s

@@ -1,4 +1,4 @@
-"""How a library and its sources are described."""
+"""Description of a kernel library and its sources."""
 
 from __future__ import annotations
 

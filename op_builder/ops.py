@@ -1,4 +1,4 @@
-"""What is built from which sources: a new kernel library is one entry here."""
+"""List of the kernel libraries and their sources; a new library is one entry here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a library is made of, as keys and command lines; nothing here runs a program."""
+"""Cache keys and compiler command lines of a library, computed without running a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where built libraries rest: directories nobody else can write to, and files that show whether they are whole."""
+"""Cache of built libraries: private directories, and marker files that show complete builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that build: found without running them, so that a library that is there already loads at once."""
+"""Search for compilers and other build tools, without running them, so that a cached library loads at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who builds when several processes want the same library: one does, the others wait for what it makes."""
+"""Build lock: of several processes that need the same library one builds it and the others wait."""
 
 from __future__ import annotations
 

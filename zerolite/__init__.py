@@ -1,4 +1,4 @@
-"""zerolite: a training runtime for PyTorch that spreads a model's states over ranks, chosen by a JSON config.
+"""zerolite: a training runtime for PyTorch that shards a model's states over ranks, as a JSON config chooses.
 
     engine = zerolite.initialize(model, config)
     loss = engine(x, y)

@@ -1,3 +1,3 @@
-"""The version of zerolite, and nothing else: `setup.py` reads this file without importing the package."""
+"""The version of zerolite; `setup.py` reads this file without importing the package."""
 
 __version__ = "0.1.0"

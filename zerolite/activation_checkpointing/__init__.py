@@ -1,4 +1,4 @@
-"""Activation checkpointing: what it keeps of inputs, and where; and modules that an engine checkpoints by itself."""
+"""Activation checkpointing: placement of saved inputs, and modules that the engine checkpoints by itself."""
 
 from zerolite.activation_checkpointing.checkpoint import Checkpointing
 from zerolite.activation_checkpointing.current import configured, current, replace_configured

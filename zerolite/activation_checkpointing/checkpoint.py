@@ -1,4 +1,4 @@
-"""Activation checkpointing: torch's, beside which inputs are kept elsewhere than on the device."""
+"""Activation checkpointing on top of torch's, with saved inputs that may be kept off the device."""
 
 from __future__ import annotations
 

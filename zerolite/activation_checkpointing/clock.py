@@ -1,4 +1,4 @@
-"""``activation_checkpointing.profile``: where the time of checkpoints goes, without waiting for the device."""
+"""``activation_checkpointing.profile``: time spent in checkpoints, measured without waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Activation checkpointing from the user's side, under DeepSpeed's names.
+"""User functions of activation checkpointing, under DeepSpeed's names.
 
     zerolite.checkpointing.checkpoint(block, x, mask)       # instead of block(x, mask)
 
-keeps the inputs of ``block`` alone, and computes the rest again in backward. Where the inputs rest until then, the
-block ``activation_checkpointing`` of an engine's config says, or :func:`configure`.
+keeps only the inputs of ``block`` and recomputes everything else in backward. The block ``activation_checkpointing`` of
+an engine's config, or :func:`configure`, says where the inputs are kept until then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies between the device and the host, on a stream of their own."""
+"""Copies between device and host on their own CUDA streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way of checkpointing a call takes: that of the engine whose model runs, or what the user has configured."""
+"""Choice of the checkpointing settings for a call: those of the running engine, or those that the user configured."""
 
 from __future__ import annotations
 

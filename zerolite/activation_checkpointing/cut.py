@@ -1,4 +1,4 @@
-"""``partition_activations``: inputs that are equal on all ranks of a group, cut over them."""
+"""``partition_activations``: shard inputs that are equal on all ranks of a group over these ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints keep of their inputs, off the device or in parts, and how it comes back."""
+"""Saved inputs of checkpoints: offloaded or sharded in forward, restored in backward."""
 
 from __future__ import annotations
 

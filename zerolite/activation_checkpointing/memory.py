@@ -1,4 +1,4 @@
-"""Where inputs of checkpoints are kept: pinned memory of the host, or the device's; in pieces or in one buffer."""
+"""Memory for saved inputs: pinned host memory or device memory, in separate allocations or in one buffer."""
 
 from __future__ import annotations
 

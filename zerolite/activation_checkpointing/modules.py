@@ -1,5 +1,4 @@
-"""What an engine does: its config's way of checkpointing inside its model, and modules that are checkpointed without a
-change to the model."""
+"""Checkpointing by the engine: its config's settings inside its model, and modules that are checkpointed by name."""
 
 from __future__ import annotations
 

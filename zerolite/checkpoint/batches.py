@@ -1,4 +1,4 @@
-"""What a checkpoint says of batches, and whether a run with other ones can go on from it."""
+"""Messages about batch settings that differ between a checkpoint and the run that resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine calls to save and load."""
+"""`Checkpointer`: the engine's entry points for saving and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CRC-32 of the blocks of a file, while it is written or read."""
+"""CRC-32 of each block of a file, computed while the file is written or read."""
 
 from __future__ import annotations
 

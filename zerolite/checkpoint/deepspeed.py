@@ -1,4 +1,4 @@
-"""`zerolite import-deepspeed`: a checkpoint of DeepSpeed's ZeRO stages 1, 2 and 3 becomes one of zerolite.
+"""`zerolite import-deepspeed`: convert a checkpoint of DeepSpeed's ZeRO stages 1, 2 and 3.
 
 Master weights, optimizer states, buffers, counters, schedule and loss scale, in one process on the CPU. Needs no
 DeepSpeed, and runs nothing that the files name. Tensors are read when they are written: at most one is in memory,

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: which there are, what they hold, and whether such a checkpoint can be imported.
+"""Files of a DeepSpeed checkpoint: names, contents, and the check that the checkpoint can be imported.
 
 save_dir/latest                                                the tag
 save_dir/<tag>/mp_rank_00_model_states.pt                      stages 1 and 2: weights, buffers, names, counters

@@ -1,4 +1,4 @@
-"""Master weights and optimizer states in DeepSpeed's files: flat groups of parameters, a partition on each rank."""
+"""Master weights and optimizer states in DeepSpeed's files: flat groups of parameters, one partition per rank."""
 
 from __future__ import annotations
 

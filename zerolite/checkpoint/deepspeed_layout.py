@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps the elements of a parameter: ranges of flat partitions, in plain integers.
+"""Flat ranges of DeepSpeed's partitions that hold each parameter, in plain integers.
 
 DeepSpeed flattens the trained parameters of a group and gives each rank a part; optimizer states are laid out in the
 same way. At stages 1 and 2 the parameters stand one behind the other and are cut into equal parts wherever that falls:

@@ -1,4 +1,4 @@
-"""What is in a DeepSpeed checkpoint, in zerolite's terms: tensors by key, and the content of state.json."""
+"""Contents of a DeepSpeed checkpoint in zerolite's terms: tensors by key, and the contents of state.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model consists of, also where each rank has only a stage of it."""
+"""Description of a model in state.json, joined from the descriptions of its pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Large files past the page cache: written as fast as the disk takes them, and without pushing out of memory what
-others have there."""
+"""Direct I/O for large files past the page cache: as fast as the disk, and nothing is evicted from memory."""
 
 from __future__ import annotations
 

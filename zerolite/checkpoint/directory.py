@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which there are, how one comes to be, and which is the latest.
+"""Directory of checkpoints: list, begin, commit, prune, and the file `latest`.
 
 A checkpoint is a directory with a manifest. It is written under a name that begins with a dot, and renamed when it is
 complete; then the file ``latest``, with its name, is replaced. A process that is killed at any point leaves the

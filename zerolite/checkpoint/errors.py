@@ -1,4 +1,4 @@
-"""The one exception that the checkpoint package raises for what it finds in files."""
+"""The exception that the checkpoint package raises for faulty files."""
 
 from __future__ import annotations
 

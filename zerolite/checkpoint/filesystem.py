@@ -1,4 +1,4 @@
-"""What a save does to a file system, one operation at a time, each of which may be the last before a crash.
+"""File system operations of a save, one function each, so that tests can fail or crash at every one.
 
 Nothing else of this package writes, renames or removes. Nothing here hides an error: it is an OSError with the path.
 """

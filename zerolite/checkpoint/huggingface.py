@@ -1,5 +1,4 @@
-"""A model as Hugging Face's ``from_pretrained`` and ``safetensors.torch`` read it: ``model.safetensors``, or
-``model-00001-of-0000N.safetensors`` and an index, written tensor by tensor."""
+"""Writer of Hugging Face models: ``model.safetensors``, or shards with an index, tensor by tensor."""
 
 from __future__ import annotations
 

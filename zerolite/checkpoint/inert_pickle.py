@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that name other programs' classes, read without running a line of those programs.
+"""Safe reader of ``torch.save`` files: classes of other programs are read as data and no code runs.
 
 A pickle is a program: it names functions and has them called. torch's ``weights_only`` reader calls none but the few
 that make tensors, and fails at every other name. Here each other name stands for an :class:`Inert`: a class of ours

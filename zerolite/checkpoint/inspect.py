@@ -1,4 +1,4 @@
-"""`zerolite inspect`: what a checkpoint holds, and whether it is whole."""
+"""`zerolite inspect`: list the contents of a checkpoint and check that it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine between two steps, whatever the stage and the world size of either."""
+"""Load a checkpoint into an engine, across stages and world sizes."""
 
 from __future__ import annotations
 

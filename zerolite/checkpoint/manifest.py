@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: the manifest, and the index of its tensors. JSON, and checked as it is read."""
+"""Manifest of a checkpoint and index of its tensors: JSON, validated when it is read."""
 
 from __future__ import annotations
 

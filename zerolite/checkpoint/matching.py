@@ -1,4 +1,4 @@
-"""Which stored parameter is which here, and which stored param group."""
+"""Match stored parameters and param groups to those of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an engine is tensors: parameters, buffers and optimizer states, by name, to shards and back.
+"""Tensors of an engine (parameters, buffers, optimizer states), by name, to checkpoint shards and back.
 
 A trained parameter is stored once, as its master weights: what computes is rounded from them. A rank's part of it, and
 of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a part of the full one

@@ -1,4 +1,4 @@
-"""Flat ranges of tensors, as engines keep them, to boxes, as checkpoints keep them."""
+"""Conversion of an engine's flat ranges to the boxes that checkpoints store."""
 
 from __future__ import annotations
 

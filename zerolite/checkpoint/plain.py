@@ -1,4 +1,4 @@
-"""Nested plain data as JSON and back, with its types: what loading it gives is equal to what was saved.
+"""JSON codec for nested plain data that keeps the types: loading returns a value equal to the saved one.
 
 Plain: None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter, torch's tensors,
 dtypes, devices and sizes, numpy's numbers and arrays (which come back as Python's numbers and as tensors). Anything

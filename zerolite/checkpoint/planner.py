@@ -1,4 +1,4 @@
-"""Who writes which boxes of which tensors, and who reads which: the planners of torch.distributed.checkpoint."""
+"""Save and load planners of torch.distributed.checkpoint: assign boxes of tensors to ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The states of the random number generators of one process: torch's on the CPU and on each device it uses, NumPy's and
-Python's."""
+"""States of one process's random number generators: torch on the CPU and each device, NumPy and Python."""
 
 from __future__ import annotations
 

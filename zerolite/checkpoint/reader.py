@@ -1,4 +1,4 @@
-"""Reading a checkpoint, without a process group: just the bytes that are asked for, and every one of them checked."""
+"""Checkpoint reader without a process group: reads only the requested bytes and verifies each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run that checkpoints belong to, and the check that keeps a save from harming those of another run.
+"""Identity of a training run, and the check that a save does not harm checkpoints of another run.
 
 A run is one training, however many jobs it takes: a job that loads a checkpoint continues its run. Its id stands in
 the manifest of every checkpoint. A save replaces or prunes a checkpoint, or moves ``latest`` away from it, only if the

@@ -1,4 +1,4 @@
-"""From an engine between two steps to a committed checkpoint; in the background if asked for."""
+"""Save an engine to a committed checkpoint, in the background if asked."""
 
 from __future__ import annotations
 

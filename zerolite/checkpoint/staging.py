@@ -1,4 +1,4 @@
-"""Copies of shards in host memory, from which they are written while training goes on."""
+"""Host copies of shards, written to disk while training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the content of state.json is what zerolite writes, before anything of an engine is changed."""
+"""Validation of the contents of state.json, before the engine is changed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where torch.distributed.checkpoint writes and reads: one safetensors file for each rank, JSON, and nothing that could
-be executed."""
+"""Storage backend of torch.distributed.checkpoint: one safetensors file per rank, and JSON instead of pickles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank cannot do is an error on all of them, at once, with the same end."""
+"""Error propagation for collective calls: if one rank fails, all ranks raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of a window that is not full: saved in its middle, and continued at any stage and world size.
+"""Gradients of an unfinished gradient accumulation step: saved midway, resumed at any stage and world size.
 
 Ranks are data-parallel ones here: tensor-parallel ones that compute together have parts of one gradient, or the same.
 """

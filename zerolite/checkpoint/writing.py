@@ -1,4 +1,4 @@
-"""The one way in which a checkpoint is written: by all ranks of a group, or by one process alone."""
+"""Write path of every checkpoint: by all ranks of a group, or by one process alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing under the names that DeepSpeed's users know: ``zerolite.checkpointing.checkpoint``."""
+"""Activation checkpointing under DeepSpeed's names: ``zerolite.checkpointing.checkpoint``."""
 
 from zerolite.activation_checkpointing.configure import checkpoint, configure, is_configured, reset
 

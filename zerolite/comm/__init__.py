@@ -1,4 +1,7 @@
-"""The only caller of torch.distributed: starting it, groups, collectives and the record of what was sent."""
+"""Communication: start-up of torch.distributed, process groups, collectives, and the record of calls.
+
+No other package calls torch.distributed.
+"""
 
 from zerolite.comm.collective_check import CollectiveCheck, check_is_wanted
 from zerolite.comm.communicator import Communicator, Pending, Watcher

@@ -1,4 +1,4 @@
-"""The store that ranks find each other by, and their first meeting over it: who does not come is named."""
+"""Rendezvous store and first barrier of a job; ranks that do not arrive are named."""
 
 from __future__ import annotations
 

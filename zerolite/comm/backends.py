@@ -1,4 +1,4 @@
-"""Which process groups this build of torch can make."""
+"""Backends that this build of torch supports."""
 
 from __future__ import annotations
 

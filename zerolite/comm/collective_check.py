@@ -1,4 +1,4 @@
-"""``check_collectives``: before a collective begins, the ranks compare what each of them is about to launch."""
+"""``check_collectives``: ranks compare the collective they are about to launch before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over flat buckets, each as a handle that is waited for later.
+"""Collectives over flat buckets; each returns a handle to wait for.
 
 A bucket of ``world_size`` equal parts goes in; the algorithm depends on the backend. NCCL has the collectives in
 hardware. Gloo's own reduce-scatter and all-gather are several times slower than its point-to-point messages, so

@@ -1,4 +1,4 @@
-"""A few numbers from every rank to every rank, on the host and beside all other collectives."""
+"""Host-side exchange of a few numbers between all ranks, on a channel apart from all other collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which communicator a group gets."""
+"""Choice of the communicator for a process group."""
 
 from __future__ import annotations
 

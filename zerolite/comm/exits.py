@@ -1,4 +1,4 @@
-"""Ranks that have ended with exit status 0, which looks like success, while others may wait for them for ever.
+"""Ranks that exited with status 0 while other ranks may still wait for them.
 
 The `zerolite` launcher's agent, whose children the ranks are, writes it into the store of the rendezvous.
 """

@@ -1,4 +1,4 @@
-"""What is in the air: the latest collectives of each communicator, and what this process waits for.
+"""Flight recorder: the latest collectives of each communicator, and the wait in progress.
 
 Written by the main thread at every launch and wait, read by the watchdog's thread: a few attributes, and no lock.
 """

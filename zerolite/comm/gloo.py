@@ -1,4 +1,4 @@
-"""Collectives over gloo's point-to-point messages."""
+"""Collectives built from gloo's point-to-point messages."""
 
 from __future__ import annotations
 

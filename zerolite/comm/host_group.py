@@ -1,4 +1,4 @@
-"""Objects between the hosts' processes, over a gloo group of its own, and meetings that name who does not come."""
+"""Gloo group for Python objects, with barriers that name the ranks that do not arrive."""
 
 from __future__ import annotations
 

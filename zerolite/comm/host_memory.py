@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share, for collectives whose payload need not cross a network."""
+"""Shared memory between the processes of one host."""
 
 from __future__ import annotations
 

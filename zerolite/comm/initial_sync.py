@@ -1,4 +1,4 @@
-"""Rank 0's values are everyone's values: checked by hashes, copied only where they differ."""
+"""Broadcast of rank 0's initial values: compare hashes, and copy only the tensors that differ."""
 
 from __future__ import annotations
 

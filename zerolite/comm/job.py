@@ -1,4 +1,4 @@
-"""How many processes a job has, before and after they have met."""
+"""Number of ranks of a job, before and after the rendezvous."""
 
 from __future__ import annotations
 

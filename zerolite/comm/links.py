@@ -1,4 +1,4 @@
-"""Small objects from one rank to another, on the host and beside all other communication."""
+"""Small objects from rank to rank, on the host and apart from all other communication."""
 
 from __future__ import annotations
 

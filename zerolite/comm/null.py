@@ -1,4 +1,4 @@
-"""A communicator that sends nothing, to measure what a run costs this process apart from communication."""
+"""Communicator that sends nothing, to measure a run's cost without communication."""
 
 from __future__ import annotations
 

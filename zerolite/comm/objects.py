@@ -1,4 +1,4 @@
-"""Python objects between the ranks of a job. (torch's own calls for it need numpy.)
+"""Broadcast and gather of Python objects, without numpy, which torch's own functions need.
 
 What is plain travels as JSON. Everything else is pickled, and signed with the secret of the job, if it has one, so that
 nothing is unpickled that came from somebody else.

@@ -1,4 +1,4 @@
-"""Starting and ending torch.distributed from whatever environment the process finds itself in."""
+"""Start and end of torch.distributed in any supported environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in sentences."""
+"""Lists of ranks as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record of logical collectives: what the runtime asked for, whatever algorithm carries it out."""
+"""Record of logical collectives, independent of the algorithm that carries them out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a process stands in its job: what torchrun, srun and the mpiruns leave in its environment."""
+"""Rank, world size and rendezvous address from the environment of torchrun, srun or mpirun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives between processes of one host, with the payload in memory that they share."""
+"""Collectives between processes of one host through shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few words between the ranks of a job, through the store of its rendezvous, whatever their collectives do."""
+"""Key-value exchange through the rendezvous store, independent of all collectives."""
 
 from __future__ import annotations
 

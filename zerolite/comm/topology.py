@@ -1,4 +1,4 @@
-"""The grid of ranks: which of them hold the same parameters, the next layers, or the other parts of a layer.
+"""Grid of ranks: pipeline, data and tensor dimensions, and their process groups.
 
 pipe × data × tensor, tensor innermost: the ranks of one tensor group are neighbours, on one host where they fit.
 

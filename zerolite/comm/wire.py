@@ -1,4 +1,4 @@
-"""What communicators are made of: the few calls that carry bytes between the ranks of one group.
+"""Transport below the communicators: the few calls that move bytes between the ranks of a group.
 
 A communicator over a :class:`DryWire` does all that it does over a real one (its copies, sums, buffers and notes)
 except that nothing is sent: see :func:`~zerolite.comm.create.dry_communicator`.

@@ -1,4 +1,4 @@
-"""Configuration: DeepSpeed's JSON schema as frozen models. Never imports torch."""
+"""Configuration: DeepSpeed's JSON schema as frozen models. It never imports torch."""
 
 from __future__ import annotations
 

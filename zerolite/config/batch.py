@@ -1,4 +1,4 @@
-"""The batch triangle: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size.
+"""Batch arithmetic: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size.
 
 Pure arithmetic on plain integers. All sizes are in samples; the accumulation is a number of micro-batches.
 """

@@ -1,4 +1,4 @@
-"""Combinations of values that are each fine and together make no sense."""
+"""Checks of combinations: values that are valid alone and contradict each other together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block that makes the batch sizes follow from the number of ranks."""
+"""The block `elasticity`, which derives batch sizes from the number of ranks."""
 
 from __future__ import annotations
 

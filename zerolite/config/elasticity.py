@@ -1,4 +1,4 @@
-"""The `elasticity` block: one global batch that does not depend on the world size.
+"""Arithmetic of the `elasticity` block: one global batch that does not depend on the world size.
 
 Pure arithmetic on plain integers. A world size *fits* a batch if the batch is micro-batch x accumulation x world size
 with one of the micro-batch sizes that the block allows. All sizes are in samples; a world size is a number of ranks.

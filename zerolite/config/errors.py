@@ -1,4 +1,4 @@
-"""The one exception that the configuration package raises."""
+"""The exception that the configuration package raises."""
 
 from __future__ import annotations
 

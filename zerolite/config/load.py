@@ -1,4 +1,4 @@
-"""`load_config`: any source to a frozen, checked configuration, or one error that says everything that is wrong."""
+"""`load_config`: read any source into a frozen, checked configuration, or raise one error with all mistakes."""
 
 from __future__ import annotations
 

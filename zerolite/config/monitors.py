@@ -1,4 +1,4 @@
-"""The blocks that say where values over time are written; docs/monitoring.md says which values those are."""
+"""Blocks of the monitors; docs/monitoring.md lists the values that are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The known keys that an unknown key most likely meant."""
+"""Suggestions of known keys for an unknown key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks that move what a rank holds out of its device's memory, and how disks are read and written."""
+"""Blocks for offload, activation checkpointing and asynchronous file I/O."""
 
 from __future__ import annotations
 

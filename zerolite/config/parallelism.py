@@ -1,4 +1,4 @@
-"""The blocks that spread one copy of the model over several ranks: parts of layers, and stages of layers."""
+"""Blocks for tensor and pipeline parallelism."""
 
 from __future__ import annotations
 

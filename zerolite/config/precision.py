@@ -1,4 +1,4 @@
-"""The blocks that choose the dtype of the computation."""
+"""Blocks that choose the dtype of the computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks that measure what a job does; docs/monitoring.md says what they print."""
+"""Blocks that measure a job; docs/monitoring.md describes their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the configuration reference from the models: `python -m zerolite.config.reference [FILE]`."""
+"""Generator of the configuration reference: `python -m zerolite.config.reference [FILE]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of configuration values: what is accepted, what it becomes, and the sentence for everything else.
+"""Types of configuration values: accepted inputs, conversions and error messages.
 
 A rule is called with the raw JSON value and returns the value the model keeps, or raises ValueError with a sentence
 (expected, got, remedy). ``expected`` is also what the generated reference shows as the key's type.

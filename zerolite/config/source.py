@@ -1,4 +1,4 @@
-"""From a dict, a path, JSON text or hjson text to a plain dict, with every duplicate key found."""
+"""Reader of a dict, path, JSON text or hjson text that finds duplicate keys."""
 
 from __future__ import annotations
 

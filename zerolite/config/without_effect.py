@@ -1,4 +1,4 @@
-"""Settings that do nothing at the chosen stage: they are left out, and a warning says so."""
+"""Settings without effect at the chosen stage: remove them and warn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block that says what is spread over the ranks, and where it rests."""
+"""The block `zero_optimization`."""
 
 from __future__ import annotations
 

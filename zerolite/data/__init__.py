@@ -1,1 +1,1 @@
-"""Loaders, their positions, and values brought together over ranks."""
+"""Data: loaders, their positions, and metrics over all ranks."""

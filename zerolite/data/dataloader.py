@@ -1,5 +1,4 @@
-"""The loaders of an engine: `training_data` to one that gives each rank its own part of the data, all of them in a
-checkpoint, and one that never ends."""
+"""Data loaders of an engine: distribution over ranks, checkpointed position, `RepeatingLoader`."""
 
 from __future__ import annotations
 

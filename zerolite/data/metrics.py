@@ -1,4 +1,4 @@
-"""Values of all ranks brought together: reduced to one, or concatenated to those of the whole data set.
+"""Metrics over all ranks: values reduced to one, or concatenated for the whole data set.
 
 Every call is two small all-gathers. The first one says what each rank brings: if ranks differ, or one of them has
 nothing that can be sent, all of them raise with the same sentence and none is left waiting. The second one carries the

@@ -1,4 +1,4 @@
-"""What a loader gives, as a call of the model and of the loss function: what ``engine.train_batch`` works with."""
+"""Micro-batches as calls of the model and the loss function, for ``engine.train_batch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the passes over a loader are: what a checkpoint keeps of it, and the samples that are left of a pass.
+"""Position within an epoch of a loader: the part that a checkpoint stores, and the remaining samples.
 
 The order of a pass does not depend on the number of ranks: a DistributedSampler shuffles with seed + epoch, makes the
 result as long as the ranks need it, and gives rank r every world_size-th index from r on. Ranks that take batches in

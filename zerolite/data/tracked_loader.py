@@ -1,4 +1,4 @@
-"""Loaders of which it is known which samples a batch holds, and where their passes are."""
+"""Loaders that know the samples of each batch and their position in the epoch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What must be equal on all ranks, what a rank waits for, and ranks whose batches have run out."""
+"""Diagnostics: consistency between ranks, diagnosis of hangs, and uneven numbers of batches."""

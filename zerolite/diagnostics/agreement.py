@@ -1,4 +1,4 @@
-"""What must be equal on all ranks is compared before anything depends on it, and differences are named."""
+"""Comparison of config, model and inputs between ranks at the start; differences are named."""
 
 from __future__ import annotations
 

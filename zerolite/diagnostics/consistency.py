@@ -1,5 +1,4 @@
-"""Comparison, while training runs, of what must be equal on all ranks: the numbers that updates use, and the weights
-that all ranks hold.
+"""Comparison between ranks during training: the scalars that updates use, and replicated weights.
 
 The numbers travel as a hash in the step's statistics. The weights are hashed on the device every so many steps. Either
 way the ranks gather what they hold, in order to name it, only once they know that it differs.

@@ -1,4 +1,4 @@
-"""From where the ranks stand to one message: who is where, where they parted, the likely cause, and what to do."""
+"""Diagnosis of a hang from the positions of all ranks: divergence, likely cause and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uneven numbers of batches: ranks that have finished take their part in the collectives of those that go on.
+"""`engine.join()`: ranks without batches take part in the collectives of the other ranks.
 
 Inside ``engine.join()`` every rank says what it is about to do (:class:`Command`) in a small exchange on the host. A
 rank that has left its loop says that it has finished, and does from then on what the others say: it counts as a rank

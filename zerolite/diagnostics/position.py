@@ -1,4 +1,4 @@
-"""Where this rank stands, for people: read off the stack and the counters, when somebody asks.
+"""Position of this rank (engine call, user's line, module, step), read from the stack on request.
 
 Nothing is written down while training runs. Which call of the engine is under way, from which line of the user's, and
 in which module is on the stack of the main thread; steps are counted anyway; and each communicator remembers its latest

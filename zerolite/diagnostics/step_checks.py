@@ -1,4 +1,4 @@
-"""What a step checks beside its gradients: that the ranks agree, and that the update before left weights finite."""
+"""Checks that ride on a step's statistics: equal scalars on all ranks, and finite weights after the last update."""
 
 from __future__ import annotations
 

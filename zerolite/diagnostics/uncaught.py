@@ -1,4 +1,4 @@
-"""Exceptions that end a process in which engines live: Ctrl-C in one line, errors about dtypes explained."""
+"""Handler of uncaught exceptions in processes with engines: Ctrl-C in one line, dtype errors explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look at the result of each update: whether it has made weights non-finite, by param group."""
+"""Detection of updates that make weights non-finite, by param group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that ends a job whose ranks wait for each other in vain, with one message that says why.
+"""Watchdog thread: end a job whose ranks wait for each other in vain, with a message that says why.
 
 Each rank's thread looks, a few times in `desync_timeout_s`, how long its process has waited for the others (a clock
 that every wait for a collective starts: zerolite.comm.flight), and says in the rendezvous' store which step it is in.

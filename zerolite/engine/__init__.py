@@ -1,1 +1,1 @@
-"""What a user touches, and what is built from the config behind it."""
+"""The engine: its methods for users, and its construction from config and model."""

@@ -1,4 +1,4 @@
-"""What `initialize` is given besides the config: checked, and brought into one form."""
+"""Arguments of `initialize` beside the config: checks and normal form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config and model to an engine."""
+"""Construction of an engine from config and model."""
 
 from __future__ import annotations
 

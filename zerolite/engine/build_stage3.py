@@ -1,4 +1,4 @@
-"""What stage 3 adds to an engine: shards in sliced buckets, and what gathers them."""
+"""Construction of the stage 3 components: sliced buckets, partitioned parameters and their gathering."""
 
 from __future__ import annotations
 

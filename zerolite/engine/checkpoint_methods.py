@@ -1,4 +1,4 @@
-"""What a user calls on an engine to save and load."""
+"""Engine methods for checkpoints and whole models."""
 
 from __future__ import annotations
 

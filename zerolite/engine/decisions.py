@@ -1,4 +1,4 @@
-"""From the config to the options of the parts: every decision that depends on it is taken here, once."""
+"""Options of all components, derived from the config in one place."""
 
 from __future__ import annotations
 

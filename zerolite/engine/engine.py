@@ -1,4 +1,4 @@
-"""What a user touches: the model's forward, the two loops, and the phases of a step."""
+"""The engine: forward, backward, step, and the phases of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without an optimizer: a model that is only evaluated, such as a reference, reward or teacher model.
+"""Engine without an optimizer, for models that are only evaluated: reference, reward and teacher models.
 
 It is an engine whose layout has no buckets: all parameters are frozen, so there are no masters, gradients or states. At
 stage 3 they are sharded and gathered like those of any other model.

@@ -1,4 +1,4 @@
-"""A sharded optimizer's states as one state dict of torch's form, with whole tensors."""
+"""Optimizer state dict of torch's form with whole tensors, from a sharded optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole state dicts and 16-bit models at every stage, and the refusal to hand out partitioned ones."""
+"""Whole state dicts and 16-bit models at every stage, and the guard against partial ones."""
 
 from __future__ import annotations
 

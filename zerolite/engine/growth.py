@@ -1,7 +1,6 @@
-"""Parameters that are trained from some step on: unfrozen midway, or added in a param group.
+"""Parameters that become trainable later: unfrozen midway, or added in a param group.
 
-They get buckets of their own behind those there are, so nothing that rests anywhere has to move: gradients, masters and
-states of the others stay as they are.
+They get buckets of their own behind the existing ones, so gradients, masters and states of the others stay in place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine's monitors, and what measures it: opened and fed here, from the hooks of the step pipeline."""
+"""Monitors, timers and profilers of an engine, attached to the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients, master weights and optimizer states by parameter, whole, at every stage.
+"""Access to gradients, master weights and optimizer states by parameter, whole, at every stage.
 
 Each function takes one parameter or several; several are one collective over the data-parallel ranks, and one for each
 that tensor parallelism has cut: values are those of the full parameter. All of them are called on all ranks that have

@@ -1,4 +1,4 @@
-"""Before there is an engine: of a whole model, the part that this rank has."""
+"""Preparation of a model for its grid: this rank's pipeline stage and tensor-parallel shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values behind ``p.grad`` between backward and step, at every stage and wherever gradients are kept.
+"""Values behind ``p.grad`` between backward and step, at every stage and placement.
 
 ``p.grad`` is the mean over ranks, divided by the loss scale and by the mean weight, as ``zerolite.get_full_grad``
 returns it. Called on all ranks alike.

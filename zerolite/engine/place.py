@@ -1,4 +1,4 @@
-"""Where an engine's rank stands in the grid."""
+"""Rank, world size and coordinates of an engine in the grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the step must know of ranks that hold other parts of the model than this one."""
+"""Norm, overflow and tied-weight sums over model-parallel ranks, for the step."""
 
 from __future__ import annotations
 

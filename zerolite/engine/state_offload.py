@@ -1,4 +1,4 @@
-"""``engine.offload_states()``: everything that an engine holds on its device, out to the host and back.
+"""``engine.offload_states()``: move all states of an engine from its device to the host and back.
 
 For the time in which something else needs the device: another model that generates, as in training by reinforcement
 learning, or an evaluation. Storages are emptied and filled again, so every view of them is valid afterwards.

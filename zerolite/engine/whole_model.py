@@ -1,4 +1,4 @@
-"""The whole tensors of a model of which each rank has a part: shards, parts of layers, a stage.
+"""Whole tensors of a sharded model, gathered over data, tensor and pipeline ranks.
 
 What the model consists of is the union over the stages. A tensor's values come from the first stage that has it: there
 each rank's part is gathered over the data-parallel ranks, and is then sent to the ranks of one copy of the model

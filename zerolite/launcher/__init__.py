@@ -1,1 +1,1 @@
-"""The `zerolite` command: starts the processes of a training job on this machine."""
+"""The `zerolite` command: starts and ends the processes of a training job on one host or many."""

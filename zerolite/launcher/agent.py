@@ -1,4 +1,4 @@
-"""What runs a node's ranks: torch's elastic agent, in a process of its own that the supervisor starts.
+"""Node agent: torch's elastic agent, in a process that the supervisor starts.
 
 `main([LIFELINE, OUTCOME, LOG_DIR, quiet?])`, two file descriptors and a directory. The first
 line from LIFELINE is the job; then come single letters, the supervisor's `INTERRUPT` and `STAND_BACK`. When it closes,

@@ -1,4 +1,4 @@
-"""Over a store, the agents of a job's nodes tell each other of failures, and notice which of them has gone."""
+"""Failure store: agents of a job's nodes report failures to each other and notice lost nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host says of itself before a job starts: `main([SPECIFICATION, NODE])`.
+"""Self-check of a host before a job starts: `main([SPECIFICATION, NODE])`.
 
 Writes two lines: facts at once, then what came of the attempts to reach the first node's port, at which that node's own
 check listens meanwhile. Needs no torch.

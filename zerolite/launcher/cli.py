@@ -1,5 +1,4 @@
-"""The `zerolite` command: `zerolite [options] script.py args...`, `zerolite [options] -m module args...`, or a command
-that starts nothing, such as `zerolite report`.
+"""Command line entry of `zerolite`: run a script, module or command, or a subcommand such as `report`.
 
 Works without torch, so that `--help` and mistakes are answered at once.
 """

@@ -1,4 +1,4 @@
-"""Which rank failed first, and why, in the words of the last lines on the terminal. Needs no torch."""
+"""Report of a failed job: the rank that failed first, and its reason. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following the nodes of a job from the host that started it: what the end of one means for the others, and signals."""
+"""Control of all nodes from the host that started the job: end of a node, and signals."""
 
 from __future__ import annotations
 

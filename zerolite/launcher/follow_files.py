@@ -1,4 +1,4 @@
-"""Copies what ranks write to their files to the terminal, line by line, while they write."""
+"""Tail of the ranks' output files, copied to the terminal line by line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Runs mpirun, srun or pdsh and ends them with all that they have started here when the launcher has gone:
-`main(COMMAND)`, in a process whose standard input the launcher holds open.
+"""Guard process for mpirun, srun or pdsh: ends them and their children when the launcher is gone.
+
+`main(COMMAND)` runs in a process whose standard input the launcher holds open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hosts of a job: reading the hostfile, and `--include` / `--exclude`.
+"""Hosts of a job: the hostfile, and `--include` / `--exclude`.
 
 Needs the standard library alone.
 """

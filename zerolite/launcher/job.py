@@ -1,4 +1,4 @@
-"""What one node of a job is to run: made by the command line on the first node, sent to the others as JSON."""
+"""Job specification of one node, sent from the first node to the others as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the output of the ranks goes: rank 0 to the terminal, the others to files, on request to both."""
+"""Output of the ranks: rank 0 to the terminal, the others to files, or all to both."""
 
 from __future__ import annotations
 

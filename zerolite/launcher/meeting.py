@@ -1,4 +1,4 @@
-"""How the agents of a job's nodes meet: over one store, which the first node's agent hosts."""
+"""Rendezvous of a job's nodes over one store, hosted by the first node's agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process because memory had run out: by the counters of its cgroup and by its log."""
+"""Detection of kills by the kernel for lack of memory, from cgroup counters and the kernel log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher starts on each node: a process of `main`, which runs this node's part of a job.
+"""Entry point of a node: run this node's part of a job.
 
 Without arguments, or with `ssh`, the job comes as the first line of the standard input, over which the launcher then
 gives signs of life. With two, of :func:`zerolite.launcher.remote_commands.pack`, it comes by mpirun, srun or pdsh, and

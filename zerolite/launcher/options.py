@@ -1,4 +1,4 @@
-"""The command line of `zerolite`: what it may say, and what it comes to. Needs neither torch nor any process."""
+"""Command line options of `zerolite`. Needs neither torch nor a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that run the nodes of a job, as the host sees them that started it: output, signals, ending."""
+"""Remote node processes as the starting host sees them: output, signals, end."""
 
 from __future__ import annotations
 

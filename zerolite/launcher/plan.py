@@ -1,4 +1,4 @@
-"""Which hosts a job runs on, and what each of them is to do."""
+"""Assignment of a job to hosts."""
 
 from __future__ import annotations
 

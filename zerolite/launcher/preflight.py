@@ -1,4 +1,4 @@
-"""Checks of all hosts before a job starts: each reports on itself, and what does not fit is named, all at once."""
+"""Checks of all hosts before a job starts; all mismatches are named at once."""
 
 from __future__ import annotations
 

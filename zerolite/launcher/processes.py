@@ -1,4 +1,4 @@
-"""Finding and ending every process of a job on this machine: by descent, by session, and by the marker they carry.
+"""Search for and end of all processes of a job on this machine: by descent, session and marker variable.
 
 Linux only where it reads /proc. Needs no torch.
 """

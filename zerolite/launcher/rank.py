@@ -1,4 +1,4 @@
-"""What the agent starts for each rank: `main([--script|--module|--command, NAME, args...])`, by `job.run_module`.
+"""Entry point of a rank: `main([--script|--module|--command, NAME, args...])`, by `job.run_module`.
 
 Runs the script, module or command in this process just as Python, `python -m` or the shell would. When the script
 fails, the reason is left in the error file that the agent names. Imports nothing heavy, and not torch.

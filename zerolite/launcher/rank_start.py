@@ -1,4 +1,4 @@
-"""The command and the environment with which a node's ranks are started."""
+"""Command line and environment of a node's ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting a job on several hosts, and ending it on all of them."""
+"""Start and end of a job on several hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command lines that start a part of a job on each of its hosts: ssh, pdsh, mpirun, srun."""
+"""Command lines for remote starts: ssh, pdsh, mpirun, srun."""
 
 from __future__ import annotations
 

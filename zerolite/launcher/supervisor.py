@@ -1,4 +1,4 @@
-"""Runs one node's part of a job: starts the agent, passes on signals, ends every process, prints the last lines.
+"""Supervisor of one node: starts the agent, forwards signals, ends every process, prints the summary.
 
 Without torch, so that it starts at once, stays small, and outlives whatever the agent and the ranks run into.
 """

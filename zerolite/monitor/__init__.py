@@ -1,4 +1,4 @@
-"""Values over time (loss, learning rate, the user's own) to CSV, JSON lines, TensorBoard and Weights & Biases."""
+"""Monitoring: scalar writers, timers, FLOPs, communication log and memory report."""
 
 from .monitor import Monitor
 from .open import open_monitor

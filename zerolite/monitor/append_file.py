@@ -1,4 +1,4 @@
-"""A file of lines that grows at its end and holds whole lines only."""
+"""File of complete lines, appended to."""
 
 from __future__ import annotations
 

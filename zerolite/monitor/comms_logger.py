@@ -1,4 +1,4 @@
-"""``comms_logger``: how long each collective takes, and the bandwidth that this is.
+"""``comms_logger``: duration and bandwidth of each collective.
 
 What overlaps with computation has no bandwidth of its own, so each collective is waited for where it is launched. The
 numbers of training stay the same; its speed does not.

@@ -1,4 +1,4 @@
-"""One CSV file per name, as DeepSpeed writes them."""
+"""CSV writer: one file per name, in DeepSpeed's format."""
 
 from __future__ import annotations
 

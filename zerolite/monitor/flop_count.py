@@ -1,4 +1,4 @@
-"""FLOPs of a model's forwards and backwards, by module, as torch's own formulas count them.
+"""FLOPs of a model's forwards and backwards, by module, with torch's formulas.
 
 The mode that counts is on the stack while the model's forward runs, and while autograd runs a node of the graph that
 this forward has built; nowhere else, so that no code of the user's ever runs under it, exceptions included. Autograd

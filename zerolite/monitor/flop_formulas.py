@@ -1,4 +1,4 @@
-"""FLOPs of one call of an operator: torch's formulas, and those that torch's table lacks.
+"""FLOPs of one operator call: torch's formulas, and those missing in torch's table.
 
 A multiplication and an addition are two. Attention counts all pairs of positions, masked ones too.
 """

@@ -1,4 +1,4 @@
-"""``flops_profiler``: FLOPs of one step by module, then how fast they are done in the steps that follow.
+"""``flops_profiler``: FLOPs of one step by module, and throughput of the steps after it.
 
 Counting slows a step down, so the one that is counted is not timed.
 """

@@ -1,4 +1,4 @@
-"""One file, one JSON object a step."""
+"""JSON lines writer: one file, one object per step."""
 
 from __future__ import annotations
 

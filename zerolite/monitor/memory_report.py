@@ -1,4 +1,4 @@
-"""What an engine's memory holds now, item by item, and what the allocator says of the whole.
+"""Memory report of an engine, by item, beside the allocator's totals.
 
 Nothing is estimated: every part of the engine is asked for its tensors, and each storage among them counts once,
 whatever views there are of it. A parameter that is released has a storage of no bytes.

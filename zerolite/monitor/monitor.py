@@ -1,4 +1,4 @@
-"""All writers of a job behind one call, which never stops training."""
+"""`Monitor`: all writers of a job behind one call. A failing writer never stops training."""
 
 from __future__ import annotations
 

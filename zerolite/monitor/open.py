@@ -1,4 +1,4 @@
-"""The configuration's monitors, opened on rank 0."""
+"""Opening of the configured monitors on rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine writes to its monitors after every step."""
+"""Values that the engine writes to its monitors after every step."""
 
 from __future__ import annotations
 

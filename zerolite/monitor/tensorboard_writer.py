@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""TensorBoard writer."""
 
 from __future__ import annotations
 

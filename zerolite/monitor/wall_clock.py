@@ -1,4 +1,4 @@
-"""``wall_clock_breakdown``: where the time of a step goes, on this rank, without waiting for the device.
+"""``wall_clock_breakdown``: time of each phase of a step on this rank, without waiting for the device.
 
 Only what is measured is touched: methods of the pipeline and the reducer are wrapped, and hooks put on the module, when
 the engine is built. An engine without a breakdown has none of it.

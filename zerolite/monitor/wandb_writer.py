@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Weights & Biases writer."""
 
 from __future__ import annotations
 

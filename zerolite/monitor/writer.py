@@ -1,4 +1,4 @@
-"""What a monitor writes, and what writes it."""
+"""`Event` and the interface `Writer`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What rests in the host's memory or on disk: tiers, transfers, the swap file."""
+"""Offload: placement of states on the host or on disk, transfers, and the swap file."""

@@ -1,4 +1,4 @@
-"""Checksums of what was written to blocks of a file, for comparison when they are read again."""
+"""Checksums of blocks written to a file, verified when they are read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the config to the tiers of an engine."""
+"""Placement of an engine's states, derived from the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduced gradients that wait for the step off the device: on the host or on disk.
+"""Offloaded gradients: reduced gradients kept on the host or on disk until the step.
 
 They leave bucket by bucket while backward runs, as soon as they are reduced, and what the step must know of them all
 (their squares) is taken before. Sums over several backwards come back for the addition, so that it is done on the

@@ -1,4 +1,4 @@
-"""Brings shards that rest on the host or on disk to where a gather takes them from.
+"""Prefetch and staging of offloaded shards for all-gathers.
 
 What rests on disk is read into memory of the host first: ahead of the gather if somebody says in time that it will be
 needed (:meth:`ShardReader.ahead`), otherwise when the gather is launched. From there, and from what rests on the host,

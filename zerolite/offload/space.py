@@ -1,4 +1,4 @@
-"""Which parts of a file are taken: arithmetic, without a file."""
+"""Allocation of ranges in a file, without touching the file."""
 
 from __future__ import annotations
 

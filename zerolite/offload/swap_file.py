@@ -1,4 +1,4 @@
-"""One rank's file on a disk, in which flat tensors rest.
+"""Swap file of one rank on a disk, which holds flat tensors.
 
 The file has no name: nothing is left of it when the process ends, however it ends, and nobody can take it away. Its
 space is allocated before a tensor is handed out, so that a full disk shows at once and not in the middle of a step.

@@ -1,4 +1,4 @@
-"""Tiers: where a rank's shards rest between uses, on the device, in the host's memory or on disk.
+"""Placement of a rank's shards between uses: on the device, on the host or on disk.
 
 A tier hands out flat tensors. Wherever they rest they can be read and written as tensors, so that everything outside of
 the step (checkpoints, access by parameter) knows nothing of tiers: those of the disk are its file, mapped into memory,

@@ -1,4 +1,4 @@
-"""Copies between tiers, beside the work of device and host.
+"""Asynchronous copies between device, host and disk.
 
 Between device and host they run on two streams of their own, one for each direction, because the link carries both at
 once. To and from disk they are the file's asynchronous reads and writes; between disk and a device there is host memory

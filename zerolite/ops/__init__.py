@@ -1,4 +1,4 @@
-"""Kernels, and the operators of torch that they are."""
+"""Kernels, and the torch operators that run them."""
 
 from zerolite.ops import operators
 

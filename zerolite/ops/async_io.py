@@ -1,4 +1,4 @@
-"""Reads and writes of files beside other work: the op of csrc/aio, in Python's place where it cannot be built.
+"""Asynchronous file reads and writes: csrc/aio, or Python where that cannot be built.
 
 Nothing here is a collective, and nothing waits but what is called wait, close or stop. Threads may share an AsyncIO; a
 fork of the process may not use it.

@@ -1,4 +1,4 @@
-"""What one launch of a kernel works on, for every device alike."""
+"""Arguments of one kernel launch, equal for every device type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C interface of csrc/kernels.h, which the libraries for CPU and CUDA share."""
+"""C interface of csrc/kernels.h, shared by the CPU and CUDA libraries."""
 
 from __future__ import annotations
 

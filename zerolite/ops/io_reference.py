@@ -1,4 +1,4 @@
-"""Asynchronous I/O in plain Python: in the place of csrc/aio where that cannot be had, and what it is held against."""
+"""Asynchronous I/O in plain Python: fallback for csrc/aio, and its reference in tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of this process, loaded once per device type."""
+"""Kernels of this process, loaded once per device type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch: ``torch.ops.zerolite.adam_``, ``lion_``, ``adagrad_``, ``sgd_`` and ``squares_``.
+"""Kernels as torch operators: ``torch.ops.zerolite.adam_``, ``lion_``, ``adagrad_``, ``sgd_`` and ``squares_``.
 
 Each has a schema with its mutations, an implementation for tensors that exist, and one for fake tensors that checks the
 same things. They change their arguments and return nothing.

@@ -1,4 +1,4 @@
-"""The kernels in plain PyTorch: what runs where they cannot be built, and what the tests hold them against.
+"""Kernels in plain PyTorch: fallback where they cannot be built, and reference in tests.
 
 The operations are those of csrc/rules.h, which says why, and give the same bits on processors with FMA. They run on a
 stretch of elements at a time, so that temporaries stay small.

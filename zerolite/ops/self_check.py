@@ -1,4 +1,4 @@
-"""A comparison of kernels with their reference in PyTorch, before they are trusted with weights."""
+"""Comparison of compiled kernels with their PyTorch reference, before they update weights."""
 
 from __future__ import annotations
 

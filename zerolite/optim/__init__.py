@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedules by name, and whether our kernels update for them."""
+"""Optimizers and learning rate schedules by name, and the choice of update kernels."""
 
 from zerolite.optim.lion import Lion
 

@@ -1,4 +1,4 @@
-"""Whether this job updates with zerolite's kernels: the same answer on all ranks."""
+"""Choice between zerolite's update kernels and torch's optimizers, equal on all ranks."""
 
 from __future__ import annotations
 

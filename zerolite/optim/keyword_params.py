@@ -1,4 +1,4 @@
-"""Checks the `params` block of a configuration against the signature of the class it is meant for."""
+"""Check of a configuration's `params` block against the constructor that receives it."""
 
 from __future__ import annotations
 

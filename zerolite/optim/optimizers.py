@@ -1,4 +1,4 @@
-"""Optimizers by name, and which of them may be updated piece by piece."""
+"""Optimizers by name, and the check that an optimizer is elementwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers the kernels know, and how a param group becomes a row of scalars."""
+"""Optimizers with kernels, and their param groups as rows of scalars."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: a model's layers on several ranks, one after the other.
+"""Pipeline parallelism: consecutive layers of a model on different ranks.
 
-``PipelineModule`` and its specs are what users write. :mod:`zerolite.pipe.prepare` makes of a model the stage of one
-rank, and :mod:`zerolite.pipe.runner` runs steps of it, on the schedules of ``torch.distributed.pipelining``; neither is
-imported before there is a pipeline, since torch's part takes a while.
+``PipelineModule`` and its specs are for users. :mod:`zerolite.pipe.prepare` reduces a model to the stage of one rank,
+and :mod:`zerolite.pipe.runner` runs its steps on the schedules of ``torch.distributed.pipelining``. Neither is imported
+before there is a pipeline, because torch's part takes a while.
 """
 
 from zerolite.pipe.modules import LayerSpec, PipelineModule, TiedLayerSpec

@@ -1,4 +1,4 @@
-"""What crosses from one part of the model to the next."""
+"""Tensors that cross the boundary between two pipeline stages."""
 
 from __future__ import annotations
 

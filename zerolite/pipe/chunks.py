@@ -1,4 +1,4 @@
-"""A part of the model, of consecutive layers: what one stage of the pipeline computes for a micro-batch."""
+"""Chunk of consecutive layers: the computation of one pipeline stage for a micro-batch."""
 
 from __future__ import annotations
 

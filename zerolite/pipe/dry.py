@@ -1,4 +1,4 @@
-"""A stage whose messages go nowhere: what a plan runs, over a communicator that sends nothing."""
+"""Pipeline stage without messages, for dry runs."""
 
 from __future__ import annotations
 

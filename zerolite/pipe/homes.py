@@ -1,4 +1,4 @@
-"""Where parameters live: which parts of the model have them, and what becomes of those that live elsewhere."""
+"""Assignment of parameters to pipeline stages, and removal of those that belong to others."""
 
 from __future__ import annotations
 

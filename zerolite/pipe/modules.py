@@ -1,4 +1,4 @@
-"""Models that are written as a sequence of layers, each built only on the rank where it lives."""
+"""`PipelineModule`: models written as a sequence of layers, each built only on its own stage."""
 
 from __future__ import annotations
 

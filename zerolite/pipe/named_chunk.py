@@ -1,4 +1,4 @@
-"""The parts of a model that is divided at modules: see split.py."""
+"""Chunks of a model that is split at named modules: see split.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order the ranks of a pipeline compute, by torch's schedules, without processes."""
+"""Order of computations in torch's pipeline schedules, found without processes."""
 
 from __future__ import annotations
 

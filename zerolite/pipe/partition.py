@@ -1,4 +1,4 @@
-"""Which layers belong to which part of the model. Pure: standard library only.
+"""Partition of layers into pipeline stages. Standard library only.
 
 A partition of n layers into p parts is p + 1 ascending numbers, from 0 to n: part i has the layers from the i-th number
 up to the next one, at least one.

@@ -1,4 +1,4 @@
-"""A whole model to the stage of one rank: which layers live here, whose parameters they share, and the rest dropped."""
+"""Reduction of a whole model to this rank's pipeline stage, including tied parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each layer takes: for partition_method "profile"."""
+"""Measured time of each layer, for partition_method "profile"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of a pipeline: micro-batches from an iterator through the stages, and the loss on every rank."""
+"""Training and evaluation steps of a pipeline, with the loss on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model run without values: which tensors depend on which parameters, and what its modules give.
+"""Run of a model on fake tensors that records parameter dependencies and output shapes of modules.
 
 The whole model's own forward runs on fake tensors, which have shapes and no memory. A label travels from every
 parameter into all that is computed from it, through views, detached and integer tensors alike.

@@ -1,4 +1,4 @@
-"""A model that is no sequence of layers, divided at modules of its own. Nothing is traced: every part runs its forward.
+"""Split of a model at named modules, without tracing: every stage runs the model's own forward.
 
 A part begins with a module, and ends where the next one's is called. Each rank calls the model with the micro-batch's
 own inputs. Until the forward reaches the module that begins its part, modules with parameters are left out and give

@@ -1,4 +1,4 @@
-"""The stages that torch's pipeline schedules drive. Everything here that is private in torch stays here.
+"""Stages for torch's pipeline schedules. All uses of torch's private pipeline interfaces stay here.
 
 A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is ours: it
 holds an activation no longer than its backward needs it, takes micro-batches from a list, learns shapes from the

@@ -1,4 +1,4 @@
-"""The plan: what a job needs, found by running the engine on tensors without memory.
+"""The plan: memory and traffic of a job, found by running the engine on tensors without memory.
 
     plan = zerolite.plan(build_model, "zero3.json", world_size=64)
     print(plan.peak.bytes, plan.states)

@@ -1,4 +1,4 @@
-"""What to try where a job does not fit: only what the numbers of its plan bear out."""
+"""Advice for jobs that do not fit, limited to what the plan's numbers support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memory a process may still take."""
+"""Free memory of this process's device and host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[pure] How long the ranks of a pipeline wait: their order of computations, played with a clock."""
+"""Idle time of pipeline ranks, simulated from their order of computations. Standard library only."""
 
 from __future__ import annotations
 

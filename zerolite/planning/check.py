@@ -1,4 +1,4 @@
-"""`zerolite plan --check`: a real job on this machine, measured, beside what was planned for it.
+"""`zerolite plan --check`: measure a real job on this machine beside its plan.
 
 The job's processes are started by zerolite's own launcher and run this module, one rank each.
 """

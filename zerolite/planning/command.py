@@ -1,4 +1,4 @@
-"""`zerolite plan`: memory and traffic of a job, before a device is rented for it."""
+"""`zerolite plan`: memory and traffic of a job before a device is rented for it."""
 
 from __future__ import annotations
 

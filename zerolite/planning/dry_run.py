@@ -1,4 +1,4 @@
-"""One rank of a job, run on tensors without memory: the engine as it is, and what it did."""
+"""Dry run of one rank: the real engine on tensors without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model does that a plan cannot follow, in sentences."""
+"""Error messages of a dry run: model behaviour that it cannot follow, and refusals of the engine."""
 
 from __future__ import annotations
 

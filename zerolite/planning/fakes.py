@@ -1,4 +1,4 @@
-"""Real tensors, and those on the meta device, to tensors without memory on the CPU."""
+"""Conversion of real and meta tensors to fake CPU tensors."""
 
 from __future__ import annotations
 

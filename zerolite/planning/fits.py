@@ -1,4 +1,4 @@
-"""At ``zerolite.initialize``: whether the job fits this device, and the stage where the config leaves it open."""
+"""Memory check at ``zerolite.initialize``, and choice of the stage where the config says "auto"."""
 
 from __future__ import annotations
 

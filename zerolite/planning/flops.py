@@ -1,4 +1,4 @@
-"""FLOPs of a step, as a plan tells them, and how those of a pipeline are counted: no engine's call is its forward."""
+"""FLOPs of a planned step, with those of recomputation counted apart."""
 
 from __future__ import annotations
 

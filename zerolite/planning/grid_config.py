@@ -1,4 +1,4 @@
-"""The grid of ranks that a config asks for."""
+"""Grid of ranks that a config requests."""
 
 from __future__ import annotations
 

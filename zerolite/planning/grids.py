@@ -1,4 +1,4 @@
-"""Which grid of ranks suits a model and a cluster: those that fit, ranked by an estimate of a step's time."""
+"""Ranking of grids of ranks for a model and a cluster by estimated step time."""
 
 from __future__ import annotations
 

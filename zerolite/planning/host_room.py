@@ -1,4 +1,4 @@
-"""Whether what is kept off the device fits into the memory and onto the disks of this rank's host."""
+"""Check that offloaded states fit into this host's memory and disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects by the name that a command line gives them: `package.module:name`."""
+"""Import of objects by the name given on a command line: `package.module:name`."""
 
 from __future__ import annotations
 

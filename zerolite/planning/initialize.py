@@ -1,4 +1,4 @@
-"""``zerolite.initialize``: where this process stands, whether the job fits, then the engine."""
+"""``zerolite.initialize``: set up communication, check that the job fits, build the engine."""
 
 from __future__ import annotations
 

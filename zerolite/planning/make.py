@@ -1,4 +1,4 @@
-"""From a model, a config and a number of ranks to a :class:`~zerolite.planning.result.Plan`."""
+"""`plan` and `compare`: from model, config and number of ranks to a :class:`~zerolite.planning.result.Plan`."""
 
 from __future__ import annotations
 

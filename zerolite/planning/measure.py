@@ -1,4 +1,4 @@
-"""What real steps of a real engine need, measured: the other side of a plan."""
+"""Measured memory and traffic of real steps, for comparison with a plan."""
 
 from __future__ import annotations
 

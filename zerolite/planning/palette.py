@@ -1,4 +1,4 @@
-"""How the items of memory look, in a terminal and in a picture."""
+"""Colours and letters of memory items, in a picture and in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan, or several side by side, as a PNG."""
+"""Picture of one plan or several, as a PNG."""
 
 from __future__ import annotations
 

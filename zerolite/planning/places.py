@@ -1,4 +1,4 @@
-"""[pure] Which ranks of a grid stand beside each other, and which of them are on other nodes."""
+"""Placement of a grid's ranks on nodes. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan, or several side by side, as text for a terminal."""
+"""Text report of one plan or several, for a terminal."""
 
 from __future__ import annotations
 

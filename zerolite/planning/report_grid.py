@@ -1,4 +1,4 @@
-"""What a plan says of grids of ranks, as text: stages of a pipeline, and grids side by side."""
+"""Text report of grids of ranks: pipeline stages, and grids side by side."""
 
 from __future__ import annotations
 

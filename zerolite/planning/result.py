@@ -1,4 +1,4 @@
-"""What a plan says: memory of one rank by item, its course through a step, traffic, and whether it fits."""
+"""Result of a plan: memory of one rank by item and over a step, traffic, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings that a comparison plans: stages, sizes of buckets and of the prefetch, and what rests off the device."""
+"""Settings that a comparison plans: stages, bucket sizes, prefetch sizes and offload."""
 
 from __future__ import annotations
 

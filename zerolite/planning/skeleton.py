@@ -1,4 +1,4 @@
-"""A model's structure without its memory: what a dry run at ``zerolite.initialize`` works on."""
+"""Copy of a live model without its memory, for the dry run at ``zerolite.initialize``."""
 
 from __future__ import annotations
 

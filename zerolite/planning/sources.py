@@ -1,4 +1,4 @@
-"""What a plan is made of, by the names that a command line gives: models, batches, losses."""
+"""Models, batches and losses by the names given on a command line."""
 
 from __future__ import annotations
 

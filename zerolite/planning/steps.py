@@ -1,4 +1,4 @@
-"""One step of training, as a plan runs it and as a measurement of a real run does."""
+"""One training step, shared by dry runs and measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables, bars and charts of characters, for whatever the output can show."""
+"""Tables, bars and charts of characters for a terminal."""
 
 from __future__ import annotations
 

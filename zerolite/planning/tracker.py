@@ -1,4 +1,4 @@
-"""Counts the memory of tensors, by item and over time, while a dry run executes."""
+"""Memory tracker of a dry run: bytes by item and over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[pure] Logical collectives of one step to bytes by kind and dimension, within nodes and between them."""
+"""Bytes sent in a step by kind and dimension, within nodes and between them. Standard library only."""
 
 from __future__ import annotations
 

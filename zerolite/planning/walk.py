@@ -1,4 +1,4 @@
-"""A forward for models without a batch: every module in turn, every parameter once."""
+"""Forward without a batch: visit every module and use every parameter once."""
 
 from __future__ import annotations
 

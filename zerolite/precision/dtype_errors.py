@@ -1,4 +1,4 @@
-"""Torch's errors about dtypes in a 16-bit model, with the module and the remedies behind them."""
+"""Explanations for torch's dtype errors in 16-bit models, with module and remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dtypes of parameters, inputs and outputs, and where the loss scale enters the graph."""
+"""Dtypes of parameters, inputs and outputs, and the loss scale in the autograd graph."""
 
 from __future__ import annotations
 

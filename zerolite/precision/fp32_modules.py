@@ -1,5 +1,4 @@
-"""Modules that stay in fp32 while the rest of the model computes in 16 bits: which they are, and the casts around
-them."""
+"""Modules that stay in fp32 in a 16-bit model, and the casts around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training, as a small state machine.
+"""Loss scale of fp16 training, as a small state machine.
 
 The loss is multiplied by the scale before backward, so that small gradients do not vanish in fp16. A gradient that
 overflows costs one skipped step and a smaller scale; a long run of good steps earns a larger one. This module knows

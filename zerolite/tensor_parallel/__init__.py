@@ -1,6 +1,6 @@
-"""Tensor parallelism: layers of which each rank of a group holds a part, for the same batch.
+"""Tensor parallelism: layers whose weights are sharded over the ranks of a group.
 
-:func:`apply` cuts a model that is written without it; the layers can also be used directly.
+:func:`apply` shards a model that is written without it; the layers can also be used directly.
 """
 
 from zerolite.comm import Communicator, create_communicator, create_topology, init_distributed, local_rank

@@ -1,4 +1,4 @@
-"""The plan of a model that nobody has written one for: its own, or what its structure says."""
+"""Automatic tensor-parallel plan: the model's own, or one derived from its structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy over logits of which each rank has those of a part of the vocabulary (Shoeybi et al., 2019, section 3).
+"""Vocabulary-parallel cross entropy (Shoeybi et al., 2019, section 3).
 
 Only numbers for each token travel: the largest logit, then the sum of exponentials and the target's logit.
 """

@@ -1,6 +1,6 @@
-"""What a rank holds of a parameter that tensor parallelism has cut, and what it must sum with others.
+"""Tensor-parallel shard of a parameter: its ranges in the full tensor, and sums over other ranks.
 
-Whoever cuts (zerolite.tensor_parallel, zerolite.pipe) writes it down here; whoever saves, counts or sums reads it.
+:mod:`zerolite.tensor_parallel` and :mod:`zerolite.pipe` attach it; checkpoints, norm and state dicts read it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cuts a model over the ranks of a tensor group."""
+"""`apply`: shard a model over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 

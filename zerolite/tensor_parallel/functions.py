@@ -1,4 +1,4 @@
-"""The edges between what all tensor ranks have whole and what each has a part of, as autograd functions.
+"""Autograd functions between replicated and sharded activations.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3, names the first pair f and g; Korthikanti et al., "Reducing activation
 recomputation" (2022), the pairs along the sequence. What is the forward of one is the backward of its partner:

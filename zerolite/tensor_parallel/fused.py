@@ -1,4 +1,4 @@
-"""Columns that are several layers in one: in which parts they are cut."""
+"""Fused column-parallel layers (such as query, key and value in one): ranges of their shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of which each tensor rank holds a part.
+"""Tensor-parallel layers.
 
 Every class is made in one of two ways: by its constructor, or by :func:`cut_column` and its siblings from a layer that
 exists, which changes its class and stays the same object with the same Parameter objects, hooks and place in its model.

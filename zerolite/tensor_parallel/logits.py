@@ -1,6 +1,7 @@
-"""Logits of which each rank has those of a part of the vocabulary, as a tensor that has them all.
+"""Vocabulary-parallel logits: a sharded tensor that behaves like the full one.
 
-What needs every logit of a token gathers them first; what does not works on the part: see :class:`VocabParallelLogits`.
+An operation that needs every logit of a token gathers them first; other operations work on the shard: see
+:class:`VocabParallelLogits`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which layers of a model a plan cuts: checked, before anything is changed."""
+"""Match of a plan's patterns to a model's layers, checked before anything changes."""
 
 from __future__ import annotations
 

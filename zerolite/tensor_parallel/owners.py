@@ -1,4 +1,4 @@
-"""Columns with their rows: the modules whose forward goes from one to the other, and what these know of sizes."""
+"""Pairs of column- and row-parallel layers, the modules between them, and the sizes these modules store."""
 
 from __future__ import annotations
 

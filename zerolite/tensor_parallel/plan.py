@@ -1,4 +1,4 @@
-"""Patterns of module names, and the styles in which what they match is cut.
+"""Tensor-parallel plan: patterns of module names and styles of sharding.
 
 A pattern is a module's name in which ``*`` as a whole part stands for one or more parts, and within a part for any
 characters: ``blocks.*.mlp.up``, ``model.layers.*.self_attn.*_proj``. Where several match, the one with most literal

@@ -1,4 +1,4 @@
-"""What is different between a column-parallel layer and its row-parallel layer, where each rank works on its part.
+"""Random numbers and sizes between a column-parallel layer and its row-parallel layer.
 
 Random numbers: outside all ranks of a tensor group have the same generator state, as what they compute is the same.
 Inside, each has numbers of its own, seeded by one that all draw from the common state and by the rank. So a region that

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between cut layers each rank has a part of the sequence (Korthikanti et al., 2022).
+"""Sequence parallelism: shards of the sequence between tensor-parallel layers (Korthikanti et al., 2022).
 
     block        norm      column          attention     row                 dropout, residual      next block
     each rank    a part    all_gather >    its heads     > reduce_scatter    a part                 a part

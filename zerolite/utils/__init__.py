@@ -1,1 +1,1 @@
-"""What every other layer may use: the device, memory, sizes, addresses, hooks."""
+"""Utilities for every layer: device, memory, sizes, addresses, hooks."""

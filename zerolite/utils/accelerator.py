@@ -1,4 +1,4 @@
-"""The device of this process, and the one door through which tensors are read on the host.
+"""Device of this process, and the only functions that read tensors on the host.
 
 Every ``.item()`` of the project is here, so that a step's synchronisations can be counted, and a dry run on fake
 tensors has a single place to answer from.

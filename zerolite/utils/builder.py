@@ -1,4 +1,4 @@
-"""`op_builder`, which builds the kernels: `zerolite.op_builder` of a wheel, or `op_builder/` of a checkout.
+"""Import of `op_builder`: `zerolite.op_builder` of a wheel, or `op_builder/` of a checkout.
 
 A checkout's is found by its place beside the package and not through `sys.path`, on which an `op_builder` of another
 project or of another checkout might come first.

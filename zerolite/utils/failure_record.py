@@ -1,4 +1,4 @@
-"""Why a rank failed, left in a file for whoever started it: the format of torch's elastic agent, with more in it.
+"""Error file of a failed rank, in an extended format of torch's elastic agent.
 
 Needs the standard library alone, so that it works before and without torch.
 """

@@ -1,4 +1,4 @@
-"""How the processes of a job listen on the network, and the secret by which they know each other. Needs no torch.
+"""Listening addresses and shared secret of a job's processes. Needs no torch.
 
 The stores of torch.distributed would listen on all addresses, and know nothing of secrets.
 """

@@ -1,7 +1,7 @@
-"""Whose memory a tensor is: the parts of the engine say what they allocate, and whoever counts memory listens.
+"""Tags that say which item of memory (parameters, gradients, ...) a tensor belongs to.
 
-Nothing is recorded unless somebody listens, so a part may name its memory wherever it allocates; but for memory that
-rests off the device, which nothing else tells apart where the device is the CPU.
+Nothing is recorded unless a tracker listens, so a component may tag its memory wherever it allocates. The exception is
+offloaded memory, which nothing else tells apart where the device is the CPU.
 """
 
 from __future__ import annotations

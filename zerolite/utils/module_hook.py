@@ -1,4 +1,4 @@
-"""Hooks that an engine puts on a user's modules, and that copies of those modules do without."""
+"""Hooks that an engine registers on a user's modules; copies of the modules drop them."""
 
 from __future__ import annotations
 

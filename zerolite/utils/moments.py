@@ -1,4 +1,4 @@
-"""Moments in the course of the device, read without waiting for it."""
+"""Timestamps on the device, read without waiting for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host that devices and disks can reach directly: page-aligned, in huge pages, registered with CUDA."""
+"""Pinned host memory: page-aligned, in huge pages, registered with CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine offers a job: CUDA devices and processor cores, found without importing torch."""
+"""CUDA devices and processor cores of this machine, found without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of 32 bits and the 16-bit ones that they were rounded to."""
+"""Relation between 32-bit values and their 16-bit roundings."""
 
 from __future__ import annotations
 

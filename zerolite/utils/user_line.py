@@ -1,4 +1,4 @@
-"""A warning at the user's line that an innocent expression is a collective, once per line."""
+"""Warning at the user's line that an expression runs a collective, once per line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ZeRO: the partition, the step, and, under DeepSpeed's names, stage 3 from the user's side.
+"""ZeRO, stages 0 to 3: layout, gradient reduction, sharded optimizer, the step, and partitioned parameters.
 
-``Init`` builds a model partitioned; ``GatheredParameters`` makes parameters whole for a while;
-``register_external_parameter`` tells of a parameter that a module uses without owning it.
+For users: ``Init`` builds a model partitioned, ``GatheredParameters`` makes parameters whole for a while, and
+``register_external_parameter`` declares a parameter that a module uses without owning it.
 
 These names are loaded on first use: the layout and the schedules need no torch.
 """

@@ -1,7 +1,7 @@
-"""Windows of micro-batches: which backward closes one, and how much of one has been filled.
+"""Gradient accumulation: count of micro-batches, and the backward that completes a step.
 
-Pure: standard library only. A *window* is what one optimizer step consumes. All counters change by the same calls
-on every rank, so their answers may decide which collectives run.
+Pure: standard library only. A *window* is the micro-batches of one optimizer step. All counters change by the same
+calls on every rank, so their answers may decide which collectives run.
 """
 
 from __future__ import annotations

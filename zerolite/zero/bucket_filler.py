@@ -1,4 +1,4 @@
-"""Many small gradients into one bucket with few calls: on a fast device the calls cost more than the bytes."""
+"""Batched copies of small gradients into a bucket: on a fast device the calls cost more than the bytes."""
 
 from __future__ import annotations
 

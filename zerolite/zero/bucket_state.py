@@ -1,4 +1,4 @@
-"""What a bucket of gradients holds, and how it is to be reduced."""
+"""State of one gradient bucket between hook and reduction."""
 
 from __future__ import annotations
 

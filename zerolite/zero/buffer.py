@@ -1,4 +1,4 @@
-"""Flat storage by bucket: the compute parameters, and the master weights that the optimizer updates."""
+"""Flat storage by bucket, for compute parameters and for master weights."""
 
 from __future__ import annotations
 

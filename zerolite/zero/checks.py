@@ -1,4 +1,4 @@
-"""Checks that a step may carry beside its gradients, by the interfaces through which it calls them."""
+"""Interface of the checks that may ride on a step's statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine tells ranks whose batches have run out, so that they take their part in every collective."""
+"""Operations announced inside `engine.join()`, so that ranks without data can match every collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates by our own kernels: states flat by bucket, all buckets of the same dtypes in one launch."""
+"""Updates by zerolite's kernels: states flat by bucket, one launch for all buckets of the same dtypes."""
 
 from __future__ import annotations
 

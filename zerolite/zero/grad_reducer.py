@@ -1,4 +1,4 @@
-"""Gradients into buckets, buckets to their owners, while backward still runs.
+"""Gradient reducer: copy gradients into buckets and reduce the buckets while backward runs.
 
 Every trainable parameter has a hook that fires when its gradient has been accumulated. The hook moves the gradient
 into its bucket and marks it ready. A backward is one *pass* over the buckets; a reducing pass reduces every bucket

@@ -1,4 +1,4 @@
-"""Norm, finiteness and use of the gradients of one step, in one small all-reduce."""
+"""Gradient norm, overflow flag and used-parameter flags of one step, in one small all-reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user does to ``p.grad``, brought to the reduced gradients and to statistics that have been collected."""
+"""Changes that the user makes to ``p.grad``, applied to reduced gradients and statistics."""
 
 from __future__ import annotations
 

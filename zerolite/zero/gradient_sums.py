@@ -1,5 +1,4 @@
-"""Gradients that ranks share which are no data ranks: weights that two pipeline stages have, and those of which each
-tensor rank has seen a part of the sequence.
+"""All-reduce of gradients shared by model-parallel ranks: tied weights and sequence-parallel weights.
 
 They are summed once a step, when the data ranks have reduced them: what a rank then owns of such a parameter, all ranks
 of its group own, so the sum is one all-reduce over that.

@@ -1,4 +1,4 @@
-"""What hooks of the user's own see in ``p.grad`` during a backward: this rank's sum since the last step."""
+"""Local gradient sums that user hooks see in ``p.grad`` during a backward."""
 
 from __future__ import annotations
 

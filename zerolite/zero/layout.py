@@ -1,4 +1,4 @@
-"""The partition, in plain integers: which element of which parameter rests on which rank.
+"""Partition layout: buckets, slots and shards, in plain integers.
 
 Pure: standard library only. Everything that is flat is indexed by a :class:`PartitionLayout`: compute parameters,
 gradients, master weights and every optimizer state.

@@ -1,4 +1,4 @@
-"""The mapping in ``optimizer.state`` while an engine keeps the states."""
+"""Guard of ``optimizer.state``: read shards, refuse changes."""
 
 from __future__ import annotations
 

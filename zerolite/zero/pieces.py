@@ -1,4 +1,4 @@
-"""What a rank updates of each parameter, and the two ways to update it share."""
+"""Optimizer shards of parameters, and the interface of the two update methods."""
 
 from __future__ import annotations
 

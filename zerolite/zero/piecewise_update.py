@@ -1,4 +1,4 @@
-"""Updates by any torch optimizer, whose parameters are the pieces."""
+"""Updates by any torch optimizer, whose parameters are the optimizer shards."""
 
 from __future__ import annotations
 

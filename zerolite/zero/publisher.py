@@ -1,5 +1,4 @@
-"""Master weights to compute parameters on every rank, overlapped with the rest of the step and, if asked, with the
-next forward."""
+"""All-gather of updated parameters, overlapped with the step and optionally with the next forward."""
 
 from __future__ import annotations
 

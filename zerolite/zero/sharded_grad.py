@@ -1,4 +1,4 @@
-"""The tensor that stands in ``p.grad`` between backward and step: the averaged gradient of the joint batch.
+"""`ShardedGradient`: the tensor in ``p.grad`` between backward and step, the mean gradient of the joint batch.
 
 It has the parameter's shape and no memory of its own: it refers to the part of the reduced gradient that this rank
 owns. At stage 0 that is the whole gradient. An operation runs

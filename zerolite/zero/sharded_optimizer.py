@@ -1,5 +1,4 @@
-"""Any torch optimizer over what this rank owns, looking to the outside like an optimizer over the model's
-parameters."""
+"""`engine.optimizer`: any torch optimizer over this rank's shards, with the interface of one over the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients that ``p.grad`` shows, and what the user has made of them."""
+"""Gradients shown in ``p.grad`` for all parameters, and detection of the user's changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sub-groups: what of the shards is updated at once. Standard library only."""
+"""Sub-groups: ranges of the shards that are updated at once. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of ZeRO as data: where each kind of state rests between uses (Rajbhandari et al., 2020, section 5)."""
+"""ZeRO stages as data: where each kind of state is kept between uses (Rajbhandari et al., 2020, section 5)."""
 
 from __future__ import annotations
 

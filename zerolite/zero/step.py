@@ -1,4 +1,4 @@
-"""The step pipeline: the one place that knows in which order a step happens, for all stages and precisions.
+"""The step pipeline: one order of phases for all stages and precisions.
 
 reduce → stats → clip → update (→ publish, bucket by bucket) → loss scale. The scale of a window is captured at its
 first backward, before anything can change it, and the loss scaler is told the outcome last.

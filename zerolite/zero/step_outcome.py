@@ -1,4 +1,4 @@
-"""What has become of the steps so far: counted, equal on all ranks, and said in sentences."""
+"""Outcome of steps: counters equal on all ranks, and messages about skips."""
 
 from __future__ import annotations
 

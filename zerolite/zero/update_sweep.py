@@ -1,4 +1,4 @@
-"""The update of everything that a rank owns, whatever tier it rests at.
+"""Update of everything that a rank owns, with offloaded tensors staged in and written back.
 
 What the update reaches where it rests is updated there: on the device, buckets of one kind in one launch. The rest goes
 by sub-groups, each of them in three stages that overlap: its masters, states, gradients and compute parameters come

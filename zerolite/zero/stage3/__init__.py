@@ -1,1 +1,1 @@
-"""Stage 3: parameters of which each rank holds a part, gathered around their uses."""
+"""Stage 3: partitioned parameters, gathered around their uses."""

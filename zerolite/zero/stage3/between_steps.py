@@ -1,4 +1,4 @@
-"""Code between steps that uses partitioned parameters: ``p.norm()``, an average of weights, ``model.state_dict()``.
+"""Operations on partitioned parameters between steps: ``p.norm()``, averaged weights, ``model.state_dict()``.
 
 The parameters among an operation's arguments are gathered for it, into memory of their own, and released after it, on
 all ranks. What it returns may share that memory (``p.data``, ``p.detach()``, ``p[0]``): that is a :class:`WholeValues`,

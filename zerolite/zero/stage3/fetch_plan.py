@@ -1,5 +1,6 @@
-"""The plan of a step of stage 3: from a trace of events to an answer for each. Standard library only; the words are
-those of fetch_schedule.py.
+"""Plan of a stage 3 step: from the trace of events to an answer for each. Standard library only.
+
+The words are those of fetch_schedule.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

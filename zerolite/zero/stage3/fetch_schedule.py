@@ -1,5 +1,4 @@
-"""What stage 3 reads, gathers, prefetches and releases, decided from ids and element counts alone. Standard library
-only.
+"""Schedule of gathers, prefetches and releases at stage 3, from ids and element counts. Standard library only.
 
 A *unit* is a module (or a subtree) with its parameters; a *use* is one execution of one unit, forward or backward; a
 *trace* is the events of a step in order: ENTER unit, LEAVE unit. The first step of a kind ("train", "eval", ...) is

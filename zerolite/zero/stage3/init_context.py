@@ -1,4 +1,4 @@
-"""``zero.Init``: building a model whose parameters never exist whole all at once."""
+"""``zero.Init``: build a model whose parameters are partitioned as they are created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When stage 3 reduces a bucket: at the end of a unit's backward, a moment that all ranks see in the same order.
+"""Launch points of stage 3's gradient reductions: ends of module backwards, equal on all ranks.
 
 Pure: standard library only. A bucket launched when *its own gradients* are there would be launched at different moments
 where ranks use different parameters, between different gathers: then rank 0 could wait for a reduction that rank 1

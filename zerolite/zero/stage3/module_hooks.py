@@ -1,5 +1,7 @@
-"""Turns the events of modules into enter and leave, and finds parameters that are used outside their module. What a
-unit is: see units.py."""
+"""Module hooks that report enter and leave, and detect parameters used outside their module.
+
+What a unit is: see units.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitioning from the user's side: ``zero.Init``, ``zero.GatheredParameters``, external parameters."""
+"""User interface of partitioning: ``zero.GatheredParameters``, external parameters, partitioning a model."""
 
 from __future__ import annotations
 

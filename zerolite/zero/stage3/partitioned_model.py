@@ -1,4 +1,4 @@
-"""Stage 3, composed: a model's parameters partitioned, grouped in units, and gathered around their uses."""
+"""Stage 3 model: partitioned parameters, their units, hooks and coordinator in one object."""
 
 from __future__ import annotations
 

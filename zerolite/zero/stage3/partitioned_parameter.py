@@ -1,4 +1,4 @@
-"""One parameter of which every rank holds an equal part: partition, gather, release.
+"""One partitioned parameter: shard, gather, release.
 
 A parameter's whole values live in one tensor, ``full``, that stays and whose *storage* is resized: to its length when
 the parameter is gathered, to nothing when it is released (where a user may have taken aliases, those keep the old

@@ -1,4 +1,4 @@
-"""Reads of a parameter that ask for no values, told by the source that reads it. Standard library only.
+"""Recognition of parameter reads that need no values, from the source line. Standard library only.
 
 ``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs none of its values. Whether a use follows could be
 seen at run time, too, but perhaps differently on each rank, and all ranks must gather the same. The source is the same.

@@ -1,4 +1,4 @@
-"""What a partitioned parameter is while its whole values are not here."""
+"""Class of a partitioned parameter while it is released."""
 
 from __future__ import annotations
 

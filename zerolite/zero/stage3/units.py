@@ -1,4 +1,4 @@
-"""Units of stage 3: which modules are gathered, released and reduced as one.
+"""Units of stage 3: modules whose parameters are gathered, released and reduced as one.
 
 A unit is a module that owns partitioned parameters, or a whole subtree: a repeated block, a subtree that is too small
 to be worth several collectives, a compiled one, or one that the user names (:func:`plan_units`).
