@@ -90,6 +90,7 @@ test-all: $(ALL_INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m zerolite.config.reference
+	$(BIN)/python docs/files.py
 
 bench: $(BENCH_INSTALLED)
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)

@@ -1,4 +1,4 @@
-"""The exception that the checkpoint package raises for faulty files."""
+"""The exception that the checkpoint package raises for faulty checkpoints and unusable directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan` and `compare`: from model, config and number of ranks to a :class:`~zerolite.planning.result.Plan`."""
+"""`plan` and `compare`: from a model, a config and a number of ranks to a `Plan`."""
 
 from __future__ import annotations
 

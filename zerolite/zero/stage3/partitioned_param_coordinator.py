@@ -1,4 +1,4 @@
-"""Parameter coordinator: executes :class:`FetchSchedule` with gathers, waits and releases.
+"""Parameter coordinator: executes the `FetchSchedule` with gathers, waits and releases.
 
 Modules' hooks report the uses of *units* (a module, or a subtree gathered as one). A forward use lasts from the
 module's pre-forward hook to its forward hook. A backward use begins when a gradient reaches one of the outputs; it
