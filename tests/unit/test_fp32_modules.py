@@ -10,17 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zerolite.config import ConfigError
-from zerolite.precision.dtypes import Precision, map_tensors
+from zerolite.precision.dtypes import Precision
 from zerolite.precision.fp32_modules import Fp32Modules
+from zerolite.utils.nested import find_tensors
 
 HALVES = [torch.bfloat16, torch.float16]
-
-
-def tensors_of(value):
-    """The tensors in ``value``, as objects."""
-    found = []
-    map_tensors(lambda t: found.append(t) or t, value)
-    return found
 
 
 class Block(nn.Module):
@@ -68,7 +62,7 @@ class Seen(nn.Module):
         self.dtypes = []
 
     def forward(self, *args, **kwargs):
-        self.dtypes = [t.dtype for t in tensors_of((args, kwargs))]
+        self.dtypes = [t.dtype for t in find_tensors((args, kwargs))]
         if self.answer is not None:
             return self.answer(self, *args, **kwargs)
         return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
@@ -152,7 +146,7 @@ def test_outputs_come_back_as_inputs_came(half):
     ):
         out = model["m"](*args, **kwargs)
         assert seen.dtypes == came
-        assert [t.dtype for t in tensors_of(out)] == [back, torch.int64, torch.float64]
+        assert [t.dtype for t in find_tensors(out)] == [back, torch.int64, torch.float64]
 
 
 def test_the_arithmetic_is_that_of_casts_by_hand():

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from zerolite.precision.dtypes import GraphBoundary, Precision, map_tensors
+from zerolite.precision.dtypes import GraphBoundary, Precision
+from zerolite.utils.nested import find_in_objects, find_tensors, map_tensors, named_leaves
 
 Pair = collections.namedtuple("Pair", "a b")
 HALVES = [torch.bfloat16, torch.float16]
@@ -106,8 +107,7 @@ def test_map_tensors_reaches_every_depth_and_keeps_types():
     value["c"] = Config(k=torch.ones(1), n=5)
     value["od"] = collections.OrderedDict(a=torch.ones(1))
     result = map_tensors(lambda t: t * 2, value)
-    found = []
-    map_tensors(lambda t: found.append(t) or t, result)
+    found = find_tensors(result)
     assert len(found) == 7 and all((t == 2).all() for t in found)
     assert isinstance(result["p"], Pair) and isinstance(result["o"], Output) and isinstance(result["c"], Config)
     assert isinstance(result["od"], collections.OrderedDict) and result["c"]["n"] == 5
@@ -117,13 +117,6 @@ def test_map_tensors_reaches_every_depth_and_keeps_types():
 def test_map_tensors_returns_the_same_object_where_nothing_changes():
     for value in ({"a": [1, "b"]}, Pair(1, 2), Output(torch.ones(1)), [torch.ones(1)], None, 5, object()):
         assert map_tensors(lambda t: t, value) is value
-
-
-def same_tensors(value):
-    """The tensors in ``value``, as objects."""
-    found = []
-    map_tensors(lambda t: found.append(t) or t, value)
-    return found
 
 
 INPUTS = {
@@ -145,16 +138,38 @@ INPUTS = {
 }
 
 
+@pytest.mark.parametrize("kind", INPUTS)
+def test_all_walks_meet_the_same_tensors_in_the_same_order(kind):
+    value = {"nested": [INPUTS[kind](), slice(0, 1), {}], "after": nn.Parameter(torch.ones(1))}
+    met = []
+    map_tensors(lambda t: met.append(t) or t, value)
+    leaves = named_leaves(value)
+    assert len(met) >= 2 and len(dict(leaves)) == len(leaves)
+    for found in (find_tensors(value), [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]):
+        assert list(map(id, found)) == list(map(id, met))
+    assert set(map(id, find_in_objects(value))) >= set(map(id, met))
+    assert list(map(id, find_tensors(value, nn.Parameter))) == [id(value["after"])]
+    assert leaves[-1] == ("after", value["after"]) and ("nested.2", {}) in leaves
+
+
+def test_tensors_of_objects_that_refer_to_each_other_are_found():
+    one, other = Custom(), Custom()
+    one.other, other.other, other.several = other, one, {torch.ones(1)}
+    found = {id(tensor) for tensor in find_in_objects([one, None, nn.Linear(1, 1)])}
+    assert found == {id(one.tensor), id(other.tensor), *map(id, other.several)}
+    assert find_tensors([one, other]) == []
+
+
 @pytest.mark.parametrize("compute", HALVES)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_inputs_of_any_shape_are_cast_and_never_changed(kind, compute):
     precision = Precision(compute=compute, separate_masters=True)
     value = INPUTS[kind]()
-    before = same_tensors(value)
+    before = find_tensors(value)
     result = precision.cast({"nested": [value]})["nested"][0]
     assert type(result) is type(value) and result is not value
-    assert all(new is old for new, old in zip(same_tensors(value), before, strict=True)), "the user's own is untouched"
-    after = same_tensors(result)
+    assert all(new is old for new, old in zip(find_tensors(value), before, strict=True)), "the user's own is untouched"
+    after = find_tensors(result)
     assert [t.dtype for t in after] == [compute if t.is_floating_point() else t.dtype for t in before]
     assert all(new is old for new, old in zip(after, before, strict=True) if not old.is_floating_point())
     for attribute in ("_encodings", "source", "default_factory"):
@@ -228,12 +243,6 @@ def test_outputs_come_back_in_fp32_and_watched():
     assert begun and torch.equal(w.grad, torch.full((3,), 2.0))
 
 
-def leaves(value):
-    found = []
-    map_tensors(lambda t: found.append(t) or t, value)
-    return found
-
-
 @pytest.mark.parametrize(
     "pack",
     [
@@ -250,7 +259,7 @@ def test_beside_a_loss_outputs_keep_their_dtype(pack, loss_dtype):
     outputs = pack(logits.mean().to(loss_dtype), logits)
     kept, widened = {}, torch.promote_types(loss_dtype, torch.float32)
     for option in (None, True, False):
-        found = leaves(boundary(outputs_in_fp32=option)[0].leave(outputs))
+        found = find_tensors(boundary(outputs_in_fp32=option)[0].leave(outputs))
         kept[option] = ({t.dtype for t in found if t.dim() == 0}, any(t is logits for t in found))
     assert kept == {None: ({widened}, True), True: ({widened}, False), False: ({widened}, True)}
 

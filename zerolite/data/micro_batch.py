@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerolite.precision.dtypes import map_tensors
+from zerolite.utils.nested import map_tensors
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 

@@ -32,8 +32,9 @@ from zerolite.monitor import Monitor, StepLog
 from zerolite.monitor.comms_logger import CommsLogger
 from zerolite.monitor.memory_report import MemoryParts, MemoryReport, memory_report
 from zerolite.precision.dtype_errors import explain
-from zerolite.precision.dtypes import GraphBoundary, Precision, map_tensors
+from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.utils.accelerator import host_value
+from zerolite.utils.nested import find_tensors
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
@@ -128,7 +129,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         if self._reducer.pass_open:  # an exception has cut this rank's backward short: launch what the others have
             self._pipeline.end_backward(complete=False)
         if self.topology.tensor.world_size > 1:
-            self._compare_inputs(_tensors_of((args, kwargs)))
+            self._compare_inputs(find_tensors((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training
         with self._pipeline.commands(Command.FORWARD, sends):
             if sends:
@@ -581,18 +582,6 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         """Buffers take the values of the first rank that has batches. Called on all ranks, before a forward."""
         source = self._join.source if self._join is not None else 0
         broadcast_together(self._module.buffers(), self._comm, self.device, "buffers", source)
-
-
-def _tensors_of(inputs: Any) -> list[torch.Tensor]:
-    """Every tensor in nested containers, in order."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, inputs)
-    return found
 
 
 _FORCED = (None, False, True)  # boundaries said by hand, by the number that travels

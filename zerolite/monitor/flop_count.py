@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerolite.monitor.flop_formulas import OperatorFlops
-from zerolite.zero.stage3.partitioned_param_coordinator import tensors_in
+from zerolite.utils.nested import find_in_objects
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
@@ -164,7 +164,7 @@ class FlopCount:
         place = places.pop()
         if torch.is_grad_enabled():
             kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-            self._watch_nodes(place, [*tensors_in(outputs), *kept])
+            self._watch_nodes(place, [*find_in_objects(outputs), *kept])
 
     def _watch_nodes(self, place: _Place, tensors: Iterable[torch.Tensor]) -> None:
         """Count the backward of what was made in ``place`` and has no smaller place already."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zerolite.utils.accelerator import is_fake
+from zerolite.utils.nested import named_leaves
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,13 @@ def tensors_of(outputs: Any, part: int) -> tuple[bool, tuple[torch.Tensor, ...]]
     return False, tuple(outputs)
 
 
-def shapes_of(value: Any) -> Any:
-    """The structure of ``value`` with (shape, dtype) for each tensor, and other leaves as they are: hashable text when
+def shapes_of(value: Any) -> dict[str, Any]:
+    """(shape, dtype) of each tensor in ``value`` and the class of every other leaf, by place: hashable text when
     printed."""
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), str(value.dtype))
-    if isinstance(value, Mapping):
-        return {str(key): shapes_of(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [shapes_of(item) for item in value]
-    return type(value).__name__
+    return {
+        place: (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        for place, leaf in named_leaves(value)
+    }
 
 
 def number_of(text: str) -> int:
@@ -81,17 +79,6 @@ def sampled_hash(tensor: torch.Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     flat = flat[:: max(1, flat.numel() // SAMPLES)].contiguous()
     return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
-
-
-def leaves_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in ``value``, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in leaves_of(item)]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in leaves_of(item)]
-    return []
 
 
 def same_specs(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> bool:

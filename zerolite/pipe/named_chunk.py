@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerolite.data.micro_batch import LossFunction, MicroBatch
-from zerolite.pipe.boundary import leaves_of, shapes_of
+from zerolite.pipe.boundary import shapes_of
 from zerolite.pipe.chunks import NOT_WHOLE
 from zerolite.pipe.homes import Home
 from zerolite.pipe.skeleton import Call, Calls, Labelling, Labels, Skeleton, caches_restored, filled
-from zerolite.precision.dtypes import Precision, map_tensors
+from zerolite.precision.dtypes import Precision
+from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
 
 
 class _Left(BaseException):
@@ -88,7 +88,7 @@ def _reached(splitting: Splitting, part: int) -> Callable[..., Any]:
             return chunk.enter(args, kwargs)
         if chunk is not None and chunk.index == part - 1:
             raise _Left(chunk.leaving(args, kwargs))
-        if chunk is None and any(tensor in splitting.replaced for tensor in leaves_of([args, kwargs])):
+        if chunk is None and any(tensor in splitting.replaced for tensor in find_tensors((args, kwargs))):
             return map_tensors(lambda tensor: splitting.replaced.get(tensor, tensor), (args, kwargs))
         return None
 
@@ -174,21 +174,9 @@ class NamedChunk:
         return {place: given[place] for place in crossing}
 
 
-def tensors_with_places(value: Any, place: str = "") -> list[tuple[str, torch.Tensor]]:
-    """The tensors in ``value``, as :func:`map_tensors` meets them, with where they are: "0.1" for the second positional
-    argument, "1.name" for a keyword, if ``value`` is (args, kwargs)."""
-    if isinstance(value, torch.Tensor):
-        return [(place, value)]
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, (list, tuple)):
-        items = list(enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [(entry.name, getattr(value, entry.name, None)) for entry in dataclasses.fields(value)]
-    return [
-        found for key, item in items for found in tensors_with_places(item, f"{place}.{key}" if place else str(key))
-    ]
+def tensors_with_places(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in ``value``, with their places as :func:`named_leaves` says them."""
+    return [(place, leaf) for place, leaf in named_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def with_tensors(value: Any, replaced: Mapping[str, torch.Tensor]) -> Any:
@@ -355,7 +343,7 @@ class _Rehearsal:
                 f"{self._part + 1}, got no call; name a module that is called by itself"
             )
         what = "the loss" if self._splitting.loss_fn is None else "an output of the model"
-        for _, tensor in tensors_with_places(outputs):
+        for tensor in find_tensors(outputs):
             try:
                 self._check(self._labelling.of(tensor), what)
             except _Refused as refused:

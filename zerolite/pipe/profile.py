@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerolite.pipe.modules import LayerSpec, PipelineModule, TiedLayerSpec
-from zerolite.precision.dtypes import map_tensors
+from zerolite.utils.nested import map_tensors
 
 REPEATS = 3
 

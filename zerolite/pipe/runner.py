@@ -11,11 +11,12 @@ import torch
 from zerolite.comm import HostGroup, HostLinks, HostMaximum, Topology
 from zerolite.comm.ranks import name_ranks
 from zerolite.data.micro_batch import LossFunction, MicroBatch
-from zerolite.pipe.boundary import leaves_of, number_of, sampled_hash, shapes_of
+from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.stage import ChunkStage, Step, make_schedule
-from zerolite.precision.dtypes import HALF, GraphBoundary, Precision, map_tensors
+from zerolite.precision.dtypes import HALF, GraphBoundary, Precision
 from zerolite.utils.accelerator import is_dry_run, is_fake
+from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.step import StepPipeline
@@ -114,7 +115,7 @@ class PipelineRunner:
         shapes = number_of(repr(shapes_of([(micro.args, micro.kwargs, micro.target) for micro in read[:1]])))
         self._meeting.begin(call, status, error, shapes, content)
         if training:
-            self._parts.pipeline.note_inputs(leaves_of([(micro.args, micro.kwargs, micro.target) for micro in read]))
+            self._parts.pipeline.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
         return _Work(self._parts, read, (shapes, training))
 
     def _read(self, call: str, batches: Iterator[Any]) -> tuple[list[MicroBatch], int]:
@@ -184,7 +185,7 @@ class _Work:
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         with self._parts.precision.autocast_context(self._parts.device):
             outputs = chunk.forward(received, single, self._batches[index])
-        if any(is_fake(tensor) for tensor in leaves_of(outputs)) and not is_dry_run():
+        if any(is_fake(tensor) for tensor in find_tensors(outputs)) and not is_dry_run():
             raise RuntimeError(WITHOUT_VALUES)
         return outputs
 
@@ -234,7 +235,7 @@ class Meeting:
     def content(self, batches: Sequence[Any]) -> int:
         """A hash of what the iterator has given: of some values of each tensor on the host. Loaders whose ranks draw
         random numbers apart from each other give others."""
-        return number_of(repr([sampled_hash(tensor) for tensor in leaves_of(batches)]))
+        return number_of(repr([sampled_hash(tensor) for tensor in find_tensors(batches)]))
 
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
         """Raises on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.pipe.boundary import leaves_of
 from zerolite.utils.accelerator import FakeMode, is_dry_run
+from zerolite.utils.nested import find_tensors
 
 Labels = frozenset[str]
 NOTHING: Labels = frozenset()
@@ -125,10 +125,10 @@ class Labelling(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
-        given = leaves_of([args, kwargs])
+        given = find_tensors([args, kwargs])
         labels = NOTHING.union(*(self.of(tensor) for tensor in given))
         if str(getattr(func, "overloadpacket", func)).split(".")[-1] not in _SHAPE_ONLY:
-            for tensor in leaves_of(outputs):
+            for tensor in find_tensors(outputs):
                 self.mark(tensor, labels)
             if labels and func._schema.is_mutable:
                 for tensor in _written(func, args, kwargs):
@@ -142,7 +142,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written += leaves_of(value)
+            written += find_tensors(value)
     return written
 
 

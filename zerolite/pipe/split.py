@@ -24,7 +24,7 @@ from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.homes import Home, keep_only
 from zerolite.pipe.named_chunk import NamedChunk, Splitting
 from zerolite.pipe.skeleton import Skeleton, caches_restored
-from zerolite.precision.dtypes import map_tensors
+from zerolite.utils.nested import map_tensors
 
 
 def split_by_names(

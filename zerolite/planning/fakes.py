@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter, unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
 
 from zerolite.utils.accelerator import FakeMode, is_fake
+from zerolite.utils.nested import map_tensors
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _NUMBERS = {
@@ -82,7 +82,7 @@ class WithoutMemory(FakeMode):
 
 def without_memory(values: Any) -> Any:
     """``values`` (nested) with fake tensors on the CPU in place of all others. Inside a FakeTensorMode."""
-    return tree_map_only(torch.Tensor, _fake, values)
+    return map_tensors(_fake, values)
 
 
 def on_the_cpu(model: torch.nn.Module) -> None:

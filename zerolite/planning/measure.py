@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_map_only
 
 from zerolite.comm import Recorder, local_rank, record
 from zerolite.comm.topology import DIMENSIONS
@@ -40,6 +39,7 @@ from zerolite.utils.memory_items import (
     PLACES,
     listeners,
 )
+from zerolite.utils.nested import map_tensors
 
 _MOST_STEPS = 50
 
@@ -129,7 +129,7 @@ def _made_on(device: torch.device, batch: Batch | None) -> Batch:
     """``batch``, its tensors on ``device``; without one, what :func:`walk_through_parameters` takes."""
     if batch is None:
         return lambda: torch.zeros((), device=device)
-    return lambda: tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch())
+    return lambda: map_tensors(lambda tensor: tensor.to(device), batch())
 
 
 class _Asked:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine
+from zerolite.utils.nested import find_tensors
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
@@ -131,8 +131,8 @@ def loss_of(output: Any) -> torch.Tensor:
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+    for tensor in find_tensors(output):
+        if tensor.is_floating_point():
             return tensor if tensor.numel() == 1 else tensor.float().mean()
     what = f"a tensor of {output.dtype}" if isinstance(output, torch.Tensor) else type(output).__name__
     raise ValueError(f"expected a loss or a floating tensor from the model, got {what}; give a loss function")

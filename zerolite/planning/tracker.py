@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.memory_items import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
+from zerolite.utils.nested import find_tensors
 
 MADE = "made"
 """An item of the host's memory beside those of an engine: what a model is made in, until one takes it over."""
@@ -159,22 +160,17 @@ class MemoryTracker(TorchDispatchMode):
         before = self.place
         if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and (kwargs or {}).get("device") is None:
             self.place = self._place_of_result(args)
-        if isinstance(out, torch.Tensor):
-            self._see(out)
-        elif isinstance(out, (tuple, list)):
-            for value in out:
-                if isinstance(value, torch.Tensor):
-                    self._see(value)
+        for tensor in find_tensors(out):
+            self._see(tensor)
         self._op, self.place = "", before
         return out
 
     def _place_of_result(self, args: Any) -> str:
         """The host, if what an engine keeps off the device is among the operands and nothing but numbers is on it."""
-        operands = [value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))]
         known = [
             self._known.get(operand.untyped_storage()._cdata)
-            for operand in operands
-            if isinstance(operand, torch.Tensor) and operand.layout is torch.strided and operand.dim() > 0
+            for operand in find_tensors(args)
+            if operand.layout is torch.strided and operand.dim() > 0
         ]
         places = {entry.place for entry in known if entry is not None and entry.item != MADE}
         return HOST if places and DEVICE not in places else self.place

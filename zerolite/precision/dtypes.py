@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from zerolite.utils.nested import find_tensors, map_tensors
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HALF = (torch.float16, torch.bfloat16)
@@ -71,7 +71,7 @@ class Precision:
         """A function that tells of each tensor in ``outputs``, what the model has returned, whether it becomes fp32."""
         every = self.outputs_in_fp32
         if every is None:
-            every = not _has_loss(outputs)
+            every = not any(map(is_loss, find_tensors(outputs)))
         return lambda tensor: tensor.dtype in HALF and (every or is_loss(tensor))
 
 
@@ -79,84 +79,6 @@ def is_loss(tensor: torch.Tensor) -> bool:
     """Return whether an output of a model is taken for a loss: a floating tensor without dimensions, through which a
     backward can go where gradients are recorded."""
     return tensor.dim() == 0 and tensor.is_floating_point() and (tensor.requires_grad or not torch.is_grad_enabled())
-
-
-def _has_loss(outputs: Any) -> bool:
-    found: list[bool] = []
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(is_loss(tensor))
-        return tensor
-
-    map_tensors(look, outputs)
-    return any(found)
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it replaced by ``function(tensor)``: lists, tuples, named tuples, mappings and
-    dataclasses of any depth, of the same types; objects of other classes are left alone. What contains no tensor to
-    replace is returned as it is, the same object; nothing is changed in place. Raises TypeError for a mapping that
-    cannot be made anew."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        items = {key: map_tensors(function, item) for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in items) else _rebuilt_mapping(value, items)
-    if isinstance(value, (list, tuple)):
-        mapped = [map_tensors(function, item) for item in value]
-        if all(new is value[index] for index, new in enumerate(mapped)):  # torch 2.6 cannot compile a strict zip
-            return value
-        return _rebuilt_sequence(value, mapped)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {}
-        for field in dataclasses.fields(value):
-            old = getattr(value, field.name, None)
-            new = map_tensors(function, old)
-            if new is not old:
-                changed[field.name] = new
-        return _rebuilt_dataclass(value, changed) if changed else value
-    return value
-
-
-def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return items
-    if isinstance(value, (dict, collections.UserDict)):  # their copies have entries of their own
-        result = copy.copy(value)
-        for key, item in items.items():
-            result[key] = item
-        return result
-    try:
-        made: Any = type(value)(items)  # type: ignore[call-arg]
-        same = set(made) == set(items) and all(made[key] is item for key, item in items.items())
-    except Exception as error:
-        raise TypeError(_CANNOT_REBUILD.format(type(value).__name__)) from error
-    if not same:
-        raise TypeError(_CANNOT_REBUILD.format(type(value).__name__))
-    return made
-
-
-_CANNOT_REBUILD = (
-    "expected mappings of tensors that can be made anew, as type(mapping)(items), to change the dtype of what is in "
-    "them, got a {0} that cannot; pass a dict, or change the dtypes yourself"
-)
-
-
-def _rebuilt_sequence(value: Any, mapped: list[Any]) -> Any:
-    if type(value) is list:
-        return mapped
-    if isinstance(value, list):
-        result = copy.copy(value)
-        result[:] = mapped
-        return result
-    return value._make(mapped) if hasattr(value, "_make") else type(value)(mapped)
-
-
-def _rebuilt_dataclass(value: Any, changed: dict[str, Any]) -> Any:
-    result = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(result, name, item)
-    return result
 
 
 class GraphBoundary:

@@ -11,7 +11,6 @@ from torch import nn
 
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into, synchronize_tensors
-from zerolite.precision.dtypes import map_tensors
 from zerolite.tensor_parallel import fused, matching, sequence
 from zerolite.tensor_parallel import owners as owning
 from zerolite.tensor_parallel.cuts import cut_of, is_partial, mark_partial
@@ -37,6 +36,7 @@ from zerolite.tensor_parallel.plan import (
     unmatched,
 )
 from zerolite.tensor_parallel.regions import FirstForward, Outside, Region, SeenInputs
+from zerolite.utils.nested import map_tensors
 
 logger = logging.getLogger("zerolite")
 

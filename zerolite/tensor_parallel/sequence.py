@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerolite.comm import Communicator
-from zerolite.precision.dtypes import map_tensors
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.auto import ELEMENTWISE
 from zerolite.tensor_parallel.cuts import cut_of, mark_partial
@@ -22,6 +21,7 @@ from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from zerolite.tensor_parallel.owners import Owner
 from zerolite.tensor_parallel.plan import PlanError, is_container
 from zerolite.tensor_parallel.regions import FirstForward, Region
+from zerolite.utils.nested import map_tensors
 
 DIM = 1
 """Of hidden states, [batch, sequence, width]: the one that is cut."""
@@ -171,7 +171,10 @@ class _Edge:
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Make the first floating output that has a sequence whole."""
         hidden = _hidden([output] if isinstance(output, Tensor) else list(_members(output)))
-        return map_tensors(lambda x: functions.gather(x, self.comm, DIM) if x is hidden else x, output)
+        if hidden is None:
+            return output
+        whole = functions.gather(hidden, self.comm, DIM)
+        return map_tensors(lambda x: whole if x is hidden else x, output)
 
 
 def _members(output: Any) -> Any:

@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import _foreach_supported_types as _torch_optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_types
-from torch.utils._pytree import tree_map
 
 from zerolite.comm import wait_for_result
+from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.zero.buffer import flattened
-from zerolite.zero.stage3.released_parameter import find_arguments
 
 aten = torch.ops.aten
 
@@ -203,7 +202,7 @@ class GatheredGradient(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            views = list(find_arguments((args, kwargs), cls))
+            views = find_tensors((args, kwargs), cls)
             before = [view._version for view in views]
             result = function(*args, **kwargs)
             if before != [view._version for view in views]:
@@ -224,19 +223,19 @@ def _read_only(view: torch.Tensor) -> torch.Tensor:
 
 def _on_parts(function: Any, args: Any, kwargs: Any) -> Any:
     """An elementwise operation, on this rank's part; NotImplemented where it needs other elements."""
-    gradients = list(find_arguments((args, kwargs), ShardedGradient))
+    gradients = find_tensors((args, kwargs), ShardedGradient)
     place, written = gradients[0].place, _written(function, args, kwargs)
-    others = list(find_arguments((args, kwargs), torch.Tensor))
+    others = find_tensors((args, kwargs))
     if any(g.place is not place for g in gradients) or not all(place.fits(other) for other in others):
         return NotImplemented
     if not written:
-        result = function(*_map(_part_at(place), args), **_map(_part_at(place), kwargs))
+        result = function(*map_tensors(_part_at(place), args), **map_tensors(_part_at(place), kwargs))
         return ShardedGradient.of(place, result, result) if isinstance(result, torch.Tensor) else NotImplemented
     target = written[0]
     if len(written) > 1 or target is not args[0] or not isinstance(target, ShardedGradient):
         return NotImplemented
     part = target.open()
-    function(part, *_map(_part_at(place), args[1:]), **_map(_part_at(place), kwargs))
+    function(part, *map_tensors(_part_at(place), args[1:]), **map_tensors(_part_at(place), kwargs))
     target.close(part)
     return target
 
@@ -284,10 +283,10 @@ def _part_at(place: Place) -> Callable[[Any], Any]:
 
 def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
     """Any operation, on whole gradients."""
-    gradients = list({id(g): g for g in find_arguments((args, kwargs), ShardedGradient)}.values())
+    gradients = list({id(g): g for g in find_tensors((args, kwargs), ShardedGradient)}.values())
     values, copies = _wholes(gradients)
     wholes = dict(zip(map(id, gradients), values, strict=True))
-    result = function(*_map(_replaced(wholes), args), **_map(_replaced(wholes), kwargs))
+    result = function(*map_tensors(_replaced(wholes), args), **map_tensors(_replaced(wholes), kwargs))
     if function.namespace == "c10d":  # a collective of the user's own, which writes until it has ended
         wait_for_result(result)
     for gradient in _written(function, args, kwargs):
@@ -302,7 +301,7 @@ def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
         is_view = isinstance(item, torch.Tensor) and item.untyped_storage()._cdata in memory
         return _read_only(item) if is_view else item
 
-    return _map(shown, result)
+    return map_tensors(shown, result)
 
 
 def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -329,10 +328,6 @@ def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[Any], Any]:
     return lambda item: wholes.get(id(item), item)
 
 
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    return tree_map(function, value)
-
-
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operation writes to."""
     arguments = function._schema.arguments
@@ -341,7 +336,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     written = [v for v, a in zip(values, marked, strict=True) if a.alias_info is not None and a.alias_info.is_write]
     if not written and function.namespace == "c10d":  # whose schemas do not say
         written = values[:1]
-    return list(find_arguments(written, torch.Tensor))
+    return find_tensors(written)
 
 
 # -------------------------------------------------------------------- single operations

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from zerolite.utils.accelerator import address
+from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter, finish, gather
 from zerolite.zero.stage3.released_parameter import (
@@ -29,7 +29,6 @@ from zerolite.zero.stage3.released_parameter import (
     SHAPES,
     ReleasedParameter,
     close,
-    find_arguments,
     no_values,
     open_again,
     opened,
@@ -109,7 +108,7 @@ class WholeValues(torch.Tensor):
         if any(kind is not WholeValues for kind in types):
             return NotImplemented  # another class, p.grad's for one, has no memory to be read
         if function.namespace == "c10d":
-            alias = next(find_arguments((args, kwargs), WholeValues))
+            alias = find_tensors((args, kwargs), WholeValues)[0]
             raise no_values(alias.memory.handle.name, "and torch.distributed writes where no one sees it: send a clone")
         with torch._C._DisableTorchDispatch():
             return function(*args, **(kwargs or {}))
@@ -161,12 +160,12 @@ def use_whole(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     another thread than the engine's, and for what hands out memory."""
     if function is _T.__iter__:
         return iter(use_whole(_T.unbind, args, kwargs))
-    aliases: list[Any] = list(find_arguments((args, kwargs), WholeValues))
+    aliases = find_tensors((args, kwargs), WholeValues)
     with opened():
         like = function in LIKE and isinstance(next(iter(args), None), WholeValues)
         if like or function in NEEDS_NO_VALUES or function in SHAPES:
             return function(*args, **kwargs)
-        released = list(find_arguments((args, kwargs), ReleasedParameter))
+        released = find_tensors((args, kwargs), ReleasedParameter)
         used = list(dict.fromkeys(vars(parameter)["_zero_handle"] for parameter in released))
         memories = list({id(alias.memory): alias.memory for alias in aliases}.values())
         if function in (_T.__repr__, _T.__format__):
@@ -301,7 +300,7 @@ def _written(function: Any, args: Sequence[Any]) -> set[int]:
     does not count changes."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return {id(tensor) for tensor in find_arguments(args[:1], torch.Tensor)} if in_place else set()
+    return {id(tensor) for tensor in find_tensors(args[:1])} if in_place else set()
 
 
 def _version(tensor: torch.Tensor, written: set[int]) -> float:
@@ -352,21 +351,17 @@ def _unpack(saved: Any) -> torch.Tensor:
 def _marked(result: Any, memories: _Memories) -> Any:
     """``result``, in which tensors in a parameter's memory know it. An array in it cannot be written to."""
 
-    def mark(value: Any) -> Any:
+    def mark(value: torch.Tensor) -> Any:
         memory = memories.find(value) if type(value) is torch.Tensor else None
         if memory is None:
             return value
-        alias = value.as_subclass(WholeValues)
+        alias: Any = value.as_subclass(WholeValues)
         alias.memory = memory
         return alias
 
-    if isinstance(result, torch.Tensor):
-        return mark(result)
-    if isinstance(result, (list, tuple, dict)):
-        return tree_map(mark, result)
-    if hasattr(result, "__array_interface__"):
+    if not isinstance(result, torch.Tensor) and hasattr(result, "__array_interface__"):
         result.flags.writeable = False
-    return result
+    return map_tensors(mark, result)
 
 
 # -------------------------------------------------------------------- where it is refused

@@ -24,6 +24,7 @@ from zerolite.comm.flight import Mismatch
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_items import DISK
+from zerolite.utils.nested import find_in_objects
 from zerolite.zero.buffer import take_values
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
@@ -272,7 +273,7 @@ class PartitionedParameterCoordinator:
             if not self._from_before(outputs, use):
                 outputs.register_hook(hook)
             return True
-        for tensor in tensors_in(outputs):
+        for tensor in find_in_objects(outputs):
             self._check_escape(tensor)
             base = tensor._base
             if base is not None and base.grad_fn is not None and not self._from_before(base, use):
@@ -294,7 +295,7 @@ class PartitionedParameterCoordinator:
         return any(hook.coordinator is self.itself and hook.use.end < use.start for hook in ours)
 
     def _escaped(self, outputs: Any) -> bool:
-        for tensor in tensors_in(outputs):
+        for tensor in find_in_objects(outputs):
             self._check_escape(tensor)
         return False
 
@@ -562,22 +563,3 @@ class PartitionedParameterCoordinator:
             f"{self.schedule.where()} (forward of {', '.join(forward) or 'nothing'}; backward of "
             f"{', '.join(backward) or 'nothing'})"
         )
-
-
-def tensors_in(value: Any, depth: int = 4) -> Iterable[torch.Tensor]:
-    """Every tensor in lists, tuples, mappings, dataclasses and plain objects, down to ``depth`` levels."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not isinstance(value, (str, bytes, int, float, bool, type(None), torch.nn.Module)):
-        if isinstance(value, dict):
-            inside: Iterable[Any] = value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            inside = value
-        elif hasattr(value, "__dict__"):
-            inside = vars(value).values()
-        elif hasattr(value, "__slots__"):
-            inside = [getattr(value, name, None) for name in value.__slots__]
-        else:
-            return
-        for item in inside:
-            yield from tensors_in(item, depth - 1)

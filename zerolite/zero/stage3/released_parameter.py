@@ -6,11 +6,13 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function
+
+from zerolite.utils.nested import find_tensors
 
 Tensor = torch.Tensor
 
@@ -55,12 +57,12 @@ class ReleasedParameter(torch.nn.Parameter):
                     return result
             if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
                 return None
-        released = next(find_arguments((args, kwargs), ReleasedParameter), None)
-        if released is None:
+        released = find_tensors((args, kwargs), ReleasedParameter)
+        if not released:
             raise no_values("?", f"and {function} does not show them")
         if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
-            raise no_values(_name(released), "and torch.nn.Parameter(p) would be a second parameter in its memory")
-        return vars(released)["_zero_handle"].use_whole(function, args, kwargs)
+            raise no_values(_name(released[0]), "and torch.nn.Parameter(p) would be a second parameter in its memory")
+        return vars(released[0])["_zero_handle"].use_whole(function, args, kwargs)
 
 
 def no_values(name: str, why: str) -> RuntimeError:
@@ -83,9 +85,9 @@ class AwayParameter(torch.nn.Parameter):
                 return function(*args, **(kwargs or {}))
             if function is Tensor.__repr__:
                 return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"
-        away = next(find_arguments((args, kwargs), AwayParameter), None)
+        away = find_tensors((args, kwargs), AwayParameter)
         raise RuntimeError(
-            f"parameter '{'?' if away is None else vars(away)[_NAME]}' is on the host, where engine.offload_states() "
+            f"parameter '{vars(away[0])[_NAME] if away else '?'}' is on the host, where engine.offload_states() "
             "has brought it; call engine.reload_states() before it is used"
         )
 
@@ -123,12 +125,13 @@ class ArrivingParameter(torch.nn.Parameter):
         if function in NEEDS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        cls.wait_for(list(find_arguments((args, kwargs), cls)))
-        late = next(find_arguments((args, kwargs), cls), None)
-        if late is not None:
+        arriving = find_tensors((args, kwargs), cls)
+        cls.wait_for(arriving)
+        late = find_tensors(arriving, cls)
+        if late:
             raise RuntimeError(
-                f"the updated values of a parameter of shape {tuple(late.shape)} never came: the engine that gathers "
-                "them has ended in the middle of a step. Call zerolite.destroy() before the engine goes out of use"
+                f"the updated values of a parameter of shape {tuple(late[0].shape)} never came: the engine that "
+                "gathers them ended in the middle of a step. Call zerolite.destroy() before the engine goes out of use"
             )
         return function(*args, **kwargs)
 
@@ -203,15 +206,6 @@ _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half dou
 
 
 _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
-
-
-def find_arguments(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """Yield the objects of class ``kind`` among a call's arguments, in their order."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from find_arguments(item, kind)
 
 
 def _name(parameter: Any) -> str:

@@ -1,0 +1,163 @@
+"""One walker over nested containers: the tensors in a value, or the value with its tensors replaced.
+
+Containers are lists, tuples, named tuples, mappings (UserDict and transformers' ModelOutput too) and dataclasses, of
+any depth. Objects of other classes are leaves: a model changes its key-value cache in place, so no copy may take its
+place. torch's pytree, which knows neither unregistered mappings nor dataclasses, takes two to eight times as long on
+the arguments of an operation, and copies what it has not changed.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, bytes)  # the most frequent leaves, asked for first
+_LEAVES = (*_PLAIN, torch.Tensor)
+_CLOSED = (*_PLAIN, torch.nn.Module)
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``value`` with ``function(tensor)`` in place of every tensor, in containers of the same types.
+
+    A container in which nothing is replaced is returned as it is, the same object; nothing is changed in place.
+
+    Raises:
+        TypeError: for a mapping that cannot be made anew.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        mapped = [map_tensors(function, item) for item in value]
+        for index, new in enumerate(mapped):  # torch 2.6 cannot compile a strict zip
+            if new is not value[index]:
+                return _rebuilt_sequence(value, mapped)
+        return value
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (dict, Mapping)):  # a dict needs not ask the abstract class
+        items = {key: map_tensors(function, item) for key, item in value.items()}
+        for key, new in items.items():
+            if new is not value[key]:
+                return _rebuilt_mapping(value, items)
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = _fields(value)
+        changed = {name: new for name, old in fields.items() if (new := map_tensors(function, old)) is not old}
+        return _rebuilt_dataclass(value, changed) if changed else value
+    return value
+
+
+def find_tensors(value: Any, kind: Any = torch.Tensor) -> list[Any]:
+    """Return the tensors in ``value`` of class ``kind`` (or of one in a tuple of classes), as :func:`map_tensors` meets
+    them."""
+    found: list[Any] = []
+    _find(value, kind, found)
+    return found
+
+
+def _find(value: Any, kind: Any, found: list[Any]) -> None:
+    if isinstance(value, kind):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _find(item, kind, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, kind, found)
+    elif not isinstance(value, _LEAVES):
+        for _, item in _items(value):
+            _find(item, kind, found)
+
+
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+    """Return everything in ``value`` that is no container with members, as :func:`map_tensors` meets it, each with its
+    place: "0.1" or "1.name" for the second positional argument and a keyword, if ``value`` is (args, kwargs)."""
+    if isinstance(value, torch.Tensor):
+        return [("", value)]
+    items = enumerate(value) if isinstance(value, (list, tuple)) else _items(value)
+    leaves = [(f"{key}.{place}" if place else str(key), leaf) for key, i in items for place, leaf in named_leaves(i)]
+    return leaves or [("", value)]
+
+
+def find_in_objects(value: Any, depth: int = 4) -> list[torch.Tensor]:
+    """Return the tensors in ``value``, also those in sets and in attributes of plain objects, down to ``depth`` levels:
+    objects may refer to each other in a circle."""
+    found: list[torch.Tensor] = []
+    _find_in_objects(value, depth, found)
+    return found
+
+
+def _find_in_objects(value: Any, depth: int, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif depth and not isinstance(value, _CLOSED):
+        inside: Iterable[Any]
+        if isinstance(value, (list, tuple, set, frozenset)):
+            inside = value
+        elif isinstance(value, (dict, Mapping)):
+            inside = value.values()
+        elif hasattr(value, "__dict__"):
+            inside = vars(value).values()
+        else:
+            inside = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+        for item in inside:
+            _find_in_objects(item, depth - 1, found)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The members of a mapping or dataclass; of anything else none."""
+    if isinstance(value, (dict, Mapping)):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _fields(value).items()
+    return ()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+
+
+def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    if isinstance(value, (dict, collections.UserDict)):  # their copies have entries of their own
+        result = copy.copy(value)
+        for key, item in items.items():
+            result[key] = item
+        return result
+    try:
+        made: Any = type(value)(items)  # type: ignore[call-arg]
+        same = set(made) == set(items) and all(made[key] is item for key, item in items.items())
+    except Exception as error:
+        raise TypeError(_CANNOT_REBUILD.format(type(value).__name__)) from error
+    if not same:
+        raise TypeError(_CANNOT_REBUILD.format(type(value).__name__))
+    return made
+
+
+_CANNOT_REBUILD = (
+    "expected mappings of tensors that can be made anew, as type(mapping)(items), to change the dtype of what is in "
+    "them, got a {0} that cannot; pass a dict, or change the dtypes yourself"
+)
+
+
+def _rebuilt_sequence(value: Any, mapped: list[Any]) -> Any:
+    if type(value) is list:
+        return mapped
+    if isinstance(value, list):
+        result = copy.copy(value)
+        result[:] = mapped
+        return result
+    return value._make(mapped) if hasattr(value, "_make") else type(value)(mapped)
+
+
+def _rebuilt_dataclass(value: Any, changed: dict[str, Any]) -> Any:
+    result = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(result, name, item)
+    return result
