@@ -20,7 +20,7 @@ from zerolite.config import ConfigError
 from zerolite.engine.arguments import OWNERS
 from zerolite.planning import available, fits
 from zerolite.planning.errors import PlanError
-from zerolite.planning.skeleton import Skeleton
+from zerolite.planning.skeleton import DrySkeleton
 from zerolite.utils.accelerator import is_fake
 from zerolite.zero import Init
 
@@ -231,7 +231,7 @@ def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:
     model[2].register_forward_hook(lambda *args: pytest.fail("the model's hooks are not run"))
     model[3].weight.requires_grad_(False)
     model.eval()
-    copied = Skeleton(model).model
+    copied = DrySkeleton(model).model
     assert [name for name, _ in copied.named_modules()] == [name for name, _ in model.named_modules()]
     assert [(n, p.shape, p.requires_grad) for n, p in copied.named_parameters()] == [
         (n, p.shape, p.requires_grad) for n, p in model.named_parameters()

@@ -13,9 +13,9 @@ from torch.distributed.pipelining import schedules
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.pipe.modules import trained_numel
 from zerolite.pipe.partition import balanced, by_type, ranks_of_parts, uniform
-from zerolite.pipe.skeleton import Skeleton
 from zerolite.pipe.split import _called_later
 from zerolite.pipe.stage import schedule_class
+from zerolite.utils.skeleton import Skeleton
 
 
 def heaviest(weights: list[float], bounds: list[int]) -> float:

@@ -14,10 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import shapes_of
 from zerolite.pipe.chunks import NOT_WHOLE
+from zerolite.pipe.dependencies import Call, Calls, Labelling, Labels, alive, caches_restored, filled
 from zerolite.pipe.homes import Home
-from zerolite.pipe.skeleton import Call, Calls, Labelling, Labels, Skeleton, caches_restored, filled
 from zerolite.precision.dtypes import Precision
 from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
+from zerolite.utils.skeleton import Skeleton
 
 
 class _Left(BaseException):
@@ -247,7 +248,7 @@ class _Rehearsal:
         for copied, original in zip(model.modules(), splitting.model.modules(), strict=True):
             copied.training = original.training
         precision, device = splitting.precision, splitting.device
-        with torch.no_grad(), self._skeleton.alive(device, precision.compute) as mode:
+        with torch.no_grad(), alive(model, device, precision.compute) as mode:
             self._label_parameters(model)
             calls = Calls(model, self._labelling, lambda: self._part)
             handles = [

@@ -21,10 +21,11 @@ from torch import nn
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.pipe import partition
 from zerolite.pipe.chunks import Chunk
+from zerolite.pipe.dependencies import alive, caches_restored
 from zerolite.pipe.homes import Home, keep_only
 from zerolite.pipe.named_chunk import NamedChunk, Splitting
-from zerolite.pipe.skeleton import Skeleton, caches_restored
 from zerolite.utils.nested import map_tensors
+from zerolite.utils.skeleton import Skeleton
 
 
 def split_by_names(
@@ -114,7 +115,7 @@ def _called_later(model: nn.Module, skeleton: Skeleton, names: Sequence[str]) ->
 
     handles = [watch(name, functools.partial(begin, number)) for number, name in enumerate(names, 1)]
     handles += [watch(path, functools.partial(lambda path: seen[path].add(part), path)) for path in suspects]
-    with torch.no_grad(), skeleton.alive(torch.device("cpu"), None) as mode, caches_restored():
+    with torch.no_grad(), alive(skeleton.model, torch.device("cpu"), None) as mode, caches_restored():
         given = inputs if mode is None else map_tensors(mode.from_tensor, dict(inputs))
         with contextlib.suppress(Exception):
             skeleton.model(**given)

@@ -23,7 +23,7 @@ from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
 from zerolite.planning.flops import Flops, StepFlops
 from zerolite.planning.places import Grid
-from zerolite.planning.skeleton import Skeleton
+from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
 from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
@@ -254,7 +254,7 @@ class _Run:
             check_model(model)
         if not (getattr(model, "is_pipeline_module", False) and not model.built):  # otherwise built where it lives
             if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
-                model = Skeleton(model).model  # somebody else's: it stays as it is
+                model = DrySkeleton(model).model  # somebody else's: it stays as it is
             on_the_cpu(model)
         return model
 

@@ -26,7 +26,7 @@ from zerolite.planning.make import cheapest, plan_of, silent
 from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.settings import with_zero
-from zerolite.planning.skeleton import Skeleton
+from zerolite.planning.skeleton import DrySkeleton
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.memory_items import ACTIVATIONS, BUCKETS, ITEMS
 from zerolite.utils.sizes import format_size
@@ -177,10 +177,10 @@ def _dry_run(
 ) -> Plan:
     """The plan of this rank, without a batch: of its part of the model, as of a whole one with the ranks of ``comm``.
     Nothing of the job itself is touched."""
-    copies: list[Skeleton] = []
+    copies: list[DrySkeleton] = []
 
     def make_model() -> torch.nn.Module:
-        copies.append(Skeleton(model))
+        copies.append(DrySkeleton(model))
         return copies[0].model
 
     job = Job(

@@ -7,7 +7,6 @@ parameter into all that is computed from it, through views, detached and integer
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,65 +24,30 @@ Labels = frozenset[str]
 NOTHING: Labels = frozenset()
 
 
-class Skeleton:
-    """A copy of ``model``: modules of the same classes and names, whose parameters and buffers have no memory, and no
-    hooks. Other attributes are shared with the model."""
+@contextlib.contextmanager
+def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
+    """Inside, the parameters and buffers of a skeleton's ``model`` are fake tensors on ``device``, floating parameters
+    in ``dtype`` (None: their own). Gives the mode, None inside a dry run, which has one."""
+    mode = None if is_dry_run() else FakeMode()
+    places = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    before = [dict(tensors) for tensors in places]
+    made: dict[int, torch.Tensor] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules: dict[int, nn.Module] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-        self.model = self._copy(model)
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            value = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device=device)
+            made[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+        return made[id(tensor)]
 
-    def _copy(self, module: nn.Module) -> nn.Module:
-        known = self._modules.get(id(module))
-        if known is not None:
-            return known
-        copied: nn.Module = object.__new__(type(module))
-        self._modules[id(module)] = copied
-        own = {name: copy.copy(v) if type(v) in (dict, list, set) else v for name, v in vars(module).items()}
-        vars(copied).update(own | vars(nn.Module()))  # what a forward caches stays with the copy
-        copied.training = module.training
-        for name, child in module._modules.items():
-            copied._modules[name] = None if child is None else self._copy(child)
-        for name, parameter in module._parameters.items():
-            copied._parameters[name] = None if parameter is None else self._without_memory(parameter)  # type: ignore
-        for name, buffer in module._buffers.items():
-            copied._buffers[name] = None if buffer is None else self._without_memory(buffer)
-        return copied
-
-    def _without_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self._tensors.get(id(tensor))
-        if made is None:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            self._tensors[id(tensor)] = made
-        return made
-
-    @contextlib.contextmanager
-    def alive(self, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
-        """Inside, parameters and buffers are fake tensors on ``device``, floating parameters in ``dtype`` (None: their
-        own). Gives the mode, None inside a dry run, which has one."""
-        mode = None if is_dry_run() else FakeMode()
-        places = [tensors for m in self.model.modules() for tensors in (m._parameters, m._buffers)]
-        before = [dict(tensors) for tensors in places]
-        made: dict[int, torch.Tensor] = {}
-
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in made:
-                cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-                value = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device=device)
-                made[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-            return made[id(tensor)]
-
-        with mode or contextlib.nullcontext():
-            try:
-                for tensors in places:
-                    tensors.update({name: fake(t) for name, t in tensors.items() if t is not None})  # type: ignore
-                yield mode
-            finally:
-                for tensors, old in zip(places, before, strict=True):
-                    tensors.update(old)  # type: ignore[arg-type]
+    with mode or contextlib.nullcontext():
+        try:
+            for tensors in places:
+                tensors.update({name: fake(t) for name, t in tensors.items() if t is not None})  # type: ignore
+            yield mode
+        finally:
+            for tensors, old in zip(places, before, strict=True):
+                tensors.update(old)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
