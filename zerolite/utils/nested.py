@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, bytes)  # the most frequent leaves, asked for first
-_LEAVES = (*_PLAIN, torch.Tensor)
-_CLOSED = (*_PLAIN, torch.nn.Module)
+# Most values that are no tensor: asked for before abstract classes are, which takes longer.
+_LEAVES = (int, float, str, type(None), torch.dtype, torch.device, bytes, torch.nn.Module, torch.Tensor)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
@@ -37,89 +36,72 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
             if new is not value[index]:
                 return _rebuilt_sequence(value, mapped)
         return value
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _LEAVES):
         return value
-    if isinstance(value, (dict, Mapping)):  # a dict needs not ask the abstract class
-        items = {key: map_tensors(function, item) for key, item in value.items()}
-        for key, new in items.items():
-            if new is not value[key]:
-                return _rebuilt_mapping(value, items)
+    items = _items(value)
+    changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
+    if not changed:
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = _fields(value)
-        changed = {name: new for name, old in fields.items() if (new := map_tensors(function, old)) is not old}
-        return _rebuilt_dataclass(value, changed) if changed else value
-    return value
+    return _rebuilt_mapping(value, {**items, **changed}) if items is value else _rebuilt_dataclass(value, changed)
 
 
 def find_tensors(value: Any, kind: Any = torch.Tensor) -> list[Any]:
-    """Return the tensors in ``value`` of class ``kind`` (or of one in a tuple of classes), as :func:`map_tensors` meets
-    them."""
+    """Return the tensors in ``value`` of class ``kind`` (or of one in a tuple of classes), in the order in which
+    :func:`map_tensors` meets them."""
     found: list[Any] = []
-    _find(value, kind, found)
+    _find(value, kind, found, -1)
     return found
-
-
-def _find(value: Any, kind: Any, found: list[Any]) -> None:
-    if isinstance(value, kind):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _find(item, kind, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _find(item, kind, found)
-    elif not isinstance(value, _LEAVES):
-        for _, item in _items(value):
-            _find(item, kind, found)
-
-
-def named_leaves(value: Any) -> list[tuple[str, Any]]:
-    """Return everything in ``value`` that is no container with members, as :func:`map_tensors` meets it, each with its
-    place: "0.1" or "1.name" for the second positional argument and a keyword, if ``value`` is (args, kwargs)."""
-    if isinstance(value, torch.Tensor):
-        return [("", value)]
-    items = enumerate(value) if isinstance(value, (list, tuple)) else _items(value)
-    leaves = [(f"{key}.{place}" if place else str(key), leaf) for key, i in items for place, leaf in named_leaves(i)]
-    return leaves or [("", value)]
 
 
 def find_in_objects(value: Any, depth: int = 4) -> list[torch.Tensor]:
     """Return the tensors in ``value``, also those in sets and in attributes of plain objects, down to ``depth`` levels:
     objects may refer to each other in a circle."""
     found: list[torch.Tensor] = []
-    _find_in_objects(value, depth, found)
+    _find(value, torch.Tensor, found, depth)
     return found
 
 
-def _find_in_objects(value: Any, depth: int, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
+def _find(value: Any, kind: Any, found: list[Any], levels: int) -> None:
+    """levels: to go, those of objects included; below 0: all of them, without objects."""
+    if isinstance(value, kind):
         found.append(value)
-    elif depth and not isinstance(value, _CLOSED):
-        inside: Iterable[Any]
-        if isinstance(value, (list, tuple, set, frozenset)):
-            inside = value
-        elif isinstance(value, (dict, Mapping)):
-            inside = value.values()
-        elif hasattr(value, "__dict__"):
-            inside = vars(value).values()
-        else:
-            inside = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
-        for item in inside:
-            _find_in_objects(item, depth - 1, found)
+        return
+    inside: Iterable[Any]
+    if isinstance(value, (list, tuple)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, _LEAVES):
+        return
+    else:
+        inside = _items(value).values() if levels < 0 else _attributes(value)
+    for item in inside if levels else ():
+        _find(item, kind, found, levels - 1)
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """The members of a mapping or dataclass; of anything else none."""
-    if isinstance(value, (dict, Mapping)):
-        return value.items()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fields(value).items()
-    return ()
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+    """Return everything in ``value`` that is no container with members, as :func:`map_tensors` meets it, each with its
+    place: "0.1" or "1.name" for the second positional argument and a keyword, if ``value`` is (args, kwargs)."""
+    items = enumerate(value) if isinstance(value, (list, tuple)) else _items(value).items()
+    leaves = [(f"{key}.{place}" if place else str(key), leaf) for key, i in items for place, leaf in named_leaves(i)]
+    return leaves or [("", value)]
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+def _items(value: Any) -> Mapping[Any, Any]:
+    """The members of a mapping, itself, or of a dataclass; of anything else none."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, *_LEAVES)):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return {}
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    if isinstance(value, (Mapping, set, frozenset)):
+        return value.values() if isinstance(value, Mapping) else value
+    if hasattr(value, "__dict__"):
+        return vars(value).values()
+    return [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
 
 
 def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
