@@ -39,10 +39,11 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, _LEAVES):
         return value
     items = _items(value)
-    changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
+    replaced = {key: map_tensors(function, item) for key, item in items.items()}
+    changed = {key: new for key, new in replaced.items() if new is not items[key]}
     if not changed:
         return value
-    return _rebuilt_mapping(value, {**items, **changed}) if items is value else _rebuilt_dataclass(value, changed)
+    return _rebuilt_mapping(value, replaced) if items is value else _rebuilt_dataclass(value, changed)
 
 
 def find_tensors(value: Any, kind: Any = torch.Tensor) -> list[Any]:
