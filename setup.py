@@ -71,7 +71,7 @@ setup(
         "zerolite.csrc",
         *["zerolite." + name for name in find_packages(include=["op_builder", "op_builder.*"])],
     ],
-    package_dir={"zerolite": "zerolite", "zerolite.csrc": "csrc", "zerolite.ops.builder": "op_builder"},
+    package_dir={"zerolite": "zerolite", "zerolite.csrc": "csrc", "zerolite.op_builder": "op_builder"},
     package_data={"zerolite.csrc": ["*", "**/*"]},
     include_package_data=False,
     zip_safe=False,
