@@ -1,13 +1,31 @@
-"""docs/files.md is what the module docstrings say."""
+"""docs/files.md is what the module docstrings say, and the pages about the code name files and functions that exist."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 
 
 def test_the_page_is_up_to_date() -> None:
     rendered = runpy.run_path(str(DOCS / "files.py"))["render"]()
     assert (DOCS / "files.md").read_text(encoding="utf-8") == rendered, "run `make docs` (python docs/files.py)"
+
+
+def test_the_pages_name_what_exists() -> None:
+    """Every path in architecture.md and internals.md is a file, and every name beside a path in a walk is in it."""
+    missing, defined = [], ""
+    for page in ("architecture.md", "internals.md"):
+        for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+            for path in re.findall(r"(?<![\w./(])(?:\w+/)+\w+\.(?:py|h)\b", line):
+                file = next((base / path for base in (ROOT / "zerolite", ROOT) if (base / path).is_file()), None)
+                missing += [] if file else [path]
+                defined = file.read_text(encoding="utf-8") if file else ""
+            beside = re.search(r"\.py +(\w[\w.]*(?:, \.?\w+)*)|^[ │├└]+([A-Z]\w+\.\w+)$", line)
+            for name in re.findall(r"\w+", beside[1] or beside[2]) if beside else ():
+                if not re.search(rf"(?:def|class) {name}\b|^{name}\b", defined, re.MULTILINE):
+                    missing.append(f"{name}: {line.strip()}")
+    assert missing == []
