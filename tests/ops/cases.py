@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 
+from zerolite.ops import Lion
 from zerolite.ops.call import UpdateCall
 from zerolite.ops.cpu_kernels import ISA_NAMES, CpuKernels
-from zerolite.optim import Lion
 from zerolite.optim.update_rules import UpdateRule, rule_of
 from zerolite.utils.builder import op_builder
 

@@ -18,7 +18,7 @@ import torch
 from tests.unit.test_config_off import CLIENTS
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.load import supported_paths
-from zerolite.optim import Lion
+from zerolite.ops import Lion
 from zerolite.optim.lr_schedules import SCHEDULES, TORCH_SCHEDULES, build_scheduler
 from zerolite.optim.optimizers import TORCH_OPTIMIZERS, resolve_optimizer
 

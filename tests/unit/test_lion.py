@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerolite.optim import Lion
+from zerolite.ops import Lion
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 1, 33), (0,), (4, 0)]
 

@@ -9,7 +9,7 @@ import torch
 
 import zerolite
 from zerolite.config.errors import ConfigError
-from zerolite.optim import Lion
+from zerolite.ops import Lion
 from zerolite.optim.muon import MuonWithAdamW, muon_groups
 from zerolite.optim.optimizers import (
     ELEMENTWISE,

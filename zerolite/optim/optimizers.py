@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from zerolite.config.errors import ConfigError
+from zerolite.ops.lion import Lion
 from zerolite.optim.keyword_params import check_keyword_params, nearest
-from zerolite.optim.lion import Lion
 from zerolite.optim.muon import MuonWithAdamW
 from zerolite.optim.update_rules import ONLY_HERE, unsupported
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, Tensors
-from zerolite.optim.lion import Lion
+from zerolite.ops.lion import Lion
 
 Group = Mapping[str, Any]
 Row = tuple[float, ...]

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from tests import models
 from tests.distributed.configs import ADAMW, SGD, dynamic_fp16
-from zerolite.optim import Lion
+from zerolite.ops import Lion
 
 ROWS = 12  # of a batch: a multiple of every world size
 BIG = 1e30  # overflows in fp16

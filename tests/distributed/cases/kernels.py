@@ -19,9 +19,8 @@ import zerolite
 from tests import models
 from tests.distributed.cases.skips import Warnings, poison
 from tests.distributed.cases.training import BATCHES, LOSSES, snapshot
-from zerolite.ops import library
+from zerolite.ops import Lion, library
 from zerolite.ops.cpu_kernels import CpuKernels
-from zerolite.optim import Lion
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
