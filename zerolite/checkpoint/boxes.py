@@ -1,7 +1,7 @@
 """Ranges of a flattened tensor as boxes of the tensor.
 
-Pure: standard library only. A box is what a checkpoint stores and what a loader asks for, so that the two need not have
-cut a tensor alike. A box of a tensor of n dimensions is ``(offsets, sizes)``, n integers each.
+Pure: standard library only. A box is what a checkpoint stores and what a loader asks for, so that saver and loader may
+shard a tensor differently. A box of a tensor of n dimensions is ``(offsets, sizes)``, n integers each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Tensors of an engine (parameters, buffers, optimizer states), by name, to checkpoint shards and back.
 
-A trained parameter is stored once, as its master weights: what computes is rounded from them. A rank's part of it, and
-of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a part of the full one
-(:class:`~zerolite.tensor_parallel.cuts.Cut`); what all data-parallel ranks hold whole is cut evenly over them, so that
-each writes the same share. What all tensor-parallel ranks hold alike the first of them writes, and what several stages
-of a pipeline hold, the first of those.
+A trained parameter is stored once, as its master weights: the compute parameter is rounded from them. A rank's part of
+it, and of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a
+tensor-parallel shard (:class:`~zerolite.tensor_parallel.cuts.Cut`).
+
+Tensors that all data-parallel ranks hold whole are divided evenly over them, so that each writes the same share.
+Tensors that all tensor-parallel ranks, or several pipeline stages, hold alike are written by the first of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Broadcast and gather of Python objects, without numpy, which torch's own functions need.
 
-What is plain travels as JSON. Everything else is pickled, and signed with the secret of the job, if it has one, so that
-nothing is unpickled that came from somebody else.
+Plain data is sent as JSON. Everything else is pickled, and signed with the secret of the job, if it has one, so that no
+pickle from outside the job is loaded.
 
 The watchdog does not time these: they are used by threads too, and where ranks may take long, as in saving.
 """

@@ -1,6 +1,6 @@
 """`zerolite report`: versions, devices, processor and kernels of this machine.
 
-It is for the user and for bug reports, and answers whatever is missing or broken: torch itself may fail to import.
+It is for the user and for bug reports, and works with missing or broken parts: torch itself may fail to import.
 """
 
 from __future__ import annotations

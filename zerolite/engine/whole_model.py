@@ -1,8 +1,8 @@
 """Whole tensors of a sharded model, gathered over data, tensor and pipeline ranks.
 
-What the model consists of is the union over the stages. A tensor's values come from the first stage that has it: there
-each rank's part is gathered over the data-parallel ranks, and is then sent to the ranks of one copy of the model
-(``Topology.model``, tensor × pipe), where the parts are put together. One tensor at a time.
+The model is the union over the stages. A tensor's values come from the first stage that has it: there each rank's part
+is gathered over the data-parallel ranks, and is then sent to the ranks of one copy of the model (``Topology.model``,
+tensor × pipe), which put the parts together. One tensor at a time.
 """
 
 from __future__ import annotations

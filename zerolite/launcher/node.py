@@ -2,7 +2,7 @@
 
 Without arguments, or with `ssh`, the job comes as the first line of the standard input, over which the launcher then
 gives signs of life. With two, of :func:`zerolite.launcher.remote_commands.pack`, it comes by mpirun, srun or pdsh, and
-the node's part ends when nobody reads its output any more.
+the node's part ends when its output has no reader any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Supervisor of one node: starts the agent, forwards signals, ends every process, prints the summary.
 
-Without torch, so that it starts at once, stays small, and outlives whatever the agent and the ranks run into.
+It works without torch, so that it starts at once, stays small, and outlives any failure of the agent and the ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``comms_logger``: duration and bandwidth of each collective.
 
-What overlaps with computation has no bandwidth of its own, so each collective is waited for where it is launched. The
+A collective that overlaps with computation has no bandwidth of its own, so each is waited for where it is launched. The
 numbers of training stay the same; its speed does not.
 """
 

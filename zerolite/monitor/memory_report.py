@@ -1,7 +1,7 @@
 """Memory report of an engine, by item, beside the allocator's totals.
 
-Nothing is estimated: every part of the engine is asked for its tensors, and each storage among them counts once,
-whatever views there are of it. A parameter that is released has a storage of no bytes.
+Nothing is estimated: every component of the engine is asked for its tensors, and each storage among them counts once,
+however many views there are of it. A parameter that is released has a storage of no bytes.
 """
 
 from __future__ import annotations

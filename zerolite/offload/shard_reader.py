@@ -1,9 +1,9 @@
 """Prefetch and staging of offloaded shards for all-gathers.
 
-What rests on disk is read into memory of the host first: ahead of the gather if somebody says in time that it will be
-needed (:meth:`ShardReader.ahead`), otherwise when the gather is launched. From there, and from what rests on the host,
-one copy to the device brings all shards that are neighbours in memory. It runs beside the work of the device; the
-collective comes after it, and whoever waits for the collective has waited for it.
+Shards on disk are read into host memory first: ahead of the gather if it is announced in time
+(:meth:`ShardReader.ahead`), otherwise when the gather is launched. From there, and from the host, one copy brings all
+shards that are neighbours in memory to the device. The copy runs beside the work of the device. The collective comes
+after it, so waiting for the collective is waiting for the copy.
 """
 
 from __future__ import annotations

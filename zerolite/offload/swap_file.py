@@ -1,7 +1,7 @@
 """Swap file of one rank on a disk, which holds flat tensors.
 
-The file has no name: nothing is left of it when the process ends, however it ends, and nobody can take it away. Its
-space is allocated before a tensor is handed out, so that a full disk shows at once and not in the middle of a step.
+The file has no name: nothing is left of it when the process ends, however it ends, and no other process can remove it.
+Its space is allocated before a tensor is handed out, so that a full disk shows at once and not in the middle of a step.
 
 A tensor of the file is a mapping of its part. The step does not use that: it copies parts between the file and buffers,
 past the page cache where the file system allows it. The kernel keeps both views equal as long as a part is not used

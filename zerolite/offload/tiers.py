@@ -1,9 +1,9 @@
 """Placement of a rank's shards between uses: on the device, on the host or on disk.
 
-A tier hands out flat tensors. Wherever they rest they can be read and written as tensors, so that everything outside of
-the step (checkpoints, access by parameter) knows nothing of tiers: those of the disk are its file, mapped into memory,
-and the kernel fetches and writes back their pages. The step does not go that way: it has what it needs next copied into
-staging buffers while it works (see transfers.py).
+A tier is one of these places and hands out flat tensors. Wherever they are, they can be read and written as tensors, so
+that everything outside of the step (checkpoints, access by parameter) does not depend on the placement: tensors on disk
+are the file, mapped into memory, and the kernel fetches and writes back their pages. The step does not go that way: it
+has what it needs next copied into staging buffers while it works (see transfers.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Vocabulary-parallel cross entropy (Shoeybi et al., 2019, section 3).
 
-Only numbers for each token travel: the largest logit, then the sum of exponentials and the target's logit.
+Only numbers for each token are sent: the largest logit, then the sum of exponentials and the target's logit.
 """
 
 from __future__ import annotations

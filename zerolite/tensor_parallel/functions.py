@@ -1,7 +1,7 @@
 """Autograd functions between replicated and sharded activations.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3, names the first pair f and g; Korthikanti et al., "Reducing activation
-recomputation" (2022), the pairs along the sequence. What is the forward of one is the backward of its partner:
+recomputation" (2022), the pairs along the sequence. The forward of one is the backward of its partner:
 
     copy             as it is            sum over ranks      into a layer of which each rank has some outputs
     reduce           sum over ranks      as it is            out of a layer of which each rank has some inputs

@@ -1,12 +1,12 @@
 """Update of everything that a rank owns, with offloaded tensors staged in and written back.
 
-What the update reaches where it rests is updated there: on the device, buckets of one kind in one launch. The rest goes
-by sub-groups, each of them in three stages that overlap: its masters, states, gradients and compute parameters come
-into staging buffers while the one before is updated, and its results leave while the next one is.
+Tensors that the update can reach where they are kept are updated there: on the device, buckets of one kind in one
+launch. The others go by sub-groups, each in three stages that overlap: its masters, states, gradients and compute
+parameters are staged in while the one before is updated, and its results are written back while the next one is.
 
-    sub-group 0   come   update   leave
-    sub-group 1          come     update   leave
-    sub-group 2                   come     update   leave
+    sub-group 0   stage in   update     write back
+    sub-group 1              stage in   update       write back
+    sub-group 2                         stage in     update       write back
 
 (ZeRO-Infinity: Rajbhandari et al., 2021, section 6.)
 """

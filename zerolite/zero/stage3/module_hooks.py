@@ -1,6 +1,6 @@
 """Module hooks that report enter and leave, and detect parameters used outside their module.
 
-What a unit is: see units.py.
+Units, the modules that are gathered as one, are defined in units.py.
 """
 
 from __future__ import annotations
