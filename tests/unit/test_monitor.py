@@ -23,16 +23,18 @@ import torch
 from zerolite.comm import Communicator, data_topology
 from zerolite.comm.wire import DryWire
 from zerolite.config import ConfigError, load_config
-from zerolite.engine.monitoring import start_monitoring
+from zerolite.engine.monitoring import open_monitoring
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor, wall_clock
 from zerolite.monitor.append_file import AppendFile
 from zerolite.monitor.csv_writer import MAX_OPEN, CsvWriter
 from zerolite.monitor.jsonl_writer import JsonlWriter
 from zerolite.monitor.tensorboard_writer import TensorboardWriter
-from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock, watch_gathers
+from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock, PhaseObserver
 from zerolite.monitor.wandb_writer import WandbWriter
 from zerolite.utils import moments
+from zerolite.zero.observers import Observers, StepObserver
 from zerolite.zero.stage3.fetch_schedule import Fetch
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 CPU = torch.device("cpu")
 LR = ("Train/Samples/lr", 0.5, 8)
@@ -299,8 +301,7 @@ def test_a_writer_that_fails_warns_once_and_does_not_stop_the_others(caplog: pyt
 
 def test_closing_comes_after_what_is_still_to_be_written() -> None:
     writer = Recording()
-    monitor = Monitor([writer])
-    monitor.on_close = lambda: monitor.write([LR])
+    monitor = Monitor([writer], before_close=lambda: monitor.write([LR]))
     monitor.close()
     assert (writer.events, writer.closed) == ([LR], 1)
 
@@ -414,7 +415,7 @@ def test_without_a_batch_size_the_axis_is_steps() -> None:
 
 def test_the_learning_rate_is_the_one_that_the_step_used() -> None:
     log, writer, optimizer = step_log()
-    log.on_applied()
+    log.on_updated()
     optimizer.param_groups[0]["lr"] = 0.25  # the schedule moves
     log.on_settled(1, norm=1.0)
     log.on_settled(2, norm=math.nan)  # skipped: the schedule has not moved
@@ -447,39 +448,37 @@ def test_losses_belong_to_their_window() -> None:
 class LatePipeline:
     """One step behind, as on CUDA: its only step is settled when somebody asks."""
 
-    global_steps = 1
-
-    def __init__(self) -> None:
+    def __init__(self, observers: Observers) -> None:
         self.settled = False
-        self.on_applied: Callable[[], None] = lambda: None
-        self.on_settled: Callable[[float], None] = lambda norm: None
+        self.observers = observers
 
     def settle(self) -> None:
         if not self.settled:
             self.settled = True
-            self.on_applied()
-            self.on_settled(7.0)
+            for updated in self.observers.on_updated:
+                updated()
+            for settled in self.observers.on_settled:
+                settled(1, 7.0)
 
 
 class BareEngine:
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = load_config(config)
-        self.device = CPU
-        self.optimizer = Optimizer(0.5)
-        self.monitor = Monitor()
-        self.comms_logger = None
+    """Something that can go."""
 
 
 @pytest.mark.parametrize("how", ["close", "delete"])
 def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine_goes(tmp_path: Path, how: str) -> None:
-    engine: Any = BareEngine(everything_enabled(tmp_path))
-    pipeline: Any = LatePipeline()
-    started = start_monitoring(engine, None, pipeline, None, None, data_topology(Communicator()))  # type: ignore[arg-type]
-    assert started == ([], None, None)
+    engine: Any = BareEngine()
+    config = load_config(everything_enabled(tmp_path))
+    observers = Observers()
+    pipeline: Any = LatePipeline(observers)
+    optimizer: Any = Optimizer(0.5)
+    started = open_monitoring(config, data_topology(Communicator()), CPU, pipeline, observers, optimizer, None)
+    started.end_with(engine)
+    assert started.comms_logger is None and started.watch_module(torch.nn.Linear(1, 1), None) == []  # type: ignore[arg-type]
     path = tmp_path / "job" / "events.jsonl"
     assert path.read_text() == ""
     if how == "close":
-        engine.monitor.close()
+        started.monitor.close()
     del engine, pipeline
     assert json.loads(path.read_text()) == {
         "step": 1,
@@ -591,75 +590,95 @@ def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> 
 
 
 class Gathering:
-    """A publisher and a coordinator in one: each call takes 3 ms, and brings something if it says so."""
+    """The coordinator's way to observers, without parameters: each gather takes 3 ms, and brings something if it says
+    so."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, observers: Observers) -> None:
         self.device = device
-        self.on_published = self.take_time
+        self._observers = observers
+        self.handles = [self] * 100
+        self.reader = self
 
-    def take_time(self, *args: Any) -> None:
+    def ahead(self, handles: Any) -> None:
         self.device.now += 3
 
-    wait = hold = take_time
-
-    def _execute(self, fetch: Fetch) -> None:
+    def _launch(self, indices: Any) -> None:
         self.device.now += 3
-        if fetch.wait == (99,):
-            raise RuntimeError("a rank is gone")
+
+    _release = _launch
+
+    def where(self) -> str:
+        return "a use"
+
+    @property
+    def launch(self) -> None:
+        raise RuntimeError("a rank is gone")
+
+    execute = PartitionedParameterCoordinator._execute
 
 
-def gathers_of(device: Device, work: Callable[[Gathering, PhaseClock], None], stage: int) -> dict[str, float]:
+def gathers_of(device: Device, work: Callable[[Any, PhaseClock], None]) -> dict[str, float]:
     reports: list[dict[str, float]] = []
     clock = PhaseClock(CPU, 1, lambda step, means: reports.append(dict(means)))
-    parts = Gathering(device)
-    watch_gathers(clock, parts, parts if stage == 3 else None)
+    observers = Observers()
+    observers.add(PhaseObserver(clock))
     clock.enter(STEP)
     clock.leave(STEP)
-    work(parts, clock)
+    work(Gathering(device, observers), clock)
     clock.end_step(1)
     return {phase: ms for phase, ms in reports[0].items() if ms}
 
 
-def test_waits_for_published_parameters_are_gathers(device: Device) -> None:
-    def work(publisher: Gathering, clock: PhaseClock) -> None:
-        clock.enter(FORWARD)
-        device.now += 1
-        publisher.wait([0])
-        clock.leave(FORWARD)
-        publisher.on_published()
-
-    assert gathers_of(device, work, 1) == {FORWARD: 1.0, GATHER: 3.0, OTHER: 3.0}
-
-
 def test_fetches_of_stage_3_are_gathers(device: Device) -> None:
-    nothing, bring = Fetch((1,), (), (), ()), Fetch((), (2,), (), (2,))
+    nothing, bring = Fetch((1,), (), (), ()), Fetch((), (2,), (), ())
 
-    def work(coordinator: Gathering, clock: PhaseClock) -> None:
+    def work(coordinator: Any, clock: PhaseClock) -> None:
         clock.enter(FORWARD)
-        coordinator._execute(bring)
+        coordinator.execute(bring)
         made = device.moments
-        coordinator._execute(nothing)
+        coordinator.execute(nothing)
         assert device.moments == made, "a use that needs nothing takes no moment"
         clock.leave(FORWARD)
         clock.enter(BACKWARD)
-        coordinator._execute(Fetch((), (), ((4, 5),), ()))
-        coordinator.hold([4])
+        coordinator.execute(Fetch((), (), (4, 5), ()))
+        with coordinator._observers.gathering():
+            device.now += 3
         clock.leave(BACKWARD)
-        clock.enter(STEP)
-        coordinator.on_published()
-        clock.leave(STEP)
 
-    assert gathers_of(device, work, 3) == {FORWARD: 3.0, GATHER: 12.0}
+    assert gathers_of(device, work) == {FORWARD: 3.0, GATHER: 9.0}
 
 
 def test_a_gather_that_fails_is_over(device: Device) -> None:
-    def work(coordinator: Gathering, clock: PhaseClock) -> None:
+    def work(coordinator: Any, clock: PhaseClock) -> None:
         with pytest.raises(RuntimeError, match="a rank is gone"):
-            coordinator._execute(Fetch((), (), (), (99,)))
+            coordinator.execute(Fetch((), (2,), (), (99,)))
         assert not clock.is_open(GATHER)
         device.now += 2
 
-    assert gathers_of(device, work, 3) == {GATHER: 3.0, OTHER: 2.0}
+    assert gathers_of(device, work) == {GATHER: 3.0, OTHER: 2.0}
+
+
+def test_an_observer_hears_the_events_whose_methods_it_has() -> None:
+    class Counts(StepObserver):
+        def __init__(self) -> None:
+            self.heard: list[Any] = []
+
+        def on_updated(self) -> None:
+            self.heard.append("updated")
+
+        def on_settled(self, step: int, norm: float) -> None:
+            self.heard.append((step, norm))
+
+    observers, counts = Observers(), Counts()
+    observers.add(counts)
+    called = {event for event, listeners in vars(observers).items() if listeners}
+    assert called == {"on_updated", "on_settled"}
+    assert {name for name in vars(StepObserver) if not name.startswith("_")} == set(vars(observers))
+    for updated in observers.on_updated:
+        updated()
+    for settled in observers.on_settled:
+        settled(3, 0.5)
+    assert counts.heard == ["updated", (3, 0.5)]
 
 
 def test_the_hosts_clock_is_in_milliseconds() -> None:

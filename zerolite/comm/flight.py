@@ -56,6 +56,10 @@ class Flight:
         return []
 
 
+def _nothing_to_say(error: RuntimeError) -> RuntimeError | None:
+    return None
+
+
 class Wait:
     """What the host of this process waits for, or (on CUDA) what its device waited for last."""
 
@@ -63,7 +67,7 @@ class Wait:
 
     def __init__(self) -> None:
         # Says more about a collective that has failed, or differs from that of other ranks: the watchdog.
-        self.explain: Callable[[RuntimeError], RuntimeError | None] = lambda error: None
+        self.explain: Callable[[RuntimeError], RuntimeError | None] = _nothing_to_say
         self.on_device = False  # waiting returns at once, and the works' end is known to the device alone
         self.works: Sequence[Any] = ()
         self.entry: Raw | None = None

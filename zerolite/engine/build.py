@@ -7,14 +7,13 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.activation_checkpointing import attach
-from zerolite.activation_checkpointing.clock import describe
+from zerolite.activation_checkpointing import Attached, attach
 from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
@@ -26,8 +25,9 @@ from zerolite.comm import (
     check_is_wanted,
     second_communicator,
 )
-from zerolite.comm.initial_sync import broadcast_into, differing, synchronize_tensors
 from zerolite.config import ZeroliteConfig
+from zerolite.data.dataloader import Loaders
+from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.agreement import check_initialize, check_made_optimizer
 from zerolite.diagnostics.consistency import ConsistencyCheck, shared_weights
 from zerolite.diagnostics.position import Names
@@ -51,6 +51,7 @@ from zerolite.engine.build_stage3 import (
     start_stage3,
     tell_trained,
 )
+from zerolite.engine.components import Components, EngineRef, ModuleCall
 from zerolite.engine.decisions import (
     SKIPS_ON_DEVICE,
     communication_dtypes,
@@ -62,13 +63,15 @@ from zerolite.engine.decisions import (
 from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine, EvaluationPipeline, check_frozen
 from zerolite.engine.growth import Growth, Parameters, Ways
-from zerolite.engine.monitoring import start_monitoring
+from zerolite.engine.model_values import fill_buckets, synchronize_rest
+from zerolite.engine.monitoring import open_monitoring
+from zerolite.engine.notices import PipelineLoss, Progress, ScheduleStep, print_checkpointing
 from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.pending_gradients import PendingGradients
+from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine, refuse
 from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
 from zerolite.monitor.memory_report import MemoryParts
-from zerolite.monitor.wall_clock import around
 from zerolite.offload.from_config import check_optimizer, tiers_of, warn_of_few_threads
 from zerolite.offload.resting_gradients import RestingGradients
 from zerolite.offload.transfers import Transfers
@@ -80,15 +83,18 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import host_value, is_dry_run
 from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.accumulation import AccumulationWindow
-from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.layout import AUTO_BUCKET, Bucket, ParameterSpec, PartitionLayout
+from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
+from zerolite.zero.observers import Observers
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, make_whole
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_numel
 from zerolite.zero.stages import STAGES, StagePolicy
 from zerolite.zero.step import StepPipeline
+from zerolite.zero.step_outcome import UnusedParameters
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import Staged
@@ -123,11 +129,18 @@ def build_engine(
     device: torch.device,
     kind: str | None = None,
     staged: Staged | None = None,
+    loss_fn: LossFunction | None = None,
 ) -> Engine:
-    """The engine of ``model``, of which this rank has its part, on ``device``. resolved: the config for as many ranks
-    as the topology has data ranks. kind: the type of device for which memory is managed, where it is not that of
-    ``device``: a dry run for CUDA has its tensors on the CPU. staged: the pipeline that ``model`` is a stage of. Called
-    on all ranks, with equal arguments."""
+    """Make the engine of ``model``, of which this rank has its part, on ``device``. Called on all ranks, with equal
+    arguments.
+
+    Args:
+        resolved: the config for as many ranks as the topology has data ranks.
+        kind: the type of device for which memory is managed, where it is not that of ``device``: a dry run for CUDA has
+            its tensors on the CPU.
+        staged: the pipeline that ``model`` is a stage of.
+        loss_fn: (outputs, targets) to a scalar, for ``engine.train_batch``.
+    """
     comm = topology.data
     optimizer, model_parameters = arguments.optimizer, arguments.model_parameters
     policy = STAGES[resolved.zero_optimization.chosen_stage]
@@ -157,9 +170,9 @@ def build_engine(
     kind = kind or device.type
     whole = chosen.whole
     assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)
-    engine = assembly.build(chosen.make, groups, arguments.broadcast_buffers, adopts)
-    engine.lr_scheduler = scheduler_of(arguments.lr_scheduler, resolved, engine.optimizer)
-    return engine
+    assembly.make_parts(chosen.make, groups)
+    scheduler = scheduler_of(arguments.lr_scheduler, resolved, assembly.sharded)
+    return assembly.make_engine(adopts, arguments.broadcast_buffers, loss_fn, scheduler)
 
 
 _NOT_IN_P_GRAD = (
@@ -198,25 +211,101 @@ class _Assembly:
         self.ties = {} if staged is None else {id(tie.parameter): tie for tie in staged.ties}
         self.partitioned: PartitionedModel | None = None
         self.communication = communication_dtypes(model, config, precision, topology.data.world_size)
+        self.reference = EngineRef()
+        self.observers = Observers()
         self.tiers = tiers_of(config, device, kind, comm)
         self.transfers = Transfers(self.tiers)
         if comm.main and not is_dry_run():
             warn_of_few_threads(self.tiers, os.environ)
 
-    def build(self, make_inner: Any, groups: Groups, broadcast_buffers: bool, adopts: bool) -> Engine:
-        """make_inner, groups: of the optimizer. adopts: whether parameters that are unfrozen later join its group."""
+    def make_parts(self, make_inner: Any, groups: Groups) -> None:
+        """Make what a step needs. make_inner, groups: of the optimizer."""
         trained = self._trained(groups)
         self._make_buffer(trained)
-        _synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
+        synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
         self._make_pipeline(trained, make_inner, groups)
         self._spread()
         self._check_steps()
-        engine = self._make_engine(broadcast_buffers)
-        self._install(engine)
-        self._let_grow(engine, adopts)
-        if check_is_wanted(self.config.check_collectives):
-            _check_collectives(engine, self.topology)
-        self.monitoring.watch_communication(engine, self.comm, self.publisher)
+
+    def make_engine(
+        self, adopts: bool, broadcast_buffers: bool, loss_fn: LossFunction | None, scheduler: Any
+    ) -> Engine:
+        """Install the hooks and make the engine, complete. adopts: whether parameters that are unfrozen later join the
+        param group that there is."""
+        model, config, topology, pipeline, reference = (
+            self.model, self.config, self.topology, self.pipeline, self.reference
+        )  # fmt: skip
+        boundary = _connect(pipeline, self.reducer, self.publisher, self.scaler, self.precision, model)
+        memory = MemoryParts(
+            model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers, self.beside
+        )
+        hooks = _watch_loading(model, pipeline)
+        attached = self._checkpoint_activations()
+        hooks += attached.handles
+        self.observers.add(Progress(reference))
+        call = ModuleCall(model)
+        monitoring = open_monitoring(config, topology, self.device, pipeline, self.observers, self.sharded, self.scaler)
+        hooks += monitoring.watch_module(model, call)
+        self.observers.add(ScheduleStep(reference))
+        self.fp32.attach()
+        coordinator = self._start_stage3()
+        if self.partitioned is not None:
+            hooks += self.partitioned.hooks
+        memory = dataclasses.replace(memory, activations=attached.memory)
+        offload = StateOffload(memory, pipeline, coordinator)
+        memory = dataclasses.replace(memory, away=offload.memory)
+        monitoring.watch_memory(memory)
+        access = ParameterAccess(pipeline, self.reducer, self.buffer, self.sharded, topology)
+        refusal = "" if topology.trivial else _NOT_IN_P_GRAD
+        tensor = topology.tensor
+        compares = tensor.world_size > 1 and tensor.group is not None and self.device.type == "cpu"
+        components = Components(
+            module=model,
+            config=config,
+            device=self.device,
+            topology=topology,
+            precision=self.precision,
+            pipeline=pipeline,
+            reducer=self.reducer,
+            publisher=self.publisher,
+            optimizer=self.sharded,
+            window=self.window,
+            boundary=boundary,
+            reference=reference,
+            call=call,
+            tensor_channel=ControlChannel(tensor, 1) if compares else None,
+            runner=None if self.staged is None else self._runner(self.staged, boundary),
+            coordinator=coordinator,
+            memory=memory,
+            state_offload=offload,
+            activation_checkpointing=attached,
+            parameter_access=access,
+            pending_gradients=PendingGradients(pipeline, self.reducer, self.comm, self.device, access.whole, refusal),
+            checkpointer=self._let_grow(adopts),
+            monitor=monitoring.monitor,
+            step_log=monitoring.log if monitoring.monitor.enabled else None,
+            comms_logger=monitoring.comms_logger,
+            loaders=Loaders(
+                self.comm.rank,
+                self.comm.world_size,
+                self.device.type,
+                config.train_micro_batch_size_per_gpu,
+                config.dataloader_drop_last,
+            ),
+            broadcast_buffers=broadcast_buffers,
+            loss_fn=loss_fn,
+            scheduler=scheduler,
+        )
+        engine = _engine_class(self.trains, self.staged is not None)(components)
+        for parameter in self.owned:
+            OWNERS[parameter] = reference
+        weakref.finalize(engine, offload.restore).atexit = False
+        weakref.finalize(engine, self.publisher.wait_all).atexit = False
+        weakref.finalize(engine, _remove_hooks, self.reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
+        monitoring.end_with(engine)
+        if check_is_wanted(config.check_collectives):
+            _check_collectives(reference, topology, coordinator)
+        monitoring.watch_communication(topology, coordinator)
         return engine
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
@@ -258,7 +347,7 @@ class _Assembly:
             if self.whole and comm.main and not is_dry_run():
                 _warn_of_padding(layout)
             self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer, self.tiers)
-            _fill(self.buffer, precision, comm, device)
+            fill_buckets(self.buffer, precision, comm, device)
 
     def _make_pipeline(self, trained: list[torch.nn.Parameter], make_inner: Any, groups: Groups) -> None:
         config, policy, comm, buffer = self.config, self.policy, self.comm, self.buffer
@@ -271,7 +360,7 @@ class _Assembly:
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         closes = self.window.next_backward_closes
         resting = RestingGradients(self.tiers, self.transfers)
-        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting)
+        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting, self.observers)
         choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
         check_optimizer(self.tiers, self.kind, self.sharded.inner)
@@ -280,6 +369,7 @@ class _Assembly:
             comm,
             gather=policy.shard_optimizer and not policy.shard_parameters,
             overlap_forward=config.zero_optimization.overlap_comm is True and not policy.shard_parameters,
+            observers=self.observers,
         )
         self.scaler = loss_scaler(config) if self.trains else None
         # Of the shards of many ranks, or of stage 3's small units, one update takes several: few large calls.
@@ -296,6 +386,10 @@ class _Assembly:
             step_options(config, numel, self.device.type in SKIPS_ON_DEVICE),
             self.device,
             self.transfers,
+            UnusedParameters(
+                config.zero_optimization.ignore_unused_parameters, functools.partial(_gone, self.model, buffer)
+            ),
+            self.observers,
         )
 
     def _spread(self) -> None:
@@ -327,40 +421,6 @@ class _Assembly:
         if consistency is not None or updated is not None:
             self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
 
-    def _make_engine(self, broadcast_buffers: bool) -> Engine:
-        boundary = _connect(self.pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model)
-        make = Engine if self.trains else EvaluationEngine
-        engine = make(
-            module=self.model,
-            config=self.config,
-            device=self.device,
-            topology=self.topology,
-            precision=self.precision,
-            pipeline=self.pipeline,
-            reducer=self.reducer,
-            publisher=self.publisher,
-            optimizer=self.sharded,
-            window=self.window,
-            boundary=boundary,
-            lr_scheduler=None,
-            dataloader=None,
-            broadcast_buffers=broadcast_buffers,
-        )
-        engine.memory_parts = MemoryParts(
-            self.model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers, self.beside
-        )
-        tensor = self.topology.tensor
-        if tensor.world_size > 1 and tensor.group is not None and self.device.type == "cpu":
-            engine.tensor_channel = ControlChannel(tensor, 1)
-        if self.staged is not None:
-            engine.runner = self._runner(self.staged, boundary)
-        engine.parameter_access = ParameterAccess(self.pipeline, self.reducer, self.buffer, self.sharded, self.topology)
-        gather, refusal = engine.parameter_access.whole, "" if self.topology.trivial else _NOT_IN_P_GRAD
-        engine.pending_gradients = PendingGradients(
-            self.pipeline, self.reducer, self.comm, self.device, gather, refusal
-        )
-        return engine
-
     def _runner(self, staged: Staged, boundary: GraphBoundary) -> Any:
         from zerolite.pipe.runner import RunnerParts  # only where there is a pipeline
 
@@ -374,67 +434,37 @@ class _Assembly:
             device=self.device,
             micro_batches=self.config.gradient_accumulation_steps or 1,
             loss_fn=staged.loss_fn,
+            on_loss=PipelineLoss(self.reference),
         )
         return staged.runner(parts)
 
-    def _install(self, engine: Engine) -> None:
-        """The engine's hooks; it keeps the parts alive, and they know it weakly."""
-        model, buffer, pipeline, reducer = self.model, self.buffer, self.pipeline, self.reducer
-        known = weakref.ref(engine)
-        pipeline.unused.gone = lambda indices: _gone(model, buffer, indices)
-        pipeline.on_applied = lambda: _step_scheduler(known())
-        pipeline.on_settled = lambda norm: _print_progress(known(), norm)
-        hooks = _watch_loading(model, pipeline)
-        hooks += self._checkpoint_activations(engine)
-        if engine.runner is not None:
-            engine.runner.on_loss = functools.partial(_log_loss, known)
-        self.monitoring = start_monitoring(engine, model, pipeline, reducer, self.scaler, self.topology)
-        hooks += self.monitoring.hooks
-        self.fp32.attach()
-        if self.partitioned is not None:
-            hooks += start_stage3(self.partitioned, engine, pipeline, self.publisher, reducer)
-        engine.state_offload = StateOffload(engine.memory_parts, pipeline, engine.coordinator)
-        engine.memory_parts = dataclasses.replace(engine.memory_parts, away=engine.state_offload.memory)
-        weakref.finalize(engine, engine.state_offload.restore).atexit = False
-        weakref.finalize(engine, self.publisher.wait_all).atexit = False
-        weakref.finalize(engine, _remove_hooks, reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
-        for parameter in self.owned:
-            OWNERS[parameter] = known
+    def _start_stage3(self) -> PartitionedParameterCoordinator | None:
+        if self.partitioned is None:
+            return None
+        return start_stage3(self.partitioned, self.pipeline, self.reducer, self.observers)
 
-    def _checkpoint_activations(self, engine: Engine) -> list[Any]:
+    def _checkpoint_activations(self) -> Attached:
         """Before other hooks of forward, which then see what they see where the model itself calls the checkpoint."""
-        settings, known, pipeline = self.config.activation_checkpointing, weakref.ref(engine), self.pipeline
-        tensor = self.topology.tensor if self.topology.tensor.world_size > 1 else None
-        attached = attach(self.model, settings, self.device, functools.partial(_print_checkpointing, known), tensor)
-        engine.activation_checkpointing = attached
-        engine.memory_parts = dataclasses.replace(engine.memory_parts, activations=attached.memory)
+        settings, tensor = self.config.activation_checkpointing, self.topology.tensor
+        say = functools.partial(print_checkpointing, self.topology.world.rank)
+        attached = attach(self.model, settings, self.device, say, tensor if tensor.world_size > 1 else None)
         if settings.profile:
-            around(pipeline, "apply", lambda: None, lambda: attached.end_step(pipeline.global_steps))
-        return list(attached.handles)
+            self.observers.on_step_end.append(attached.end_step)
+        return attached
 
-    def _let_grow(self, engine: Engine, adopts: bool) -> None:
+    def _let_grow(self, adopts: bool) -> Checkpointer:
         """What needs to know of parameters that are trained from some step on: all that there is by now."""
         model, buffer, pipeline, comm, device = self.model, self.buffer, self.pipeline, self.comm, self.device
-        fill = functools.partial(_fill, buffer, self.precision, comm, device)
-        known = weakref.ref(engine)
-        ways = Ways(self._layout_of, fill, lambda parameters: self._tell(parameters, known))
+        fill = functools.partial(fill_buckets, buffer, self.precision, comm, device)
+        ways = Ways(self._layout_of, fill, self._tell)
         growth = Growth(model, comm, device, buffer, self.reducer, self.sharded, self.publisher, pipeline, ways, adopts)
-        begins = pipeline if self.partitioned is None else self.partitioned.coordinator
         wake = growth.wake if self.trains else functools.partial(check_frozen, model)
-        begins.on_begin = wake
+        at_stage3 = self.partitioned is not None
+        (self.observers.before_forward if at_stage3 else self.observers.before_backward).append(wake)
+        self.sharded.connect(_Phases(pipeline, growth, self.reference, self.staged is not None))
         tensors = ModelState(model, buffer, self.sharded, comm, self.topology)
         host = HostGroup(self.topology.world, "checkpoint")
-        parts = EngineParts(tensors, pipeline, self.reducer, self.config, device, host, wake)
-        engine.checkpointer = Checkpointer(parts)
-        self.sharded.connect(
-            step=pipeline.step if self.staged is None else functools.partial(_refuse_step, known),
-            zero_grad=pipeline.zero_grad,
-            read=functools.partial(_settle_schedule, known),
-            settle=pipeline.settle,
-            save=pipeline.follow_writes,
-            load=pipeline.on_masters_loaded,
-            add=growth.add_group,
-        )
+        return Checkpointer(EngineParts(tensors, pipeline, self.reducer, self.config, device, host, wake))
 
     def _layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
         """Of parameters that are trained from now on."""
@@ -445,16 +475,54 @@ class _Assembly:
         numel = bucket_numel(self.specs, self.config, self.comm.world_size)
         return PartitionLayout.build(added, self.comm.world_size, numel)
 
-    def _tell(self, parameters: Parameters, known: weakref.ref[Engine]) -> None:
+    def _tell(self, parameters: Parameters) -> None:
         """They have a place."""
         self.by_index.extend(self.communication(p) for p in parameters)
         self._spread()
         for parameter in parameters:
-            OWNERS[parameter] = known
+            OWNERS[parameter] = self.reference
         if self.partitioned is not None:
             tell_trained(self.buffer.parameters)
             self.partitioned.coordinator.look_at_whole()
             follow_units(self.partitioned, self.reducer)
+
+
+class _Phases:
+    """An engine's phases behind its optimizer's methods (:class:`~zerolite.zero.sharded_optimizer.OptimizerPhases`)."""
+
+    def __init__(self, pipeline: StepPipeline, growth: Growth, engine: EngineRef, staged: bool) -> None:
+        self._pipeline, self._growth, self._engine, self._staged = pipeline, growth, engine, staged
+
+    def step(self) -> None:
+        if self._staged:
+            refuse("engine.optimizer.step")
+        self._pipeline.step()
+
+    def zero_grad(self) -> None:
+        self._pipeline.zero_grad()
+
+    def before_groups_are_read(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.settle_schedule()
+
+    def settle(self) -> None:
+        self._pipeline.settle()
+
+    def follow_writes(self) -> None:
+        self._pipeline.follow_writes()
+
+    def on_masters_loaded(self) -> None:
+        self._pipeline.on_masters_loaded()
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        self._growth.add_group(group)
+
+
+def _engine_class(trains: bool, staged: bool) -> type[Engine]:
+    if staged:
+        return PipelineEngine if trains else PipelineEvaluationEngine
+    return Engine if trains else EvaluationEngine
 
 
 def _connect(
@@ -508,68 +576,10 @@ def _warn_of_padding(layout: PartitionLayout) -> None:
         )
 
 
-def _fill(buffer: ParameterBuffer, precision: Precision, comm: Communicator, device: torch.device) -> None:
-    """Fill the buckets that are not filled yet: whole parameters, with rank 0's values, or shards."""
-    if isinstance(buffer, PartitionedParameterBuffer):
-        buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
-        return
-    buckets = buffer.layout.buckets[len(buffer.compute) :]
-    indices = [slot.index for bucket in buckets for slot in bucket.slots]
-    different = dict(zip(indices, differing([buffer.parameters[i] for i in indices], comm, device), strict=True))
-
-    def synchronize(bucket: Bucket, flat: torch.Tensor) -> None:
-        if any(different[slot.index] for slot in bucket.slots):
-            broadcast_into(flat, comm, device, "initial_sync")
-
-    buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
-
-
-def _synchronize_rest(
-    model: torch.nn.Module,
-    trained: list[torch.nn.Parameter],
-    precision: Precision,
-    comm: Communicator,
-    device: torch.device,
+def _check_collectives(
+    known: EngineRef, topology: Topology, coordinator: PartitionedParameterCoordinator | None
 ) -> None:
-    """Buffers and (where they are whole) frozen parameters: on the device, with rank 0's values, each in the dtype that
-    ``precision`` says."""
-    in_layout = {id(p) for p in trained}
-    others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
-    rest: list[torch.Tensor] = [p.data for p in others]
-    for buffer in model.buffers():
-        if buffer.dtype != precision.buffer_dtype(buffer):
-            buffer.data = buffer.data.to(precision.buffer_dtype(buffer))
-    _move_rest(model, device)
-    rest += list(model.buffers())
-    synchronize_tensors(rest, comm, device, "initial_sync")
-    for parameter in others:
-        parameter.data = parameter.data.to(device, precision.compute_dtype(parameter))
-
-
-def _move_rest(model: torch.nn.Module, device: torch.device) -> None:
-    """Bring to ``device`` the buffers, shared ones once, and what modules of the user's move in an ``_apply`` of their
-    own; parameters stay where they are."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the original, which is kept alive
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter) or tensor.device == device:
-            return tensor
-        if id(tensor) not in moved:
-            moved[id(tensor)] = (tensor, tensor.to(device))
-        return moved[id(tensor)][1]
-
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = move(buffer)
-        # Those of torch itself (nn.LSTM) lay out parameters anew, which have their places by now.
-        own = not type(module)._apply.__module__.startswith("torch.")
-        if own and device.type != "cpu" and all(handle_of(p) is None and p.grad is None for p in module.parameters()):
-            module._apply(move)
-
-
-def _check_collectives(engine: Engine, topology: Topology) -> None:
-    comm, known = topology.data, weakref.ref(engine)
+    comm = topology.data
 
     def names_of(gathered: bool, key: int) -> list[str]:
         engine = known()
@@ -579,8 +589,8 @@ def _check_collectives(engine: Engine, topology: Topology) -> None:
         return names.of_parameter(key) if gathered else names.of_bucket(key)
 
     watched = {"gradients and statistics": comm}
-    if engine.coordinator is not None and engine.coordinator.comm is not comm:
-        watched["gathers of parameters"] = engine.coordinator.comm
+    if coordinator is not None and coordinator.comm is not comm:
+        watched["gathers of parameters"] = coordinator.comm
     if topology.tensor is not topology.model:
         watched["parts of layers"] = topology.tensor
     watched["parts of the model"] = topology.model
@@ -593,29 +603,6 @@ def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -
     """Those of the trained parameters ``indices`` that ``model`` no longer has."""
     there = {id(parameter) for parameter in model.parameters()}
     return [index for index in indices if id(buffer.parameters[index]) not in there]
-
-
-def _log_loss(known: weakref.ref[Engine], loss: torch.Tensor) -> None:
-    engine = known()
-    if engine is not None and engine.step_log is not None:
-        engine.step_log.add_loss(loss, 1.0, engine.global_steps, first=True)
-
-
-def _refuse_step(known: weakref.ref[Engine]) -> None:
-    engine = known()
-    if engine is not None:
-        engine.refuse_pipeline("engine.optimizer.step")
-
-
-def _settle_schedule(known: weakref.ref[Engine]) -> None:
-    engine = known()
-    if engine is not None:
-        engine.settle_schedule()
-
-
-def _step_scheduler(engine: Engine | None) -> None:
-    if engine is not None:
-        engine.step_scheduler()
 
 
 def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
@@ -634,28 +621,3 @@ class _AfterLoading(WeakHook[StepPipeline]):
 def _remove_hooks(*lists: list[Any]) -> None:
     for handle in [handle for handles in lists for handle in handles]:
         handle.remove()
-
-
-# -------------------------------------------------------------------- lines for people
-
-
-def _print_checkpointing(known: weakref.ref[Engine], step: int, times: Mapping[str, float]) -> None:
-    engine = known()
-    if engine is not None and engine.rank == 0:
-        print(describe(step, times), flush=True)
-
-
-def _print_progress(engine: Engine | None, norm: float) -> None:
-    if engine is None:
-        return
-    every = engine.config.steps_per_print
-    steps = engine.global_steps
-    if engine.rank == 0 and steps == 1:
-        engine.activation_checkpointing.check_used()
-    if engine.rank == 0 and every and steps % every == 0:
-        lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
-        print(
-            f"step {steps}: skipped {engine.skipped_steps}, lr {lr}, grad norm {norm:.4g}, loss scale "
-            f"{engine.loss_scale:g}",
-            flush=True,
-        )

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 
 from zerolite.comm import Communicator
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.config.zero import AUTO_GRANULARITY
-from zerolite.engine.engine import Engine
 from zerolite.offload.tiers import Tiers
 from zerolite.precision.dtypes import Precision
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_numel
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.launch_plan import LaunchPlan
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, Stage3Options, bucket_groups, units_of_buckets
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
 from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
 from zerolite.zero.stage3.units import LeafRule, leaf_rule
 from zerolite.zero.step import StepPipeline
@@ -126,25 +125,17 @@ def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
 
 
 def start_stage3(
-    partitioned: PartitionedModel,
-    engine: Engine,
-    pipeline: StepPipeline,
-    publisher: Publisher,
-    reducer: GradReducer,
-) -> list[Any]:
-    """Install what gathers; returns the hooks. The engine keeps the coordinator alive, hooks know it weakly."""
-    coordinator = partitioned.start()
-    engine.coordinator = coordinator
-    publisher.on_published = coordinator.on_update
-    coordinator.on_backward_begin = pipeline.begin_backward
-    coordinator.on_use_end = reducer.on_use_end
+    partitioned: PartitionedModel, pipeline: StepPipeline, reducer: GradReducer, observers: Observers
+) -> PartitionedParameterCoordinator:
+    """Install what gathers. The engine keeps the coordinator alive, hooks know it weakly."""
+    coordinator = partitioned.start(StepLinks(observers, pipeline.begin_backward, reducer.on_use_end))
+    observers.on_parameters_updated.append(coordinator.on_update)
+    observers.on_gradients_dropped.append(coordinator.drop_failed)
     follow_units(partitioned, reducer)
-    pipeline.trace = coordinator.schedule
-    pipeline.on_zero_grad = coordinator.drop_failed
-    pipeline.collect_writes = coordinator.collect_writes
+    pipeline.follow(coordinator)
     tell_trained(reducer.parameters)
     coordinator.look_at_whole()
-    return partitioned.hooks
+    return coordinator
 
 
 def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:

@@ -12,42 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.activation_checkpointing import Attached
-from zerolite.comm import ControlChannel, Topology, local_rank
+from zerolite.comm import ControlChannel, DeviceMesh, local_rank
 from zerolite.comm.initial_sync import broadcast_together
 from zerolite.comm.ranks import name_ranks
-from zerolite.config import ZeroliteConfig
 from zerolite.data import metrics
-from zerolite.data.dataloader import Loaders
-from zerolite.data.micro_batch import LossFunction
+from zerolite.data.dataloader import RepeatingLoader
+from zerolite.data.micro_batch import MicroBatch
 from zerolite.diagnostics.join import ROW, Join
 from zerolite.diagnostics.position import Parts
-from zerolite.engine.batch_methods import BatchMethods
 from zerolite.engine.checkpoint_methods import CheckpointMethods
-from zerolite.engine.parameter_access import ParameterAccess
-from zerolite.engine.pending_gradients import PendingGradients
-from zerolite.engine.place import Place
-from zerolite.engine.state_offload import StateOffload
-from zerolite.monitor import Monitor, StepLog
-from zerolite.monitor.comms_logger import CommsLogger
-from zerolite.monitor.memory_report import MemoryParts, MemoryReport, memory_report
+from zerolite.engine.components import Components
+from zerolite.monitor.memory_report import MemoryReport, memory_report
 from zerolite.precision.dtype_errors import explain
-from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.utils.accelerator import host_value
 from zerolite.utils.nested import find_tensors
-from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.commands import Command
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import SAME_BATCH
-from zerolite.zero.publisher import Publisher
-from zerolite.zero.sharded_optimizer import ShardedOptimizer
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.zero.step import StepPipeline
 
 logger = logging.getLogger("zerolite")
 
 
-class Engine(CheckpointMethods, BatchMethods, Place):
+class Engine(CheckpointMethods):
     """A model in training; made by :func:`zerolite.initialize`.
 
     Two loops give the same numbers and counters at every stage and precision::
@@ -64,68 +49,47 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     ranks either way, and consumed by the step.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        config: ZeroliteConfig,
-        device: torch.device,
-        topology: Topology,
-        precision: Precision,
-        pipeline: StepPipeline,
-        reducer: GradReducer,
-        publisher: Publisher,
-        optimizer: ShardedOptimizer,
-        window: AccumulationWindow,
-        boundary: GraphBoundary,
-        lr_scheduler: Any,
-        dataloader: Any,
-        broadcast_buffers: bool,
-    ) -> None:
-        self.config = config
-        self.device = device
-        self.topology = topology
-        comm = topology.data
-        self.optimizer = optimizer
-        self._lr_scheduler = lr_scheduler
-        self.dataloader = dataloader
-        self.loaders = Loaders(
-            comm.rank,
-            comm.world_size,
-            device.type,
-            config.train_micro_batch_size_per_gpu,
-            config.dataloader_drop_last,
-        )
-        self._module = module
-        self._comm = comm
-        self._precision = precision
-        self._pipeline = pipeline
-        self._reducer = reducer
-        self._publisher = publisher
-        self._window = window
-        self._boundary = boundary
-        self._broadcast_buffers = broadcast_buffers
+    def __init__(self, components: Components) -> None:
+        c = components
+        self.config = c.config
+        self.device = c.device
+        self.topology = c.topology
+        self.optimizer = c.optimizer
+        self.loaders = c.loaders
+        self.dataloader: Any = None  # of ``training_data``
+        self.loss_fn = c.loss_fn
+        self.monitor = c.monitor  # for values of the user's own, too
+        self.step_log = c.step_log
+        self.comms_logger = c.comms_logger
+        self.checkpointer = c.checkpointer
+        self.coordinator = c.coordinator
+        self.parts = Parts(c.module, c.topology.data, c.reducer, c.pipeline.counters)
+        self.call = c.call
+        self.memory_parts = c.memory
+        self.state_offload = c.state_offload
+        self.activation_checkpointing = c.activation_checkpointing
+        self.pending_gradients = c.pending_gradients
+        self.parameter_access = c.parameter_access
+        self._module = c.module
+        self._comm = c.topology.data
+        self._precision = c.precision
+        self._pipeline = c.pipeline
+        self._reducer = c.reducer
+        self._publisher = c.publisher
+        self._window = c.window
+        self._boundary = c.boundary
+        self._tensor_channel = c.tensor_channel
+        self._broadcast_buffers = c.broadcast_buffers
+        self._lr_scheduler = c.scheduler
         self._join: Join | None = None
-        self.monitor = Monitor()  # for values of the user's own; build puts the config's here
-        self.step_log: StepLog | None = None  # on rank 0, if a monitor is enabled
-        self.comms_logger: CommsLogger | None = None  # if the config asks for it
-        self.runner: Any = None
-        self.tensor_channel: ControlChannel | None = None  # between ranks that share layers, on the CPU
-        self.loss_fn: LossFunction | None = None
-        self.call_module: Callable[..., Any] = module  # what __call__ calls: flops_profiler counts around it
-        self.parts = Parts(module, comm, reducer, pipeline.counters)  # what a message about this rank's position names
-        self.memory_parts: MemoryParts  # what holds tensors
-        self.state_offload: StateOffload
-        self.activation_checkpointing: Attached  # keeps what checkpoints of activations use
-        self.pending_gradients: PendingGradients  # what p.grad asks
-        self.parameter_access: ParameterAccess  # what zerolite.get_full_grad and its like ask
-        self.coordinator: PartitionedParameterCoordinator | None = None  # at stage 3: gathers and releases
+        self._batches: Iterator[Any] | None = None  # over ``dataloader``, again and again
+        c.reference.bind(self)
 
     # ---------------------------------------------------------------- the loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16). A loss comes back in fp32;
         where the module returns none, all 16-bit outputs do (docs/precision.md)."""
-        self.refuse_pipeline("engine(...)")
         if self._reducer.pass_open:  # an exception has cut this rank's backward short: launch what the others have
             self._pipeline.end_backward(complete=False)
         if self.topology.tensor.world_size > 1:
@@ -138,7 +102,7 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
         with watch, self._precision.autocast_context(self.device):
             try:
-                outputs = self.call_module(*args, **kwargs)
+                outputs = self.call.call_module(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, RuntimeError):
                     self._pipeline.refresh_written()  # says so if the module has been cast
@@ -168,7 +132,6 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
         needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
         """
-        self.refuse_pipeline("engine.backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
@@ -210,7 +173,6 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens
         if it is empty. Called on all ranks.
         """
-        self.refuse_pipeline("engine.step")
         if flush and self._window.empty:  # of backwards, which all ranks call alike, with or without gradients
             return False
         if self._join is not None:
@@ -247,7 +209,6 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
         small exchange on the host at each forward, backward and step. Called on all ranks.
         """
-        self.refuse_pipeline("engine.join")
         self._pipeline.check_here()
         if self._comm.world_size == 1 or self._comm.group is None:
             yield
@@ -262,19 +223,12 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         finally:
             self._join = None
 
-    def refuse_pipeline(self, call: str) -> None:
-        if self.runner is not None:
-            raise RuntimeError(
-                f"{call}: a pipeline runs forwards, backwards and updates in an order of its own; use "
-                "engine.train_batch(data_iter) and engine.eval_batch(data_iter)"
-            )
-
     def _compare_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Ranks with parts of the same layers need the same inputs: shapes before anything depends on them, values with
         the step's statistics."""
-        if self.tensor_channel is not None:
+        if self._tensor_channel is not None:
             shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
-            rows = self.tensor_channel.exchange([shapes])
+            rows = self._tensor_channel.exchange([shapes])
             if any(row != rows[0] for row in rows):
                 raise RuntimeError(
                     f"engine(...): expected inputs of the same shapes on {name_ranks(self.topology.tensor.members())}, "
@@ -287,13 +241,91 @@ class Engine(CheckpointMethods, BatchMethods, Place):
         flat = value.reshape(1)
         return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())
 
+    # ---------------------------------------------------------------- whole steps
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One whole step: ``gradient_accumulation_steps`` micro-batches from ``data_iter``, forward, backward, update.
+        With a pipeline this is how an engine trains.
+
+        data_iter: gives this data-parallel rank's micro-batches: (inputs, targets) where ``initialize`` was given a
+        loss_fn, the model's arguments otherwise (a tuple, or a dict of keywords). Ranks with other parts of the same
+        model need the same ones. None: over ``engine.dataloader``, again from its start when it ends. Returns the mean
+        loss over micro-batches and data-parallel ranks, 0-dim fp32, the same on every rank. Raises StopIteration if
+        the iterator ends, RuntimeError inside :meth:`~zerolite.Engine.join` and in the middle of a window. Called on
+        all ranks.
+        """
+        return self._train(self._batches_of(data_iter, "train_batch"))
+
+    def _train(self, batches: Iterator[Any]) -> torch.Tensor:
+        if not self._window.empty:
+            raise RuntimeError(
+                "engine.train_batch: expected no gradients since the last step, got some; call engine.step(flush=True) "
+                "or engine.zero_grad() first"
+            )
+        if self._window.forced_boundary is not None or self._window.sync_disabled:
+            raise RuntimeError(
+                "engine.train_batch: expected to count micro-batches itself, got engine.no_sync() or "
+                "engine.set_gradient_accumulation_boundary() in force; leave them out, or use engine.backward and step"
+            )
+        losses = []
+        for _ in range(self.gradient_accumulation_steps):
+            micro = MicroBatch.of(next(batches), self.loss_fn, self.device)
+            loss = micro.loss(self(*micro.args, **micro.kwargs), self.loss_fn)
+            self.backward(loss)
+            losses.append(loss.detach().float().reshape(()))
+            self.step()
+        return self.mean_over_data(torch.stack(losses).mean())
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
+        """The mean loss of as many micro-batches as a step has, without gradients, in eval mode: as
+        :meth:`train_batch` gives it. return_logits: also the model's outputs, a list over micro-batches (None on ranks
+        that do not have the last layers). compute_loss: False gives the outputs alone. Called on all ranks."""
+        batches = self._batches_of(data_iter, "eval_batch")
+        training = [module for module in self._module.modules() if module.training]
+        self._module.eval()
+        try:
+            return self._evaluate(batches, return_logits, compute_loss)
+        finally:
+            for module in training:  # those that the user has put in eval mode stay there
+                module.training = True
+
+    def _evaluate(self, batches: Iterator[Any], return_logits: bool, compute_loss: bool) -> Any:
+        losses, outputs = [], []
+        for _ in range(self.gradient_accumulation_steps):
+            micro = MicroBatch.of(next(batches), self.loss_fn, self.device)
+            made = self(*micro.args, **micro.kwargs)
+            outputs.append(made)
+            if compute_loss:
+                losses.append(micro.loss(made, self.loss_fn).float().reshape(()))
+        if not compute_loss:
+            return outputs
+        loss = self.mean_over_data(torch.stack(losses).mean())
+        return (loss, outputs) if return_logits else loss
+
+    def _batches_of(self, data_iter: Iterator[Any] | None, call: str) -> Iterator[Any]:
+        if data_iter is not None:
+            if not hasattr(data_iter, "__next__"):
+                raise ValueError(
+                    f"engine.{call}: expected an iterator, got {type(data_iter).__name__}; pass iter(loader), and the "
+                    "same iterator in every step"
+                )
+            return data_iter
+        if self.dataloader is None:
+            raise ValueError(
+                f"engine.{call}: expected an iterator of micro-batches, got none, and initialize was given no "
+                "training_data; pass one"
+            )
+        if self._batches is None:
+            self._batches = iter(RepeatingLoader(self.dataloader))
+        return self._batches
+
     # ---------------------------------------------------------------- accumulation
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate. At stage 2 they are reduced into the shards all the same: equal
         numbers, memory kept."""
-        self.refuse_pipeline("engine.no_sync")
         self._window.sync_disabled += 1
         try:
             yield
@@ -303,7 +335,6 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say by hand whether the micro-batch in hand closes its window, until said otherwise; None returns to
         counting."""
-        self.refuse_pipeline("engine.set_gradient_accumulation_boundary")
         self._window.forced_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -512,6 +543,48 @@ class Engine(CheckpointMethods, BatchMethods, Place):
     def loss_scale(self) -> float:
         """The fp16 loss scale in force; 1.0 in other precisions."""
         return self._pipeline.scale
+
+    @property
+    def rank(self) -> int:
+        """Among all processes of the job."""
+        return self.topology.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world.world_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the batches of a step are this rank's: what a sampler needs. The rank, where no other kind of
+        parallelism is."""
+        return self.topology.data.rank
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return self.topology.data.world_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each layer is here."""
+        return self.topology.tensor.rank
+
+    @property
+    def tensor_parallel_world_size(self) -> int:
+        return self.topology.tensor.world_size
+
+    @property
+    def pipeline_stage(self) -> int:
+        """Which of the stages is here."""
+        return self.topology.pipe.rank
+
+    @property
+    def pipeline_stages(self) -> int:
+        return self.topology.pipe.world_size
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a grid with the dimensions "pipe", "data" and "tensor"; None with data parallelism alone."""
+        return self.topology.mesh
 
     @property
     def local_rank(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from zerolite.engine.components import Components
 from zerolite.engine.engine import Engine
 from zerolite.utils.accelerator import host_values
 from zerolite.zero.step import StepPipeline, trace_vote
@@ -24,7 +25,8 @@ class EvaluationPipeline(StepPipeline):
     def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
         """Look whether a parameter has been unfrozen; there is nothing to begin."""
         self.check_here()
-        self.on_begin()
+        for notify in self._observers.before_backward:
+            notify()
 
     def end_backward(self, complete: bool) -> None:
         """Nothing has been opened."""
@@ -66,8 +68,8 @@ def _refuses(call: str) -> Callable[..., NoReturn]:
 class EvaluationEngine(Engine):
     """See the module. ``optimizer`` is None; whatever trains raises RuntimeError; the rest is an engine's."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, components: Components) -> None:
+        super().__init__(components)
         self.optimizer: Any = None
         self._calls = 0
 

@@ -1,169 +1,148 @@
-"""Monitors, timers and profilers of an engine, attached to the step."""
+"""Monitors, timers and profilers of an engine, opened from the config as observers of its steps."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from zerolite.comm import Communicator, Topology
+import torch
+
+from zerolite.comm import Topology
+from zerolite.config import ZeroliteConfig
+from zerolite.engine.components import ModuleCall
 from zerolite.monitor import Monitor, StepLog, open_monitor
 from zerolite.monitor.comms_logger import CommsLogger
 from zerolite.monitor.flops_profiler import FlopsProfiler
-from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, around, describe, watch_gathers, watch_phases
+from zerolite.monitor.memory_report import MemoryParts, memory_report
+from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver, describe, watch_forward
 from zerolite.precision.loss_scaler import LossScaler
-from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.observers import Observers
+from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step import StepPipeline
 
 if TYPE_CHECKING:
     from zerolite.engine.engine import Engine
 
-
 _OF_THE_ALLOCATOR = ("allocated", "allocated_peak", "reserved", "reserved_peak", "resident", "resident_peak")
 
 
-class Monitoring(NamedTuple):
-    """What an engine is watched by; ``hooks`` are those on its module."""
-
-    hooks: list[Any]
-    clock: PhaseClock | None
-    comms_logger: CommsLogger | None
-
-    def watch_communication(self, engine: Engine, comm: Communicator, publisher: Publisher) -> None:
-        """When all parts of the engine are connected, and whoever compares collectives watches already."""
-        if self.clock is not None and engine.config.zero_optimization.stage != 0:
-            watch_gathers(self.clock, publisher, engine.coordinator)
-        if self.comms_logger is not None:
-            self.comms_logger.watch(comm)
-            if engine.coordinator is not None and engine.coordinator.comm is not comm:
-                self.comms_logger.watch(engine.coordinator.comm)
-            topology = engine.topology
-            for beside in {id(c): c for c in (topology.tensor, topology.model) if c.world_size > 1}.values():
-                self.comms_logger.watch(beside)
-
-
-def start_monitoring(
-    engine: Engine,
-    module: Any,
-    pipeline: StepPipeline,
-    reducer: GradReducer,
-    scaler: LossScaler | None,
+def open_monitoring(
+    config: ZeroliteConfig,
     topology: Topology,
+    device: torch.device,
+    pipeline: StepPipeline,
+    observers: Observers,
+    optimizer: ShardedOptimizer,
+    scaler: LossScaler | None,
 ) -> Monitoring:
-    """Give ``engine`` its monitor, and begin to log and to measure what the config asks for. After
-    ``pipeline.on_applied`` and ``on_settled`` are set, before others take hold of its methods. Called on all ranks."""
-    config = engine.config
-    comm = topology.data
-    engine.monitor = monitor = open_monitor(config, topology.world, engine.device)
-    log = StepLog(monitor, config.train_batch_size, engine.optimizer, scaler)
-    if monitor.enabled:
-        engine.step_log = log
-        _follow(log, pipeline)
-        settle = weakref.WeakMethod(pipeline.settle)
-        monitor.on_close = lambda: _call(settle)
-        weakref.finalize(engine, _finish, pipeline, monitor)  # at the end of the process at the latest
-    every = config.steps_per_print or DEFAULT_STEPS
-    if config.comms_logger.enabled:
-        engine.comms_logger = _log_collectives(engine, pipeline, comm, log, every)
-    if config.memory_breakdown and comm.main:
-        _break_memory_down(engine, pipeline, log, every)
-    if config.flops_profiler.enabled and comm.main:
-        _profile_flops(engine, module, pipeline, log, every)
-    if not config.wall_clock_breakdown or not comm.main:
-        return Monitoring([], None, engine.comms_logger)
+    """Open the config's monitors. Called on all ranks."""
+    settle = weakref.WeakMethod(pipeline.settle)
+    monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
+    log = StepLog(monitor, config.train_batch_size, optimizer, scaler)
+    return Monitoring(config, topology, device, pipeline, observers, monitor, log)
 
-    def report(step: int, means: Mapping[str, float]) -> None:
-        _print(describe(step, means))
-        log.write(step, {f"elapsed_time_ms_{phase}": mean for phase, mean in means.items()})
 
-    clock = PhaseClock(engine.device, every, report)
-    return Monitoring(watch_phases(clock, module, pipeline, reducer), clock, engine.comms_logger)
+class Monitoring:
+    """What watches one engine, in the order in which its parts are made. All of it is called on all ranks."""
+
+    def __init__(
+        self,
+        config: ZeroliteConfig,
+        topology: Topology,
+        device: torch.device,
+        pipeline: StepPipeline,
+        observers: Observers,
+        monitor: Monitor,
+        log: StepLog,
+    ) -> None:
+        self.monitor, self.log = monitor, log
+        self.comms_logger: CommsLogger | None = None
+        self._config, self._device, self._pipeline, self._observers = config, device, pipeline, observers
+        self._main = topology.data.main
+        self._every = config.steps_per_print or DEFAULT_STEPS
+        self._profiler: FlopsProfiler | None = None
+        if monitor.enabled:
+            observers.add(log)
+        if config.comms_logger.enabled:
+            world = topology.data.world_size
+            self.comms_logger = CommsLogger(config.comms_logger, world, device, _print if self._main else None)
+            self._report_every(self._report_collectives)
+
+    def watch_module(self, module: torch.nn.Module, call: ModuleCall) -> list[Any]:
+        """Measure forwards, if the config says so; returns the hooks on ``module``. call: what the engine calls."""
+        if self._config.flops_profiler.enabled and self._main:
+
+            def write(step: int, values: Mapping[str, float]) -> None:
+                self.log.write(step, values, "Flops")
+
+            settings = self._config.flops_profiler
+            self._profiler = FlopsProfiler(settings, call, module, self._device, self._every, _print, write)
+            self._observers.on_step_end.append(self._profiler.end_step)
+        if not self._config.wall_clock_breakdown or not self._main:
+            return []
+
+        def report(step: int, means: Mapping[str, float]) -> None:
+            _print(describe(step, means))
+            self.log.write(step, {f"elapsed_time_ms_{phase}": mean for phase, mean in means.items()})
+
+        clock = PhaseClock(self._device, self._every, report)
+        self._observers.add(PhaseObserver(clock))
+        return watch_forward(clock, module)
+
+    def watch_memory(self, parts: MemoryParts) -> None:
+        """Report what this rank's memory holds, if the config says so."""
+        if self._config.memory_breakdown and self._main:
+            self._report_every(lambda step: self._report_memory(step, parts))
+
+    def watch_communication(self, topology: Topology, coordinator: PartitionedParameterCoordinator | None) -> None:
+        """Log the collectives, if the config says so. Called when other watchers of collectives are there already."""
+        if self.comms_logger is None:
+            return
+        self.comms_logger.watch(topology.data)
+        if coordinator is not None and coordinator.comm is not topology.data:
+            self.comms_logger.watch(coordinator.comm)
+        for beside in {id(c): c for c in (topology.tensor, topology.model) if c.world_size > 1}.values():
+            self.comms_logger.watch(beside)
+
+    def end_with(self, engine: Engine) -> None:
+        """Write and close when ``engine`` has gone, at the end of the process at the latest."""
+        if self.monitor.enabled:
+            weakref.finalize(engine, _finish, self._pipeline, self.monitor)
+        if self._profiler is not None:
+            weakref.finalize(engine, self._profiler.close)
+
+    def _report_every(self, report: Callable[[int], None]) -> None:
+        """Call ``report`` with the number of each step that is a multiple of the interval, when it is settled."""
+        every = self._every
+
+        def on_settled(step: int, norm: float) -> None:
+            if step % every == 0:
+                report(step)
+
+        self._observers.on_settled.append(on_settled)
+
+    def _report_collectives(self, step: int) -> None:
+        assert self.comms_logger is not None
+        self.log.write(step, self.comms_logger.report(step), "Comms")
+
+    def _report_memory(self, step: int, parts: MemoryParts) -> None:
+        memory = memory_report(parts)
+        _print(f"step {step}: {memory}")
+        others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
+        known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}
+        elsewhere = {
+            f"{item}_{place}": nbytes
+            for place, items in (("host", memory.host), ("disk", memory.disk))
+            for item, nbytes in items.items()
+            if nbytes
+        }
+        self.log.write(step, memory.items | elsewhere | known_ones, "Memory")
 
 
 def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def _follow(log: StepLog, pipeline: StepPipeline) -> None:
-    """Let ``log`` see every step, beside those who do already."""
-    applied, settled, known = pipeline.on_applied, pipeline.on_settled, weakref.ref(pipeline)
-
-    def on_applied() -> None:
-        log.on_applied()
-        applied()
-
-    def on_settled(norm: float) -> None:
-        settled(norm)
-        caller = known()
-        assert caller is not None
-        log.on_settled(caller.global_steps, norm)
-
-    pipeline.on_applied, pipeline.on_settled = on_applied, on_settled
-
-
-def _log_collectives(
-    engine: Engine, pipeline: StepPipeline, comm: Communicator, log: StepLog, every: int
-) -> CommsLogger:
-    """A logger that reports every ``every`` steps."""
-    say = _print if comm.main else None
-    logger = CommsLogger(engine.config.comms_logger, comm.world_size, engine.device, say)
-    _every(every, pipeline, lambda step: log.write(step, logger.report(step), "Comms"))
-    return logger
-
-
-def _break_memory_down(engine: Engine, pipeline: StepPipeline, log: StepLog, every: int) -> None:
-    """Report what this rank's memory holds every ``every`` steps."""
-    known = weakref.ref(engine)
-
-    def report(step: int) -> None:
-        engine = known()
-        if engine is not None:
-            memory = engine.memory_report()
-            _print(f"step {step}: {memory}")
-            others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
-            known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}
-            elsewhere = {
-                f"{item}_{place}": nbytes
-                for place, items in (("host", memory.host), ("disk", memory.disk))
-                for item, nbytes in items.items()
-                if nbytes
-            }
-            log.write(step, memory.items | elsewhere | known_ones, "Memory")
-
-    _every(every, pipeline, report)
-
-
-def _every(steps: int, pipeline: StepPipeline, report: Callable[[int], None]) -> None:
-    """Call ``report`` with the number of each step that is a multiple of ``steps``, when it is settled."""
-    settled, known = pipeline.on_settled, weakref.ref(pipeline)
-
-    def on_settled(norm: float) -> None:
-        settled(norm)
-        caller = known()
-        assert caller is not None
-        if caller.global_steps % steps == 0:
-            report(caller.global_steps)
-
-    pipeline.on_settled = on_settled
-
-
-def _profile_flops(engine: Engine, module: Any, pipeline: StepPipeline, log: StepLog, every: int) -> None:
-    """Count and time the engine's steps."""
-
-    def write(step: int, values: Mapping[str, float]) -> None:
-        log.write(step, values, "Flops")
-
-    profiler = FlopsProfiler(engine.config.flops_profiler, engine, module, engine.device, every, _print, write)
-    known = weakref.ref(pipeline)
-
-    def end_step() -> None:
-        caller = known()
-        assert caller is not None
-        profiler.end_step(caller.global_steps)
-
-    around(pipeline, "apply", lambda: None, end_step)
-    weakref.finalize(engine, profiler.close)
 
 
 def _call(method: weakref.WeakMethod[Any]) -> None:

@@ -21,10 +21,11 @@ class Monitor:
     """``engine.monitor``. On rank 0 it hands events to its writers; on other ranks it has none, and ``write`` only
     checks its argument, so that a mistake raises everywhere."""
 
-    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+    def __init__(self, writers: Sequence[Writer] = (), before_close: Callable[[], None] | None = None) -> None:
+        """before_close: writes what is still to be written."""
         self._writers = list(writers)
         self._failed: set[int] = set()  # places of writers that could not write, once or more
-        self.on_close: Callable[[], None] = lambda: None  # writes what is still to be written
+        self._before_close = before_close
 
     @property
     def enabled(self) -> bool:
@@ -54,7 +55,8 @@ class Monitor:
     def close(self) -> None:
         """Write the last step, if its outcome has not been read yet, and close the writers. What is written afterwards
         goes nowhere. May be called twice; happens by itself when the engine is deleted or the process ends."""
-        self.on_close()
+        if self._before_close is not None:
+            self._before_close()
         writers, self._writers = self._writers, []
         for place, writer in enumerate(writers):
             try:

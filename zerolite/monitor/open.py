@@ -19,8 +19,14 @@ from .wandb_writer import WandbWriter
 from .writer import Writer
 
 
-def open_monitor(config: ZeroliteConfig, comm: Communicator, device: torch.device) -> Monitor:
-    """A monitor with the writers that ``config`` enables on rank 0, with none elsewhere.
+def open_monitor(
+    config: ZeroliteConfig,
+    comm: Communicator,
+    device: torch.device,
+    before_close: Callable[[], None] | None = None,
+) -> Monitor:
+    """Open a monitor with the writers that ``config`` enables on rank 0, with none elsewhere. before_close: writes what
+    is still to be written.
 
     Raises RuntimeError on all ranks if rank 0 cannot open one: a package is missing, a folder cannot be made. Called
     on all ranks; one small all-reduce.
@@ -40,7 +46,7 @@ def open_monitor(config: ZeroliteConfig, comm: Communicator, device: torch.devic
         raise RuntimeError(f"zerolite.initialize: a monitor could not be opened. {failure}") from failure
     if host_value(failed):
         raise RuntimeError("zerolite.initialize: rank 0 could not open its monitors; its own message says why")
-    return Monitor(writers)
+    return Monitor(writers, before_close if writers else None)
 
 
 def _enabled(config: ZeroliteConfig) -> Iterator[Callable[[], Writer]]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from zerolite.utils.accelerator import HostRead
+from zerolite.zero.observers import StepObserver
 
 from .monitor import Monitor
 
@@ -22,7 +23,7 @@ class _HasScale(Protocol):
     def scale(self) -> float: ...
 
 
-class StepLog:
+class StepLog(StepObserver):
     """Collects the values of a step on rank 0 and writes them when its outcome is known, which on CUDA is up to one
     step later. Nothing waits for the device and nothing travels: the loss is this rank's own.
 
@@ -61,20 +62,20 @@ class StepLog:
         ``factor``."""
         self._factors[steps] = factor
 
-    def on_applied(self) -> None:
-        """An update was applied and the schedule has not moved yet."""
+    def on_updated(self) -> None:
+        """Remember the learning rates: the schedule has not moved yet."""
         self._rates = self._current_rates()
 
-    def on_settled(self, steps: int, norm: float) -> None:
-        """Step number ``steps`` is done, applied or skipped. norm: of its gradient, unscaled, before clipping."""
+    def on_settled(self, step: int, norm: float) -> None:
+        """Write the values of step number ``step``, applied or skipped."""
         rates, self._rates = self._rates or self._current_rates(), None
         scale, self._scale = self._scale, self._scaler.scale if self._scaler is not None else 1.0
         values = {"lr" if group == 0 else f"lr_group{group}": rate for group, rate in enumerate(rates)}
-        loss = self._take_loss(steps - 1)
+        loss = self._take_loss(step - 1)
         if loss is not None:
             values = {"train_loss": loss, **values}
-        values |= {"grad_norm": norm, "loss_scale": scale, "global_steps": steps}
-        self.write(steps, values)
+        values |= {"grad_norm": norm, "loss_scale": scale, "global_steps": step}
+        self.write(step, values)
 
     def write(self, steps: int, values: Mapping[str, float], section: str | None = None) -> None:
         """Write ``values`` at the place of step number ``steps`` on the x axis, as ``Train/<section>/<name>``; the

@@ -1,20 +1,19 @@
 """``wall_clock_breakdown``: time of each phase of a step on this rank, without waiting for the device.
 
-Only what is measured is touched: methods of the pipeline and the reducer are wrapped, and hooks put on the module, when
-the engine is built. An engine without a breakdown has none of it.
+An observer of the engine's steps and two hooks on the module; an engine without a breakdown has none of it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.moments import Moment, Moments
+from zerolite.zero.observers import StepObserver
 
 FORWARD, BACKWARD, REDUCE_WAIT, GATHER, STEP, OTHER = PHASES = (
     "forward",
@@ -117,47 +116,47 @@ class PhaseClock:
             self._unread.popleft()
 
 
-class _Pipeline(Protocol):
-    @property
-    def global_steps(self) -> int: ...
+class PhaseObserver(StepObserver):
+    """Tells a clock of the phases of an engine's steps."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+
+    def on_backward_begin(self) -> None:
+        if not self._clock.is_open(BACKWARD):
+            self._clock.enter(BACKWARD)
+
+    def on_backward_end(self) -> None:
+        self._clock.leave(BACKWARD)
+
+    def on_reduce_begin(self) -> None:
+        self._clock.enter(REDUCE_WAIT)
+
+    def on_reduce_end(self) -> None:
+        self._clock.leave(REDUCE_WAIT)
+
+    def on_step_begin(self) -> None:
+        self._clock.enter(STEP)
+
+    def on_step_end(self, step: int) -> None:
+        self._clock.leave(STEP)
+        self._clock.end_step(step)
+
+    def on_publish_begin(self) -> None:
+        self._clock.enter(STEP)
+
+    def on_publish_end(self) -> None:
+        self._clock.leave(STEP)
+
+    def on_gather_begin(self) -> None:
+        self._clock.enter(GATHER)
+
+    def on_gather_end(self) -> None:
+        self._clock.leave(GATHER)
 
 
-class _Reducer(Protocol):
-    @property
-    def pass_open(self) -> bool: ...
-
-
-class Fetch(Protocol):
-    """What stage 3's schedule says at the beginning of a use, as far as it takes time."""
-
-    @property
-    def launch(self) -> Any: ...
-
-    @property
-    def prefetch(self) -> Any: ...
-
-    @property
-    def wait(self) -> Any: ...
-
-
-def watch_phases(clock: PhaseClock, module: torch.nn.Module, pipeline: _Pipeline, reducer: _Reducer) -> list[Any]:
-    """Let ``clock`` see the phases of an engine's steps; returns the hooks on ``module``. Before anybody has taken hold
-    of a method of ``pipeline`` or ``reducer``."""
-
-    def after_begin() -> None:
-        if reducer.pass_open and not clock.is_open(BACKWARD):
-            clock.enter(BACKWARD)
-
-    def end_step() -> None:
-        clock.leave(STEP)
-        clock.end_step(pipeline.global_steps)
-
-    around(pipeline, "begin_backward", lambda: None, after_begin)
-    around(reducer, "end_pass", lambda: None, lambda: clock.leave(BACKWARD))
-    around(pipeline, "finish_reductions", lambda: clock.enter(REDUCE_WAIT), lambda: clock.leave(REDUCE_WAIT))
-    around(pipeline, "apply", lambda: clock.enter(STEP), end_step)
-    around(pipeline, "publish", lambda: clock.enter(STEP), lambda: clock.leave(STEP))
-
+def watch_forward(clock: PhaseClock, module: torch.nn.Module) -> list[Any]:
+    """Let ``clock`` see the forwards of ``module`` in training; returns the hooks."""
     return [
         _BeforeForward(clock).install(module.register_forward_pre_hook, prepend=True),
         _AfterForward(clock).install(module.register_forward_hook, always_call=True),
@@ -176,45 +175,6 @@ class _AfterForward(WeakHook[PhaseClock]):
         clock = self.owner()
         if clock is not None:
             clock.leave(FORWARD)
-
-
-def watch_gathers(clock: PhaseClock, publisher: Any, coordinator: Any | None) -> None:
-    """Let ``clock`` see gathers of parameters: at stages 1 and 2 what ``publisher`` waits for; at stage 3 what
-    ``coordinator``, which is None below, launches and waits for. After all parts are connected to each other."""
-    begin, end = functools.partial(clock.enter, GATHER), functools.partial(clock.leave, GATHER)
-    if coordinator is None:
-        around(publisher, "wait", begin, end)
-        return
-    around(publisher, "on_published", begin, end)  # new values for what stays whole
-    around(coordinator, "hold", begin, end)
-    execute = coordinator._execute
-
-    def timed(fetch: Fetch) -> None:
-        if not (fetch.launch or fetch.prefetch or fetch.wait):
-            execute(fetch)
-            return
-        begin()
-        try:
-            execute(fetch)
-        finally:
-            end()
-
-    coordinator._execute = timed
-
-
-def around(owner: Any, method: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call ``before`` and ``after`` around a method of this one object, ``after`` also where it raises."""
-    inner = getattr(owner, method)
-
-    @functools.wraps(inner)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        before()
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            after()
-
-    setattr(owner, method, timed)
 
 
 def describe(step: int, means: Mapping[str, float]) -> str:

@@ -42,6 +42,7 @@ class RunnerParts:
     device: torch.device
     micro_batches: int
     loss_fn: LossFunction | None
+    on_loss: Callable[[torch.Tensor], None]  # with the loss of each step, before its update
 
 
 class PipelineRunner:
@@ -51,7 +52,6 @@ class PipelineRunner:
     def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, given: RunnerParts) -> None:
         """chunks: this rank's, ascending, of ``parts``. schedule: its name in the config. Raises ValueError if it
         cannot be made of so many micro-batches."""
-        self.on_loss: Callable[[torch.Tensor], None] = lambda loss: None  # of each step, before its update
         self._parts, self._chunks = given, list(chunks)
         topology = given.topology
         pipe, group = topology.pipe, topology.pipe.group
@@ -84,7 +84,7 @@ class PipelineRunner:
             self._run_stages("train_batch", work)
         counters.micro_steps = before + parts.micro_batches  # and not passes, of which each part has one
         loss = self._mean_over_world(work)
-        self.on_loss(loss)
+        self._parts.on_loss(loss)
         parts.pipeline.step()
         return loss
 

@@ -18,6 +18,7 @@ from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.build import Arguments, build_engine, check_model
 from zerolite.engine.engine import Engine
 from zerolite.engine.parts import part_of_model
+from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.monitor.flop_count import count_flops
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
@@ -172,6 +173,7 @@ def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
             run = _Run(job.at_stage(stage), MemoryTracker(), mode, rehearsal)
             engine = run.make_engine(run.make_model())
             batches = run.batches(engine)
+            assert isinstance(engine, PipelineEngine)
             runners.append(engine.runner)
         with explained("the model's forward"):
             learn_boundaries(runners, batches)
@@ -236,11 +238,11 @@ class _Run:
 
     def _count_flops(self, engine: Engine, model: torch.nn.Module) -> Flops:
         """Count one more step, and not one that is measured: counting may keep tensors alive."""
-        if engine.runner is not None:
+        if isinstance(engine, PipelineEngine):
             with StepFlops() as step:
                 self._step(engine)
             return Flops(step.model, step.recomputed, frozenset(step.operators.unknown))
-        with count_flops(engine, model) as count:
+        with count_flops(engine.call, model) as count:
             self._step(engine)
         return Flops(count.total.model, count.total.recomputed, frozenset(count.operators.unknown))
 
@@ -273,8 +275,9 @@ class _Run:
                 walk_through_parameters(model)
                 staged, loss_fn = staged and _Unscheduled(staged), None
             tracker.item, tracker.place = OTHER, DEVICE
-            engine = build_engine(model, job.config, job.make_arguments(), topology, device, job.device, staged)
-        engine.loss_fn = loss_fn
+            engine = build_engine(
+                model, job.config, job.make_arguments(), topology, device, job.device, staged, loss_fn
+            )
         tracker.modules.name(model)
         trained = {id(parameter) for parameter in engine.parts.reducer.parameters}
         tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)
@@ -283,7 +286,7 @@ class _Run:
 
     def _prepare_chunks(self, engine: Engine) -> None:
         """What the parts of a pipeline look at once for new shapes, in a run that takes no memory in a real job."""
-        if engine.runner is None:
+        if not isinstance(engine, PipelineEngine):
             return
         with explained("the model's forward"):
             first = MicroBatch.of(next(self.batches(engine)), engine.loss_fn, engine.device)
@@ -296,7 +299,7 @@ class _Run:
 
     def _step(self, engine: Engine) -> None:
         """One window of micro-batches."""
-        with explained("the pipeline") if engine.runner is not None else contextlib.nullcontext():
+        with explained("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
             train_one_step(engine, self._batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
 

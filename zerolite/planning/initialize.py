@@ -85,8 +85,7 @@ def initialize(
     resolved = known_here(model, resolved, topology)
     resolved = choose_stage(model, resolved, arguments, topology, device)
     check_memory(model, resolved, arguments, topology, device)
-    engine = build_engine(model, resolved, arguments, topology, device, staged=staged)
-    engine.loss_fn = loss_fn
+    engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)
     engine.loaders.collate_fn = collate_fn
     watchdog.watch(engine)
     uncaught.watch(model, engine.compute_dtype, topology.world.rank)

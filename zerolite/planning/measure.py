@@ -18,6 +18,7 @@ from zerolite.comm import Recorder, local_rank, record
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.engine.engine import Engine
+from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.monitor.memory_report import Holding, holdings
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.initialize import initialize
@@ -157,7 +158,9 @@ class _Asked:
 
     @contextlib.contextmanager
     def around(self, phase: str) -> Iterator[None]:
-        if phase == STEP and (self._engine.runner is not None or self._engine.is_gradient_accumulation_boundary()):
+        if phase == STEP and (
+            isinstance(self._engine, PipelineEngine) or self._engine.is_gradient_accumulation_boundary()
+        ):
             self._engine.reduce_gradients()
             self.ask()
         yield

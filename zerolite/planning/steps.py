@@ -12,6 +12,7 @@ import torch
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine
+from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.utils.nested import find_tensors
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -65,7 +66,7 @@ def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase
     if isinstance(engine, EvaluationEngine):
         _evaluate(engine, batch, phase)
         return
-    if engine.runner is not None:
+    if isinstance(engine, PipelineEngine):
         _train_pipeline(engine, batch, phase)
         return
     for _ in range(engine.config.gradient_accumulation_steps or 1):
@@ -81,7 +82,7 @@ def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase
 @torch.no_grad()
 def _evaluate(engine: Engine, batch: Batch, phase: Phase) -> None:
     with phase(FORWARD):
-        if engine.runner is not None:
+        if isinstance(engine, PipelineEngine):
             engine.eval_batch(micro_batches(engine, batch), compute_loss=engine.loss_fn is not None)
         else:
             _forward(engine, batch())

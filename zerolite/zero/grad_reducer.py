@@ -41,6 +41,7 @@ from zerolite.zero.buffer import destinations, zero_slot
 from zerolite.zero.commands import Command, Commands, unannounced
 from zerolite.zero.hook_sums import HookSums
 from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
+from zerolite.zero.observers import Observers
 from zerolite.zero.sharded_grad import ShardedGradient
 from zerolite.zero.shown_gradients import ShownGradients
 from zerolite.zero.stage3.launch_plan import LaunchPlan
@@ -59,7 +60,9 @@ class GradReducer:
         pass_reduces: Callable[[], bool],
         strides: Sequence[tuple[int, ...]],
         resting: RestingGradients,
+        observers: Observers,
     ) -> None:
+        self._observers = observers
         self.layout = layout
         self.resting = resting
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
@@ -326,8 +329,12 @@ class GradReducer:
         if not self._pass_open:
             return
         self._pass_open = self._seen_gradient = False
-        with self.commands(Command.PASS_END):
-            self._end_pass(complete)
+        try:
+            with self.commands(Command.PASS_END):
+                self._end_pass(complete)
+        finally:
+            for notify in self._observers.on_backward_end:
+                notify()
 
     def _end_pass(self, complete: bool) -> None:
         self._close_runs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from zerolite.comm import Communicator, Pending
 from zerolite.utils.module_hook import WeakHook, untraced
 from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.released_parameter import ArrivingParameter
 
 # Modules of torch that read weights of their children, and look at their classes, before these run.
@@ -42,7 +43,14 @@ class Publisher:
     waits for what it reads.
     """
 
-    def __init__(self, buffer: ParameterBuffer, comm: Communicator, gather: bool, overlap_forward: bool) -> None:
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        comm: Communicator,
+        gather: bool,
+        overlap_forward: bool,
+        observers: Observers,
+    ) -> None:
         self._buffer = buffer
         self._comm = comm
         self._gather = gather
@@ -53,7 +61,7 @@ class Publisher:
         self._at_once: set[int] = set()  # buckets whose gathers do not overlap the forward
         self._stream: Any = None  # of the update, on CUDA
         self.handles: list[Any] = []  # of the installed hooks
-        self.on_published: Callable[[], None] = lambda: None  # after the last bucket of a step
+        self._observers = observers
         known = weakref.ref(self)
         if self.overlaps:
             _overlapping.add(self)
@@ -81,7 +89,8 @@ class Publisher:
                 self._leave_in_flight()
         else:
             self.wait_all()
-        self.on_published()
+        for notify in self._observers.on_parameters_updated:
+            notify()
 
     def _leave_in_flight(self) -> None:
         self.wait(sorted(self._at_once))
@@ -108,7 +117,13 @@ class Publisher:
         pending = self._pending.get(bucket)
         if pending is None:  # another thread has waited for it meanwhile
             return
-        self._finish(pending)
+        for notify in self._observers.on_gather_begin:
+            notify()
+        try:
+            self._finish(pending)
+        finally:
+            for notify in self._observers.on_gather_end:
+                notify()
         if self.overlaps:
             for parameter in self._members(bucket):
                 if type(parameter) is self._arriving:

@@ -6,7 +6,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +20,38 @@ from zerolite.zero.piecewise_update import PiecewiseUpdate
 
 ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], "Rule | None"]
 """The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
+
+
+class OptimizerPhases(Protocol):
+    """What an engine does when its optimizer is asked."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def before_groups_are_read(self) -> None: ...
+
+    def settle(self) -> None:
+        """Read the outcome of the last step: states are about to be read."""
+
+    def follow_writes(self) -> None:
+        """Masters are about to be saved: take over what has been written into parameters."""
+
+    def on_masters_loaded(self) -> None: ...
+
+    def add_group(self, group: dict[str, Any]) -> None: ...
+
+
+class _NoPhases:
+    """Before there is an engine."""
+
+    def step(self) -> None:
+        """Nothing, like the others."""
+
+    zero_grad = before_groups_are_read = settle = follow_writes = on_masters_loaded = step
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Nothing."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -45,13 +77,7 @@ class ShardedOptimizer(Optimizer):
         self._buffer = buffer
         self._update_dtype = update_dtype
         self._pieces = cut(groups, buffer, update_dtype)
-        self._on_step: Callable[[], None] = lambda: None
-        self._on_zero_grad: Callable[[], None] = lambda: None
-        self._on_read: Callable[[], None] = lambda: None
-        self._settle: Callable[[], None] = lambda: None
-        self._on_save: Callable[[], None] = lambda: None
-        self._on_load: Callable[[], None] = lambda: None
-        self._on_add: Callable[[dict[str, Any]], None] = lambda group: None
+        self._phases: OptimizerPhases = _NoPhases()
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
         else:
@@ -92,7 +118,7 @@ class ShardedOptimizer(Optimizer):
     @property
     def param_groups(self) -> Groups:
         """The param groups, those of the inner optimizer; what the engine's schedule has changed is in them."""
-        self._on_read()
+        self._phases.before_groups_are_read()
         return self.inner.param_groups
 
     @param_groups.setter
@@ -111,21 +137,10 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_constructed", True):
             self._state.clear()
 
-    def connect(
-        self,
-        step: Callable[[], None],
-        zero_grad: Callable[[], None],
-        read: Callable[[], None],
-        settle: Callable[[], None],
-        save: Callable[[], None],
-        load: Callable[[], None],
-        add: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """The engine's phases behind the optimizer's methods. read: before param groups are read; settle: before states
-        are. The user's own optimizer object is led to them too,
-        so that a loop that goes on calling it trains."""
-        self._on_step, self._on_zero_grad, self._on_read, self._settle = step, zero_grad, read, settle
-        self._on_save, self._on_load, self._on_add = save, load, add
+    def connect(self, phases: OptimizerPhases) -> None:
+        """Let the engine's phases do what is asked of the optimizer, and of the user's own optimizer object too, so
+        that a loop that goes on calling it trains."""
+        self._phases = phases
         self._redirect()
 
     def _redirect(self) -> None:
@@ -148,12 +163,12 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._on_step()
+        self._phases.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. Called on all ranks."""
-        self._on_zero_grad()
+        self._phases.zero_grad()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -178,7 +193,7 @@ class ShardedOptimizer(Optimizer):
         the defaults. Raises ValueError, before anything is changed, for parameters that the module does not have, or
         that are trained already. Called on all ranks, between steps."""
         if getattr(self, "_constructed", False):
-            self._on_add(param_group)
+            self._phases.add_group(param_group)
 
     def _note_pieces(self) -> None:
         self._piece_of = {piece.fragment.slot.index: piece for piece in self.pieces()}
@@ -186,7 +201,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_of(self, index: int) -> State:
         """This rank's part of a parameter's states, views where they rest; empty if it has none."""
-        self._settle()  # a step that the device has skipped is taken back from the counts of states
+        self._phases.settle()  # a step that the device has skipped is taken back from the counts of states
         piece = self._piece_of.get(index)
         return {} if piece is None else self.method.state_of(piece)
 
@@ -195,8 +210,8 @@ class ShardedOptimizer(Optimizer):
 
         Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
         """
-        self._settle()
-        self._on_save()
+        self._phases.settle()
+        self._phases.follow_writes()
         position = self.positions()
         states, masters = {}, {}
         for piece in self.pieces():
@@ -215,7 +230,7 @@ class ShardedOptimizer(Optimizer):
         Which implementation updates (``foreach``, ``fused``, …) stays as it is here. Raises ValueError, before anything
         is changed, if the state was saved under another partition or other param groups.
         """
-        self._settle()
+        self._phases.settle()
         self._check_loadable(state_dict)
         position = self.positions()
         for piece in self.pieces():
@@ -225,7 +240,7 @@ class ShardedOptimizer(Optimizer):
                 self._master_view(piece).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in KEPT})
-        self._on_load()
+        self._phases.on_masters_loaded()
 
     # ---------------------------------------------------------------- the update
 

@@ -7,7 +7,7 @@ first backward, before anything can change it, and the loss scaler is told the o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from zerolite.zero.grad_stats import (
 )
 from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_sums import GradientSums
+from zerolite.zero.observers import Observers
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.step_outcome import StepCounters, UnusedParameters, describe_bad_losses, mean_weight
@@ -45,17 +46,22 @@ _NONE: Mapping[int, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class StepOptions:
-    """max_norm: clip to this L2 norm, 0 for never. check_finite: skip steps with non-finite gradients.
-    max_skipped_in_a_row: raise after so many, 0 for never. ignore_unused: whether parameters without any gradient
-    are fine. skip_on_device: let the device decide whether a step is skipped, where the optimizer can, so that the host
-    need not wait for the statistics. update_numel: master elements that are updated in one call on the device where
-    torch's optimizer does it; a larger bucket is a call of its own. divide_plain_backward: divide the gradients of a
-    backward that the user calls by the number of micro-batches."""
+    """Options of a step, from the config.
+
+    Attributes:
+        max_norm: clip to this L2 norm, 0 for never.
+        check_finite: skip steps with non-finite gradients.
+        max_skipped_in_a_row: raise after so many, 0 for never.
+        skip_on_device: let the device decide whether a step is skipped, where the optimizer can, so that the host need
+            not wait for the statistics.
+        update_numel: master elements that are updated in one call on the device where torch's optimizer does it; a
+            larger bucket is a call of its own.
+        divide_plain_backward: divide the gradients of a backward that the user calls by the number of micro-batches.
+    """
 
     max_norm: float
     check_finite: bool
     max_skipped_in_a_row: int
-    ignore_unused: bool
     skip_on_device: bool = False
     update_numel: int = 0
     divide_plain_backward: bool = False
@@ -72,6 +78,16 @@ class TraceCheck(Protocol):
     def adopt(self) -> None: ...
 
     def reject(self) -> None: ...
+
+
+class ShardedParameters(Protocol):
+    """What the pipeline knows of a model at stage 3."""
+
+    @property
+    def schedule(self) -> TraceCheck: ...
+
+    def collect_writes(self) -> None:
+        """Copy what somebody has written into whole parameters to their shards."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +116,12 @@ class StepPipeline:
         options: StepOptions,
         device: torch.device,
         transfers: Transfers,
+        unused: UnusedParameters,
+        observers: Observers,
     ) -> None:
-        self.on_applied: Callable[[], None] = lambda: None  # after an update that was not skipped: the scheduler
-        self.on_settled: Callable[[float], None] = lambda norm: None  # after every step, with its norm: progress lines
-        self.on_zero_grad: Callable[[], None] = lambda: None
-        self.unused = UnusedParameters(options.ignore_unused)
-        self.collect_writes: Callable[[], None] = lambda: None  # stage 3: from whole parameters into their shards
+        self.unused = unused
+        self._observers = observers
+        self._sharded: ShardedParameters | None = None
         self.trace: TraceCheck | None = None  # stage 3's schedule, whose trace the ranks compare
         self._written: set[int] = set()  # parameters into which somebody has loaded values
         self._buffer = buffer
@@ -127,7 +143,6 @@ class StepPipeline:
         self._vote_sent = 0  # for this rank's trace, in the statistics collected last
         self._last_vote = 0  # ... in the last step's
         self._agreed = True  # whether all ranks gave the same
-        self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a backward
         numel = options.update_numel
         self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, transfers, numel)
         self._checks: StepChecks | None = None
@@ -154,6 +169,10 @@ class StepPipeline:
     def check_with(self, checks: StepChecks, look: UpdateLook | None) -> None:
         """Check more than gradients from now on; look: at what updates do. Before the first step."""
         self._checks, self._sweep.look = checks, look
+
+    def follow(self, sharded: ShardedParameters) -> None:
+        """The model is at stage 3. Before the first step."""
+        self._sharded, self.trace = sharded, sharded.schedule
 
     @property
     def checks_finite(self) -> bool:
@@ -195,13 +214,16 @@ class StepPipeline:
         if self._reducer.pass_open:
             return
         self._add_assigned(weighted=weight is not None)
-        self.on_begin()
+        for notify in self._observers.before_backward:
+            notify()
         self._check_weighted(weight is not None)
         reducing = self._reducer.will_reduce()
         scaled, weighted = bool(engine_scaled), weight is not None
         divided = engine_scaled is None and self._options.divide_plain_backward
         with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
             self._begin_pass(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
+        for notify in self._observers.on_backward_begin:
+            notify()
 
     def follow_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
         """A backward of the ranks that go on, to which this one, which has finished (``engine.join``), adds nothing.
@@ -266,11 +288,17 @@ class StepPipeline:
         self.finish_reductions()
 
     def finish_reductions(self) -> None:
-        """:meth:`reduce` where it is known that the user has not dropped the gradients. Observers stand around it."""
-        with self.commands(Command.REDUCE):
-            self._reducer.finish()
-            if self._sums is not None:
-                self._sums.run()
+        """:meth:`reduce` where it is known that the user has not dropped the gradients."""
+        for notify in self._observers.on_reduce_begin:
+            notify()
+        try:
+            with self.commands(Command.REDUCE):
+                self._reducer.finish()
+                if self._sums is not None:
+                    self._sums.run()
+        finally:
+            for notify in self._observers.on_reduce_end:
+                notify()
 
     def pending(self) -> frozenset[int]:
         """Parameters with a gradient that no step has used, on any rank."""
@@ -408,7 +436,16 @@ class StepPipeline:
         self.apply(publish)
 
     def apply(self, publish: bool) -> None:
-        """:meth:`update` where it is known that the user has not dropped the gradients. Observers stand around it."""
+        """:meth:`update` where it is known that the user has not dropped the gradients."""
+        for notify in self._observers.on_step_begin:
+            notify()
+        try:
+            self._apply(publish)
+        finally:
+            for ended in self._observers.on_step_end:
+                ended(self.global_steps)
+
+    def _apply(self, publish: bool) -> None:
         self.check_whole()
         if self._updated:
             raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
@@ -463,7 +500,8 @@ class StepPipeline:
         if not self._unpublished:
             self._publisher.wait_all()
             self._buffer.bring_home()
-            self.collect_writes()
+            if self._sharded is not None:
+                self._sharded.collect_writes()
         if self._written:
             self._buffer.refresh_masters(self._written)
             self._buffer.tiers.written_in_place()
@@ -523,18 +561,25 @@ class StepPipeline:
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
         self.check_here()
-        with self.commands(Command.PUBLISH):
-            for bucket in reversed(self._reducer.order):
-                self._publisher.publish_bucket(bucket)
-            self._publisher.end_step()
-            if self._unpublished:
-                self._optimizer.run_hooks("post")
+        for notify in self._observers.on_publish_begin:
+            notify()
+        try:
+            with self.commands(Command.PUBLISH):
+                for bucket in reversed(self._reducer.order):
+                    self._publisher.publish_bucket(bucket)
+                self._publisher.end_step()
+                if self._unpublished:
+                    self._optimizer.run_hooks("post")
+        finally:
+            for notify in self._observers.on_publish_end:
+                notify()
         self._unpublished = False
 
     def zero_grad(self) -> None:
         """Drop the window: its gradients, clip and scale."""
         with unannounced(Command.ZERO_GRAD) if self._window.empty else self.commands(Command.ZERO_GRAD):
-            self.on_zero_grad()
+            for notify in self._observers.on_gradients_dropped:
+                notify()
             self.changes.clear()  # first: the reducer looks at which gradients are still referred to
             self._reducer.clear()
             self._window.reset()
@@ -772,10 +817,12 @@ class StepPipeline:
             logger.warning("%s", describe_bad_losses(self.counters.global_steps, outcome.bad_losses))
         self._bad_losses = outcome.bad_losses
         if not skipped:
-            self.on_applied()
+            for updated in self._observers.on_updated:
+                updated()
         change = self._scaler.update(skipped) if self._scaler else None
         self._minimum = change.after if skipped and change is not None and change.at_minimum else None
-        self.on_settled(norm)
+        for settled in self._observers.on_settled:
+            settled(self.global_steps, norm)
 
     def _applies(self, outcome: GradStats) -> bool:
         """Whether a step with these gradients updates anything."""

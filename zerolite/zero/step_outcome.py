@@ -86,8 +86,8 @@ class UnusedParameters:
     """Parameters that get no gradient on any rank: fine, an error because the config says so, or the sign that the
     model has lost them. gone(indices): those of them that the model no longer has."""
 
-    def __init__(self, fine: bool) -> None:
-        self.gone: Callable[[list[int]], list[int]] = lambda indices: []
+    def __init__(self, fine: bool, gone: Callable[[list[int]], list[int]]) -> None:
+        self._gone = gone
         self._fine = fine
         self._last_used: frozenset[int] | None = None
 
@@ -98,7 +98,7 @@ class UnusedParameters:
             self._check_elsewhere(elsewhere)
             return
         if used != self._last_used:
-            gone = self.gone([index for index in range(len(slots)) if index not in used])
+            gone = self._gone([index for index in range(len(slots)) if index not in used])
             if gone:
                 raise RuntimeError(
                     f"parameter '{slots[gone[0]].name}' is not in the model any more ({len(gone)} in all): it was "

@@ -38,7 +38,7 @@ def _trained(config: dict[str, Any], loop: str, folder: str, model: str) -> dict
     wrapped = sorted(
         vars(engine._pipeline).keys() & {"update", "apply", "reduce", "finish_reductions", "begin_backward", "publish"}
     )
-    plain = engine.call_module is engine._module
+    plain = engine.call.call_module is engine._module
     gone = weakref.ref(engine)
     del engine
     gc.collect()

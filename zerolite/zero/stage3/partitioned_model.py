@@ -18,7 +18,7 @@ from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.module_hooks import attach
 from zerolite.zero.stage3.partition_parameters import partition_model
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, gather, handle_of, whole_numel
 from zerolite.zero.stage3.units import LeafRule, UnitPlan, plan_units
 
@@ -102,7 +102,7 @@ class PartitionedModel:
             for dtype, members in by_dtype.items():
                 _place_together(members, dtype, tiers)
 
-    def start(self) -> PartitionedParameterCoordinator:
+    def start(self, links: StepLinks) -> PartitionedParameterCoordinator:
         """Gather what stays whole, install the hooks. Shards are where they belong by now."""
         gather([handle for handle in self.handles if handle.persistent])
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -110,7 +110,7 @@ class PartitionedModel:
         names = [plan.name for plan in self.plans]
         tables = [index for index, plan in enumerate(self.plans) if plan.is_table]
         self.coordinator = PartitionedParameterCoordinator(
-            self.handles, names, units, tables, self._limits, self.reader
+            self.handles, names, units, tables, self._limits, self.reader, links
         )
         self.hooks: list[Any] = attach(self.model, self.plans, self.coordinator)
         return self.coordinator

@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from zerolite.utils.accelerator import address
 from zerolite.utils.memory_items import DISK
 from zerolite.utils.nested import find_in_objects
 from zerolite.zero.buffer import take_values
+from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.partitioned_parameter import (
@@ -58,6 +59,15 @@ class Unit:
     def reset(self) -> None:
         """No use is open any more."""
         self.uses, self.inside = 0, None
+
+
+class StepLinks(NamedTuple):
+    """What the coordinator calls. begin_backward: when a backward has begun. on_use_end(unit): when a unit's backward
+    has ended, on all ranks in the same order."""
+
+    observers: Observers
+    begin_backward: Callable[[], None]
+    on_use_end: Callable[[int], None]
 
 
 class Use:
@@ -108,8 +118,10 @@ class PartitionedParameterCoordinator:
         tables: Collection[int],
         limits: FetchLimits,
         reader: ShardReader,
+        links: StepLinks,
     ) -> None:
         """tables: the units whose backward needs no values (``UnitPlan.is_table``)."""
+        self._links, self._observers = links, links.observers
         self.handles = list(handles)
         self.units = [Unit(index, name) for index, name in enumerate(unit_names)]
         self._index = {id(handle): index for index, handle in enumerate(self.handles)}
@@ -135,9 +147,6 @@ class PartitionedParameterCoordinator:
         self.used_outside = False  # since the last update, in a graph: gradients may come after a unit's backward
         self.thread = threading.get_ident()  # of the last forward
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
-        self.on_begin: Callable[[], None] = lambda: None  # before a forward that may have a backward
-        self.on_backward_begin: Callable[[], None] = lambda: None
-        self.on_use_end: Callable[[int], None] = lambda unit: None  # a unit's backward has ended; same on all ranks
         # What engine.join() wants to know of: gathers, and parameters that a unit turns out to use.
         self.before_launch: Callable[[Sequence[int]], None] | None = None
         self.before_external: Callable[[int, int], None] | None = None
@@ -241,7 +250,8 @@ class PartitionedParameterCoordinator:
         self.thread = threading.get_ident()
         if not self._step_open:
             if torch.is_grad_enabled():
-                self.on_begin()
+                for notify in self._observers.before_forward:
+                    notify()
             self._begin_step("train" if torch.is_grad_enabled() else "eval")
 
     @contextlib.contextmanager
@@ -350,7 +360,7 @@ class PartitionedParameterCoordinator:
             use.unit.uses -= 1
             if not self._second_order:
                 self._release(self.schedule.leave(use.unit.index))
-        self.on_use_end(use.unit.index)
+        self._links.on_use_end(use.unit.index)
 
     def show_shape(self, handle: PartitionedParameter) -> None:
         """A gradient comes to a parameter whose values are not here; until the backward ends it has its shape."""
@@ -378,7 +388,7 @@ class PartitionedParameterCoordinator:
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
         if not self._stack:  # torch.autograd.grad inside a forward is no backward of the engine's
-            self.on_backward_begin()
+            self._links.begin_backward()
 
     def _end_task(self, task: int) -> None:
         if task not in self._tasks:
@@ -434,7 +444,8 @@ class PartitionedParameterCoordinator:
         self.used_outside = False
         self.sweep()
         stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.trained]
-        refresh(stale)
+        with self._observers.gathering():
+            refresh(stale)
 
     @torch.no_grad()
     def collect_writes(self) -> None:
@@ -493,7 +504,8 @@ class PartitionedParameterCoordinator:
 
     def hold(self, indices: Sequence[int]) -> None:
         """Gather these parameters and keep them until :meth:`unhold`; calls nest. Called on all ranks."""
-        gather([self.handles[index] for index in indices])
+        with self._observers.gathering():
+            gather([self.handles[index] for index in indices])
         for index in indices:
             self.handles[index].held += 1
         self.schedule.hold(indices)
@@ -525,7 +537,10 @@ class PartitionedParameterCoordinator:
 
     def _execute(self, fetch: Fetch) -> None:
         release, starting, prefetch, needed, read = fetch
+        watched = self._observers.on_gather_begin if starting or prefetch or needed else ()
         try:
+            for notify in watched:
+                notify()
             if release:
                 self._release(release)
             if starting:
@@ -542,6 +557,10 @@ class PartitionedParameterCoordinator:
             if type(error) not in (RuntimeError, Mismatch):
                 raise  # out of memory, for one, is caught by its type
             raise type(error)(f"{error}\nThis rank stood at {self.where()}.") from error
+        finally:
+            if watched:
+                for notify in self._observers.on_gather_end:
+                    notify()
 
     def _launch(self, indices: Iterable[int]) -> None:
         handles = self.handles

@@ -1,0 +1,108 @@
+"""Components of an engine, made by build.py before the engine is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerolite.activation_checkpointing import Attached
+from zerolite.checkpoint.checkpointer import Checkpointer
+from zerolite.comm import ControlChannel, Topology
+from zerolite.config import ZeroliteConfig
+from zerolite.data.dataloader import Loaders
+from zerolite.data.micro_batch import LossFunction
+from zerolite.engine.parameter_access import ParameterAccess
+from zerolite.engine.pending_gradients import PendingGradients
+from zerolite.engine.state_offload import StateOffload
+from zerolite.monitor import Monitor, StepLog
+from zerolite.monitor.comms_logger import CommsLogger
+from zerolite.monitor.memory_report import MemoryParts
+from zerolite.precision.dtypes import GraphBoundary, Precision
+from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.publisher import Publisher
+from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.step import StepPipeline
+
+if TYPE_CHECKING:
+    from zerolite.engine.engine import Engine
+    from zerolite.pipe.runner import PipelineRunner
+
+
+class EngineRef:
+    """A weak reference to an engine that is still being made. Called, it gives the engine: None before it is made and
+    after it has gone."""
+
+    def __init__(self) -> None:
+        self._known: weakref.ref[Engine] | None = None
+
+    def bind(self, engine: Engine) -> None:
+        """Called by the engine's constructor."""
+        self._known = weakref.ref(engine)
+
+    def __call__(self) -> Engine | None:
+        return None if self._known is None else self._known()
+
+
+class ModuleCall:
+    """The function that an engine's forward calls: its module, or a counter of FLOPs around it."""
+
+    __slots__ = ("__weakref__", "call_module")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.call_module: Callable[..., Any] = module
+
+
+@dataclass(frozen=True)
+class Components:
+    """Everything that an engine consists of.
+
+    Attributes:
+        module: the user's; its parameters have their places in buffers and buckets.
+        topology: the grid of ranks; ``topology.data`` are the data-parallel ones.
+        reference: knows the engine weakly, for hooks that outlive it.
+        call: what the forward calls.
+        tensor_channel: between ranks that share layers, on the CPU, to compare shapes of inputs.
+        runner: of a pipeline; None where every rank has all layers.
+        coordinator: at stage 3; gathers and releases.
+        memory: the parts that hold tensors.
+        step_log: on rank 0, if a monitor is enabled.
+        broadcast_buffers: send rank 0's buffers before each training forward.
+        loss_fn: of ``initialize``.
+        scheduler: the schedule that the engine steps after every update, or None.
+    """
+
+    module: torch.nn.Module
+    config: ZeroliteConfig
+    device: torch.device
+    topology: Topology
+    precision: Precision
+    pipeline: StepPipeline
+    reducer: GradReducer
+    publisher: Publisher
+    optimizer: ShardedOptimizer
+    window: AccumulationWindow
+    boundary: GraphBoundary
+    reference: EngineRef
+    call: ModuleCall
+    tensor_channel: ControlChannel | None
+    runner: PipelineRunner | None
+    coordinator: PartitionedParameterCoordinator | None
+    memory: MemoryParts
+    state_offload: StateOffload
+    activation_checkpointing: Attached
+    parameter_access: ParameterAccess
+    pending_gradients: PendingGradients
+    checkpointer: Checkpointer
+    monitor: Monitor
+    step_log: StepLog | None
+    comms_logger: CommsLogger | None
+    loaders: Loaders
+    broadcast_buffers: bool
+    loss_fn: LossFunction | None
+    scheduler: Any

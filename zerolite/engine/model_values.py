@@ -1,0 +1,72 @@
+"""Values of a model at the start: in buckets, on the device, in their dtypes, and those of rank 0 everywhere."""
+
+from __future__ import annotations
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.comm.initial_sync import broadcast_into, differing, synchronize_tensors
+from zerolite.precision.dtypes import Precision
+from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
+from zerolite.zero.layout import Bucket
+from zerolite.zero.stage3.partitioned_parameter import handle_of
+
+
+def fill_buckets(buffer: ParameterBuffer, precision: Precision, comm: Communicator, device: torch.device) -> None:
+    """Fill the buckets that are not filled yet: whole parameters, with rank 0's values, or shards."""
+    if isinstance(buffer, PartitionedParameterBuffer):
+        buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
+        return
+    buckets = buffer.layout.buckets[len(buffer.compute) :]
+    indices = [slot.index for bucket in buckets for slot in bucket.slots]
+    different = dict(zip(indices, differing([buffer.parameters[i] for i in indices], comm, device), strict=True))
+
+    def synchronize(bucket: Bucket, flat: torch.Tensor) -> None:
+        if any(different[slot.index] for slot in bucket.slots):
+            broadcast_into(flat, comm, device, "initial_sync")
+
+    buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
+
+
+def synchronize_rest(
+    model: torch.nn.Module,
+    trained: list[torch.nn.Parameter],
+    precision: Precision,
+    comm: Communicator,
+    device: torch.device,
+) -> None:
+    """Buffers and (where they are whole) frozen parameters: on the device, with rank 0's values, each in the dtype that
+    ``precision`` says."""
+    in_layout = {id(p) for p in trained}
+    others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
+    rest: list[torch.Tensor] = [p.data for p in others]
+    for buffer in model.buffers():
+        if buffer.dtype != precision.buffer_dtype(buffer):
+            buffer.data = buffer.data.to(precision.buffer_dtype(buffer))
+    _move_rest(model, device)
+    rest += list(model.buffers())
+    synchronize_tensors(rest, comm, device, "initial_sync")
+    for parameter in others:
+        parameter.data = parameter.data.to(device, precision.compute_dtype(parameter))
+
+
+def _move_rest(model: torch.nn.Module, device: torch.device) -> None:
+    """Bring to ``device`` the buffers, shared ones once, and what modules of the user's move in an ``_apply`` of their
+    own; parameters stay where they are."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the original, which is kept alive
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter) or tensor.device == device:
+            return tensor
+        if id(tensor) not in moved:
+            moved[id(tensor)] = (tensor, tensor.to(device))
+        return moved[id(tensor)][1]
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = move(buffer)
+        # Those of torch itself (nn.LSTM) lay out parameters anew, which have their places by now.
+        own = not type(module)._apply.__module__.startswith("torch.")
+        if own and device.type != "cpu" and all(handle_of(p) is None and p.grad is None for p in module.parameters()):
+            module._apply(move)

@@ -1,0 +1,63 @@
+"""Observers that do what an engine's steps ask of the engine itself: its schedule, and lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zerolite.activation_checkpointing.clock import describe
+from zerolite.engine.components import EngineRef
+from zerolite.zero.observers import StepObserver
+
+
+class Progress(StepObserver):
+    """Prints a line every ``steps_per_print`` steps on rank 0."""
+
+    def __init__(self, engine: EngineRef) -> None:
+        self._engine = engine
+
+    def on_settled(self, step: int, norm: float) -> None:
+        engine = self._engine()
+        if engine is None or engine.rank != 0:
+            return
+        if step == 1:
+            engine.activation_checkpointing.check_used()
+        every = engine.config.steps_per_print
+        if every and step % every == 0:
+            lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
+            print(
+                f"step {step}: skipped {engine.skipped_steps}, lr {lr}, grad norm {norm:.4g}, loss scale "
+                f"{engine.loss_scale:g}",
+                flush=True,
+            )
+
+
+class ScheduleStep(StepObserver):
+    """Moves the schedule of learning rates after every update that was not skipped."""
+
+    def __init__(self, engine: EngineRef) -> None:
+        self._engine = engine
+
+    def on_updated(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.step_scheduler()
+
+
+class PipelineLoss:
+    """Logs the loss of each step of a pipeline."""
+
+    def __init__(self, engine: EngineRef) -> None:
+        self._engine = engine
+
+    def __call__(self, loss: torch.Tensor) -> None:
+        engine = self._engine()
+        if engine is not None and engine.step_log is not None:
+            engine.step_log.add_loss(loss, 1.0, engine.global_steps, first=True)
+
+
+def print_checkpointing(rank: int, step: int, times: Mapping[str, float]) -> None:
+    """Say where the time of checkpoints of activations has gone, on rank 0."""
+    if rank == 0:
+        print(describe(step, times), flush=True)
