@@ -15,20 +15,30 @@ _SMALL_SLOT = 2048  # elements of a slot whose copy costs more in the call than 
 _RUN = 1 << 16  # elements of a run, which stay in a CPU's cache while they are moved
 
 
-class Run:
+class Held:
+    """Gradients of one bucket that hooks hold without counting each, from the moment it is opened until it is closed.
+
+    Attributes:
+        held: gradients by index of the parameter. Those behind the first ``counted`` are counted when it is closed.
+        shown: what p.grad shows of them, by index of the parameter; None before that is known.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.indices = frozenset(slot.index for slot in slots)
+        self.count = len(slots)
+        self.bucket = slots[0].bucket
+        self.held: dict[int, torch.Tensor] = {}
+        self.open, self.counted = False, 0
+        self.shown: Mapping[int, torch.Tensor] | None = None
+
+
+class Run(Held):
     """Neighbouring small slots of a flat bucket, whose gradients are held until all are there, and joined then."""
 
     def __init__(self, slots: Sequence[Slot], high: int) -> None:
         """high: where the run ends in its bucket; what lies between its slots and behind the last belongs to it."""
+        super().__init__(slots)
         self.low, self.high = slots[0].start, high
-        self.indices = frozenset(slot.index for slot in slots)
-        self.count = len(slots)
-        self.held: dict[int, torch.Tensor] = {}  # gradients by index of the parameter
-        self.bucket = slots[0].bucket
-        # Whether hooks hold gradients of the pass under way without counting each. Those behind the first ``counted``
-        # are counted together.
-        self.open, self.counted = False, 0
-        self.shown: Mapping[int, torch.Tensor] | None = None  # what p.grad shows of them, by index of the parameter
         self._slots = tuple(slots)
         self._order = [slot.index for slot in slots]
         ends = [*(slot.start for slot in slots[1:]), high]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerolite.comm import Pending
-from zerolite.zero.bucket_filler import BucketFiller, Run
+from zerolite.zero.bucket_filler import BucketFiller, Held, Run
 from zerolite.zero.layout import Bucket
 
 HALF = (torch.float16, torch.bfloat16)
@@ -76,6 +76,7 @@ class BucketState:
     dtype: torch.dtype  # of its parameters
     filler: BucketFiller | None = None  # small gradients are held until all are there, and moved in one call
     runs: list[Run] = field(default_factory=list)  # the same for parts of a bucket that is not sliced
+    hooked: Held | None = None  # of a sliced bucket: what hooks have taken, and `held` will have
     local: torch.Tensor | None = None
     reduced: torch.Tensor | None = None
     written: set[int] = field(default_factory=set)  # slots that `local` holds something of

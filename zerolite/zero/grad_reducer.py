@@ -27,7 +27,7 @@ from zerolite.comm import Communicator
 from zerolite.offload.resting_gradients import RestingGradients
 from zerolite.utils.accelerator import address, host_values
 from zerolite.utils.memory_items import BUCKETS, GRADIENTS, listeners, own
-from zerolite.zero.bucket_filler import BucketFiller, Run, many_small, runs_of
+from zerolite.zero.bucket_filler import BucketFiller, Held, Run, many_small, runs_of
 from zerolite.zero.bucket_state import (
     ALONE_NUMEL,
     HALF,
@@ -81,6 +81,7 @@ class GradReducer:
         self._passes_in_window = 0
         self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
         self._runs: list[Run | None] = []  # of small parameters, by index, that are moved together
+        self._hooked: list[Held | None] = []  # by index of the parameter: where its hook may put a gradient
         self._fires: list[int] = []  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
         # backward inside the backward. Known after the first complete pass. Where gradients rest whole, that one
@@ -125,13 +126,18 @@ class GradReducer:
         fragments = layout.fragments(self._comm.rank) if self._options.shard else layout.full_fragments()
         self._fragments: dict[int, Fragment] = {fragment.slot.index: fragment for fragment in fragments}
         self._runs += [None] * more
+        self._hooked += [None] * more
         for bucket in layout.buckets[len(self._states) :]:
             filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
             runs = [] if bucket.rows else runs_of(bucket, strides)
-            self._states.append(BucketState(bucket, self._dtype_of(bucket), filler, runs))
+            filled = [slot for slot in bucket.slots if slot.numel]
+            hooked = Held(filled) if bucket.rows and filled else None
+            self._states.append(BucketState(bucket, self._dtype_of(bucket), filler, runs, hooked))
             for run in runs:
                 for index in run.indices:
-                    self._runs[index] = run
+                    self._runs[index] = self._hooked[index] = run
+            for index in () if hooked is None else hooked.indices:
+                self._hooked[index] = hooked
             if self.resting.away(bucket.index):
                 dtype = self._reduced_dtype(self._states[-1])
                 self.resting.home(bucket.index, bucket.numel // self._comm.world_size, dtype)
@@ -240,18 +246,30 @@ class GradReducer:
         if self._void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
         fresh = self._shown.renewed()  # what the user has kept of a step is not shown again
+        follows = self._plan is not None and not self._learning  # units' ends: no gradient launches anything
         for state in self._states:
             for run in state.runs:
-                if run.shown is None or fresh:
-                    run.shown = self._shown.made(run.indices)
-                run.open = run.shown is not None and self.hook_sums.users.isdisjoint(run.indices)
-                run.counted = len(run.held)
-                self._some_open |= run.open
+                self._open(run, fresh)
+            hooked = state.hooked
+            if hooked is not None and follows and state.local is None and not state.launched:
+                hooked.held, state.held = state.held, hooked.held
+                self._open(hooked, fresh)
+                if not hooked.open:
+                    hooked.held, state.held = state.held, hooked.held
 
-    def _hold(self, run: Run) -> None:
+    def _open(self, run: Held, fresh: bool) -> None:
+        if run.shown is None or fresh:
+            run.shown = self._shown.made(run.indices)
+        run.open = run.shown is not None and self.hook_sums.users.isdisjoint(run.indices)
+        run.counted = len(run.held)
+        self._some_open |= run.open
+
+    def _hold(self, run: Held) -> None:
         """The hooks of ``run`` have held the last of its gradients."""
         state = self._states[run.bucket]
         self._close(state, run)
+        if not isinstance(run, Run):
+            return  # the bucket is launched at the end of a unit's backward
         self._put_run(state, run)
         if state.missing <= 0:
             self._bucket_complete(run.bucket)
@@ -259,10 +277,15 @@ class GradReducer:
     def _close_runs(self) -> None:
         self._some_open = False
         for state in self._states:
-            for run in state.runs:
-                self._close(state, run)
+            self._close_all(state)
 
-    def _close(self, state: BucketState, run: Run) -> None:
+    def _close_all(self, state: BucketState) -> None:
+        for run in state.runs:
+            self._close(state, run)
+        if state.hooked is not None:
+            self._close(state, state.hooked)
+
+    def _close(self, state: BucketState, run: Held) -> None:
         """Count what the hooks of ``run`` hold, and let every further gradient be counted when it comes."""
         if run.open:
             run.open = False
@@ -272,6 +295,8 @@ class GradReducer:
             state.missing -= len(held)
             for index in held:
                 self._fires[index] += 1
+            if run is state.hooked:
+                run.held, state.held = state.held, run.held
 
     # ---------------------------------------------------------------- a pass
 
@@ -376,8 +401,9 @@ class GradReducer:
         """Move a gradient into its bucket, or hold it until it is moved with others."""
         index = slot.index
         state, run = self._states[slot.bucket], self._runs[index]
-        if run is not None:
-            self._close(state, run)
+        hooked = self._hooked[index]
+        if hooked is not None:
+            self._close(state, hooked)
         if state.launched:
             self._note_late(state, slot)
         if run is not None:
@@ -495,8 +521,8 @@ class GradReducer:
 
     def _put_held(self, state: BucketState) -> None:
         """Move the held gradients into ``local``, where none of them is yet: in one call if that is possible."""
+        self._close_all(state)
         for run in state.runs:
-            self._close(state, run)
             if run.held:
                 self._put_run(state, run)
         held, state.held = state.held, {}
@@ -705,7 +731,8 @@ class GradReducer:
                 yield (BUCKETS if state.staged else local), state.local
             if state.sent is not None:
                 yield self._sent_item(state), state.sent
-            for held in (state.held, *(run.held for run in state.runs)):
+            taken = [] if state.hooked is None else [state.hooked.held]
+            for held in (state.held, *taken, *(run.held for run in state.runs)):
                 yield from ((local, gradient) for gradient in held.values())
             if state.pending is not None:
                 yield from ((BUCKETS, tensor) for tensor in state.pending.memory())
@@ -934,7 +961,7 @@ class GradReducer:
             state.local, state.staged = None, False
             self.release(state.bucket.index)
             state.written.clear()
-            state.held.clear()
+            state.held.clear()  # `hooked` is closed, and empty
             for run in state.runs:
                 run.held.clear()
         if self._options.shard:
@@ -955,7 +982,7 @@ def _make_hook(known: weakref.ref[GradReducer], slot: Slot) -> Callable[[torch.T
         reducer = known()
         if reducer is None:
             return
-        run = reducer._runs[index]
+        run = reducer._hooked[index]
         if run is not None and run.open and index not in run.held:
             gradient = parameter.grad
             if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
