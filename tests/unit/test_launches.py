@@ -17,6 +17,7 @@ from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
 from zerolite.utils.accelerator import dry_run
 from zerolite.zero import grad_reducer
+from zerolite.zero.gradient_bucket import GradientBucket
 
 CPU = torch.device("cpu")
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
@@ -161,15 +162,13 @@ def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() 
 def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = Simulated(0, 4)
     engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
-    reducer = engine._reducer
-    complete = reducer._complete_local
+    complete = GradientBucket.complete
 
-    def watched(state: Any) -> torch.Tensor:
-        comm.log.append(("fill", state.bucket.index))
-        filled: torch.Tensor = complete(state)
-        return filled
+    def watched(self: GradientBucket, factor: float) -> torch.Tensor:
+        comm.log.append(("fill", self.bucket.index))
+        return complete(self, factor)
 
-    monkeypatch.setattr(reducer, "_complete_local", watched)
+    monkeypatch.setattr(GradientBucket, "complete", watched)
     train(engine)
     for bucket in range(2, 8):
         order = [

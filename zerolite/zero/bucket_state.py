@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from zerolite.comm import Pending
-from zerolite.zero.bucket_filler import BucketFiller, Held, Run
 from zerolite.zero.layout import Bucket
 
 HALF = (torch.float16, torch.bfloat16)
@@ -68,33 +65,6 @@ class ReductionOptions:
         """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as there is
         one. adds: a mean is there already."""
         return (self.sum_dtype(own) if self.several_expected or adds else None) or own
-
-
-@dataclass
-class BucketState:
-    bucket: Bucket
-    dtype: torch.dtype  # of its parameters
-    filler: BucketFiller | None = None  # small gradients are held until all are there, and moved in one call
-    runs: list[Run] = field(default_factory=list)  # the same for parts of a bucket that is not sliced
-    hooked: Held | None = None  # of a sliced bucket: what hooks have taken, and `held` will have
-    local: torch.Tensor | None = None
-    reduced: torch.Tensor | None = None
-    written: set[int] = field(default_factory=set)  # slots that `local` holds something of
-    held: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients not yet copied (copy_on_arrival off)
-    expected: int = 0  # contributions in a pass
-    missing: int = 0  # contributions that this pass still waits for
-    launched: bool = False
-    late: bool = False  # got a gradient in this pass after it was launched
-    pending: Pending | None = None
-    sent: torch.Tensor | None = None  # what `pending` reduces
-    staged: bool = False  # `local` is the communicator's memory
-
-    def __post_init__(self) -> None:
-        self.filled = sum(slot.numel > 0 for slot in self.bucket.slots)
-        # Ranges of no parameter, which are zeros; those in a run are written with it.
-        ends = [0, *(run.high for run in self.runs)]
-        begins = [run.low for run in self.runs]
-        self.gaps = [gap for gap in self.bucket.gaps if gap[0] >= ends[bisect.bisect(begins, gap[0])]]
 
 
 @dataclass(frozen=True)

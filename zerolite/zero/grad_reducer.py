@@ -25,22 +25,15 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.offload.resting_gradients import RestingGradients
-from zerolite.utils.accelerator import address, host_values
-from zerolite.utils.memory_items import BUCKETS, GRADIENTS, listeners, own
-from zerolite.zero.bucket_filler import BucketFiller, Held, Run, many_small, runs_of
-from zerolite.zero.bucket_state import (
-    ALONE_NUMEL,
-    HALF,
-    IN_FLIGHT,
-    BucketPool,
-    BucketState,
-    ReductionOptions,
-    WindowSums,
-)
-from zerolite.zero.buffer import destinations, zero_slot
+from zerolite.utils.accelerator import host_values
+from zerolite.utils.memory_items import GRADIENTS, listeners
+from zerolite.zero.bucket_filler import Held, Run
+from zerolite.zero.bucket_state import ALONE_NUMEL, IN_FLIGHT, ReductionOptions, WindowSums
 from zerolite.zero.commands import Command, Commands, unannounced
+from zerolite.zero.gradient_bucket import BucketMemory, GradientBucket, Pass, PassState
 from zerolite.zero.hook_sums import HookSums
-from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
+from zerolite.zero.launch_order import LaunchOrder
+from zerolite.zero.layout import Fragment, PartitionLayout, Slot
 from zerolite.zero.observers import Observers
 from zerolite.zero.sharded_grad import ShardedGradient
 from zerolite.zero.shown_gradients import ShownGradients
@@ -77,10 +70,10 @@ class GradReducer:
         self._comm = comm
         self._options = options
         self._pass_reduces = pass_reduces
-        self._states: list[BucketState] = []
-        self._passes_in_window = 0
-        self._passes_in_local = 0  # since `local` was last reduced; equal on all ranks
-        self._runs: list[Run | None] = []  # of small parameters, by index, that are moved together
+        self._pass = Pass(options.arrival_factor)
+        self._order = LaunchOrder()
+        self._memory = BucketMemory(comm, options, self._order, self._pass)
+        self._states: list[GradientBucket] = []
         self._hooked: list[Held | None] = []  # by index of the parameter: where its hook may put a gradient
         self._fires: list[int] = []  # contributions of each parameter in this pass
         # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
@@ -89,24 +82,15 @@ class GradReducer:
         self._expected: list[int] = []
         self._learned = False
         self._looks_for_late = False  # in the first pass that reduces; equal on all ranks
-        self._pass_open = False
         self._seen_gradient = False  # in this pass
         self._void = False  # what comes in this pass counts as nothing
         self._announced = False  # a pass of this window, by a call of the engine that all ranks make
         self.commands: Commands = unannounced
         self.share = 1.0  # what the gradients of the next pass are multiplied by
         self.divisor = 1  # what they are divided by
-        self._factor = options.arrival_factor  # in this pass, with the share
-        self._reducing = False
-        self.order: list[int] = []  # buckets in the order of their launches; equal on all ranks
-        self._places: list[int] = []  # of each bucket in `order`
-        self._next = 0  # the place of the next bucket to launch in this pass
-        # Buckets in the order in which their last gradients have come in this pass; None once the ranks have agreed.
-        self._completed: dict[int, None] | None = None
-        self._in_flight: list[BucketState] = []
+        self._in_flight: list[GradientBucket] = []
         self._plan: LaunchPlan | None = None
         self._learning = False  # when each bucket's last gradient comes
-        self._launching = False  # a bucket is being filled to be launched at once
         self.handles: list[Any] = []  # of the installed hooks
         self.use(layout, parameters, strides)
 
@@ -117,7 +101,7 @@ class GradReducer:
         strides: Sequence[tuple[int, ...]],
     ) -> None:
         """Take a layout that begins with the buckets there are; between passes."""
-        assert not self._pass_open, "a pass counts the buckets that it began with"
+        assert not self._pass.open, "a pass counts the buckets that it began with"
         self.layout = layout
         self.parameters, self.strides = list(parameters), list(strides)
         device = self.parameters[0].device if parameters else torch.device("cpu")  # an engine that trains nothing
@@ -125,39 +109,30 @@ class GradReducer:
         self.shown.use(layout, strides)
         fragments = layout.fragments(self._comm.rank) if self._options.shard else layout.full_fragments()
         self._fragments: dict[int, Fragment] = {fragment.slot.index: fragment for fragment in fragments}
-        self._runs += [None] * more
-        self._hooked += [None] * more
         for bucket in layout.buckets[len(self._states) :]:
-            filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
-            runs = [] if bucket.rows else runs_of(bucket, strides)
-            filled = [slot for slot in bucket.slots if slot.numel]
-            hooked = Held(filled) if bucket.rows and filled else None
-            self._states.append(BucketState(bucket, self._dtype_of(bucket), filler, runs, hooked))
-            for run in runs:
-                for index in run.indices:
-                    self._runs[index] = self._hooked[index] = run
-            for index in () if hooked is None else hooked.indices:
-                self._hooked[index] = hooked
+            dtype = self.parameters[bucket.slots[0].index].dtype
+            state = GradientBucket(bucket, dtype, device, strides, self._memory)
+            self._states.append(state)
             if self.resting.away(bucket.index):
-                dtype = self._reduced_dtype(self._states[-1])
-                self.resting.home(bucket.index, bucket.numel // self._comm.world_size, dtype)
+                self.resting.home(bucket.index, bucket.numel // self._comm.world_size, state.reduced_dtype)
+        self._hooked = [self._states[slot.bucket].hooks_of(slot.index) for slot in layout.slots]
         # Where gradients rest full, so do their buckets between steps; elsewhere some travel while one is completed and
         # the next one fills.
         widest = max((bucket.numel for bucket in layout.buckets), default=0)
         self.resting.longest = 4 * widest // self._comm.world_size  # sums are in fp32
         buckets = IN_FLIGHT + 2 if self._options.shard else len(layout.buckets)
-        self._pool = BucketPool(buckets if self._options.keep_buckets else 0)
+        self._memory.use(buckets)
         self._learned, self._looks_for_late = False, self._options.shard  # of the new ones nothing is known
-        self._use_order([*self.order, *range(len(self.order), len(layout.buckets))])
         follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
-        self._completed = {} if follows_gradients and len(self.order) > 1 else None
+        self._order.use(len(layout.buckets), learns=follows_gradients)
         self._expected += [1] * more
         self._fires += [0] * more
         self._count_expected()
 
-    def _use_order(self, order: list[int]) -> None:
-        self.order = order
-        self._places = sorted(range(len(order)), key=order.__getitem__)
+    @property
+    def order(self) -> list[int]:
+        """Buckets in the order of their launches; equal on all ranks."""
+        return self._order.buckets
 
     @property
     def used(self) -> set[int]:
@@ -252,10 +227,10 @@ class GradReducer:
                 self._open(run, fresh)
             hooked = state.hooked
             if hooked is not None and follows and state.local is None and not state.launched:
-                hooked.held, state.held = state.held, hooked.held
+                state.swap_hooked()
                 self._open(hooked, fresh)
                 if not hooked.open:
-                    hooked.held, state.held = state.held, hooked.held
+                    state.swap_hooked()
 
     def _open(self, run: Held, fresh: bool) -> None:
         if run.shown is None or fresh:
@@ -270,7 +245,7 @@ class GradReducer:
         self._close(state, run)
         if not isinstance(run, Run):
             return  # the bucket is launched at the end of a unit's backward
-        self._put_run(state, run)
+        state.put_run(run, self._pass.factor)
         if state.missing <= 0:
             self._bucket_complete(run.bucket)
 
@@ -279,30 +254,30 @@ class GradReducer:
         for state in self._states:
             self._close_all(state)
 
-    def _close_all(self, state: BucketState) -> None:
+    def _close_all(self, state: GradientBucket) -> None:
         for run in state.runs:
             self._close(state, run)
         if state.hooked is not None:
             self._close(state, state.hooked)
 
-    def _close(self, state: BucketState, run: Held) -> None:
+    def _close(self, state: GradientBucket, run: Held) -> None:
         """Count what the hooks of ``run`` hold, and let every further gradient be counted when it comes."""
         if run.open:
             run.open = False
             held = list(run.held)[run.counted :]
             self._used.update(held)
             self._shown.note(held)
-            state.missing -= len(held)
+            state.count(len(held))
             for index in held:
                 self._fires[index] += 1
             if run is state.hooked:
-                run.held, state.held = state.held, run.held
+                state.swap_hooked()
 
     # ---------------------------------------------------------------- a pass
 
     @property
     def pass_open(self) -> bool:
-        return self._pass_open
+        return self._pass.open
 
     def will_reduce(self) -> bool:
         """Whether a pass that begins now reduces its buckets."""
@@ -312,48 +287,46 @@ class GradReducer:
         """Before the first gradient of a backward. ``reducing``: :meth:`will_reduce`. ``end_with_backward``: called
         inside backward, which is to call :meth:`end_pass` when it ends; otherwise the caller does. ``void``: its
         gradients are dropped, as if no parameter had got any, whatever their values."""
-        if self._pass_open:
+        if self._pass.open:
             return
-        self._pass_open, self._void = True, void
+        self._pass.open, self._void = True, void
         self._announced |= not end_with_backward
         self.shown.hide(self.parameters)
         self.hook_sums.show(self.parameters)
         self._seen_gradient = False
-        self._reducing = reducing
+        self._pass.reducing = reducing
         self._use_share()
-        self._passes_in_local += 1
-        self._passes_in_window += 1
-        self._next = 0
-        if self._completed is not None:
-            self._completed.clear()
+        self._pass.in_local += 1
+        self._pass.in_window += 1
+        self._order.begin_pass()
         if self._plan is not None:
             self._plan.begin_pass()
             self._learning = not self._plan.settled
         self._fires = [0] * len(self.parameters)
         for state in self._states:
-            state.launched = state.late = False
-            state.missing = state.expected
+            state.begin_pass()
         if end_with_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
     def _use_share(self) -> None:
         factor = self._options.arrival_factor * self.share / self.divisor
-        if factor != self._factor:
+        if factor != self._pass.factor:
             with torch.no_grad():
                 for state in self._states:  # what an earlier pass has left
-                    self._put_held(state)
-            self._factor = factor
+                    self._close_all(state)
+                    state.put_held(self._pass.factor)
+            self._pass.factor = factor
 
     def _count_expected(self) -> None:
         for state in self._states:
-            state.expected = sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel)
+            state.expect(sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel))
 
     def end_pass(self, complete: bool = True) -> None:
         """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay
         in step."""
-        if not self._pass_open:
+        if not self._pass.open:
             return
-        self._pass_open = self._seen_gradient = False
+        self._pass.open = self._seen_gradient = False
         try:
             with self.commands(Command.PASS_END):
                 self._end_pass(complete)
@@ -370,10 +343,10 @@ class GradReducer:
                 self._count_expected()
         if complete or not self.shown.all_none(self.parameters):  # or the user has dropped what it has shown
             self.show_held()
-        if self._reducing:  # decided before the pass began, from counters that all ranks have counted alike
+        if self._pass.reducing:  # decided before the pass began, from counters that all ranks have counted alike
             self._launch_until(len(self._states))
             self._agree()
-            self._passes_in_local = 0
+            self._pass.in_local = 0
 
     def show_held(self) -> None:
         """After a backward: show the gradients of the window, also those of earlier passes, which this one has hidden.
@@ -385,7 +358,7 @@ class GradReducer:
         self.hook_sums.hide(self.parameters)
         if len(self.used) < len(self.parameters) and (self._announced or (self.used and self._comm.world_size > 1)):
             self._show_all()
-        elif self._passes_in_window > 1:
+        elif self._pass.in_window > 1:
             self.shown.show(self.parameters, self.used)
 
     def show_loaded(self) -> None:
@@ -399,30 +372,17 @@ class GradReducer:
 
     def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Move a gradient into its bucket, or hold it until it is moved with others."""
-        index = slot.index
-        state, run = self._states[slot.bucket], self._runs[index]
-        hooked = self._hooked[index]
+        state, hooked = self._states[slot.bucket], self._hooked[slot.index]
         if hooked is not None:
             self._close(state, hooked)
-        if state.launched:
+        if state.state is not PassState.OPEN:
             self._note_late(state, slot)
-        if run is not None:
-            if index in run.held:
-                self._put_run(state, run)
-            run.held[index] = own(gradient, self._item()) if listeners else gradient
-            if len(run.held) == run.count:
-                self._put_run(state, run)
-            return
-        at_once = self._options.copy_on_arrival and state.filler is None and self._plan is None
-        if at_once or state.local is not None:
-            self._put(state, slot, gradient)
-        elif slot.index in state.held:
-            self._put_held(state)
-            self._put(state, slot, gradient)
-        else:
-            state.held[slot.index] = own(gradient, self._item()) if listeners else gradient
+        if slot.index in state.held:  # what is held is moved, all of it
+            self._close_all(state)
+        at_once = self._options.copy_on_arrival and self._plan is None
+        state.accept(slot, gradient, at_once, self._pass.factor, tag=bool(listeners))
 
-    def _note_late(self, state: BucketState, slot: Slot) -> None:
+    def _note_late(self, state: GradientBucket, slot: Slot) -> None:
         """A gradient has come after its bucket was launched."""
         if not self._may_be_late():
             advice = (
@@ -435,7 +395,7 @@ class GradReducer:
                 f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the "
                 f"graph has contributions to it that it never had before. {advice}"
             )
-        state.late = True
+        state.note_late()
 
     def _count(self, slot: Slot) -> None:
         """A contribution to the pass has come; its bucket is launched if it was the last."""
@@ -443,7 +403,7 @@ class GradReducer:
             return
         self._fires[slot.index] += 1
         state = self._states[slot.bucket]
-        state.missing -= 1
+        state.count()
         if self._plan is not None:
             if self._learning:
                 self._plan.on_gradient(slot.bucket)
@@ -452,237 +412,80 @@ class GradReducer:
 
     def _bucket_complete(self, bucket: int) -> None:
         """All contributions to a bucket that this pass waits for have come."""
-        if self._completed is not None:  # again at the end, if another contribution has come
-            self._completed.pop(bucket, None)
-            self._completed[bucket] = None
+        self._order.complete(bucket)
         # When this rank launches is its own affair, as DDP's ranks do: the order of the buckets is fixed, and nothing
         # else is launched on this communicator before the pass has ended.
-        if self._reducing and self._options.overlap and (self._learned or self._looks_for_late):
+        if self._pass.reducing and self._options.overlap and (self._learned or self._looks_for_late):
             self._launch_ready()
-
-    def _put_run(self, state: BucketState, run: Run) -> None:
-        """Move the gradients that a run holds into ``local``, all in one call."""
-        held, joined = run.take()
-        if state.local is None:
-            self._open_local(state, joined)
-        assert state.local is not None
-        place, written = state.local[run.low : run.high], state.written & run.indices
-        if not written:
-            if self._factor != 1.0:
-                torch.mul(joined, self._factor, out=place)
-            else:
-                place.copy_(joined)
-        elif written >= held.keys():
-            self._widen(state)
-            state.local[run.low : run.high].add_(joined, alpha=self._factor)
-        else:
-            for index, gradient in held.items():
-                self._put(state, self.layout.slots[index], gradient)
-        state.written.update(held)
-
-    def _put(self, state: BucketState, slot: Slot, gradient: torch.Tensor, factor: float | None = None) -> None:
-        """Copy the first gradient of a slot into ``local``, add later ones; several contributions are added in
-        accumulate_dtype. factor: by which it is multiplied, by default that of the pass."""
-        if state.local is None:
-            self._open_local(state, gradient)
-        first = slot.index not in state.written
-        if not first:
-            self._widen(state)
-        assert state.local is not None
-        factor = self._factor if factor is None else factor
-        strides = self.strides[slot.index]
-        for place, values in destinations(state.local, state.bucket, slot, gradient, strides):
-            if not first:
-                place.add_(values, alpha=factor)
-            elif factor != 1.0:
-                torch.mul(values, factor, out=place)
-            else:
-                place.copy_(values)
-        state.written.add(slot.index)
-
-    def _open_local(self, state: BucketState, gradient: torch.Tensor) -> None:
-        state.local = self._new_local(state, gradient)
-        for low, high in state.gaps:
-            state.local[low:high].zero_()
-
-    def _widen(self, state: BucketState) -> None:
-        """Let ``local`` have the dtype in which several contributions are summed."""
-        dtype, local = self._options.accumulate_dtype, state.local
-        if local is not None and dtype is not None and local.dtype in HALF:
-            state.local, state.staged = own(local.to(dtype), self._item()), False
-
-    def _new_local(self, state: BucketState, gradient: torch.Tensor) -> torch.Tensor:
-        options = self._options
-        dtype = gradient.dtype
-        asked = options.sum_dtype(state.dtype)
-        if options.several_expected and not options.reduce_each_pass and asked is not None:
-            dtype = asked
-        return self._memory_for(state, dtype, gradient.device)
-
-    def _put_held(self, state: BucketState) -> None:
-        """Move the held gradients into ``local``, where none of them is yet: in one call if that is possible."""
-        self._close_all(state)
-        for run in state.runs:
-            if run.held:
-                self._put_run(state, run)
-        held, state.held = state.held, {}
-        if state.local is None and state.filler is not None and held:
-            first = next(iter(held.values()))
-            local = self._new_local(state, first)
-            if state.filler.fill(local, held):
-                state.local = local
-                state.written.update(held)
-                if self._factor != 1.0:
-                    local.mul_(self._factor)
-                return
-            if not state.staged:
-                self._give_back(local)
-            state.staged = False
-        for index in sorted(held):
-            self._put(state, self.layout.slots[index], held[index])
-
-    def _memory_for(self, state: BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised full bucket; where it can be and its reduction is next, one that travels without a copy."""
-        options = self._options
-        in_pass = self._reducing and (self._pass_open or self._launching)  # between passes others may launch before it
-        exchanged = options.shard and options.use_reduce_scatter and in_pass
-        if exchanged and options.communication_dtype(state.bucket) in (None, dtype):
-            # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
-            # else.
-            ahead = self._places[state.bucket.index] - self._next
-            if self._plan is not None:
-                if not self._launching:  # what is launched next is known only when it is
-                    return self._take_bucket(state, dtype, device)
-                ahead = 0
-            staged = self._comm.staging(state.bucket.numel, dtype, ahead)
-            if staged is not None:
-                state.staged = True
-                return staged
-        return self._take_bucket(state, dtype, device)
-
-    def _take_bucket(self, state: BucketState, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return own(self._pool.take(state.bucket.numel, dtype, device), self._item())
-
-    def _give_back(self, bucket: torch.Tensor) -> None:
-        self._pool.give_back(own(bucket, self._pool_item()))
-
-    def _item(self) -> str:
-        """What this rank's sums are: gradients where they rest whole, and on their way elsewhere."""
-        return BUCKETS if self._options.shard and self._reducing and self._passes_in_local <= 1 else GRADIENTS
-
-    def _sent_item(self, state: BucketState) -> str:
-        """What a full bucket is from when it is sent."""
-        return GRADIENTS if self._in_place(state) else BUCKETS
-
-    def _pool_item(self) -> str:
-        """The item of memory of a full bucket that waits to be used again."""
-        return BUCKETS if self._options.shard else GRADIENTS
 
     # ---------------------------------------------------------------- reduction
 
     def _launch_ready(self) -> None:
-        while self._next < len(self._states) and self._states[self.order[self._next]].missing <= 0:
-            self._launch_until(self._next + 1)
+        while self._order.next < len(self._states) and self._states[self.order[self._order.next]].missing <= 0:
+            self._launch_until(self._order.next + 1)
 
     @torch.no_grad()
     def _launch_until(self, end: int) -> None:
         """Launch the buckets whose place in the order is below ``end``, unless they have been."""
-        while self._next < end:
-            state = self._states[self.order[self._next]]
+        while self._order.next < end:
+            state = self._states[self.order[self._order.next]]
             if not state.launched:
                 self._launch(state)
-            self._next += 1
+            self._order.next += 1
 
-    def _launch(self, state: BucketState) -> None:
+    def _launch(self, state: GradientBucket) -> None:
         """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
         run beside them."""
         options = self._options
-        self._launching = True
+        self._pass.launching = True
         try:
-            local = self._complete_local(state)
+            self._close_all(state)
+            local = state.complete(self._pass.factor)
         finally:
-            self._launching = False
+            self._pass.launching = False
         if options.probes:
             self.probes.append(local.sum(dtype=torch.float32))
         self._make_room(state)
-        wanted = options.travelling_dtype(state.bucket, state.dtype, self._passes_in_local)
-        if local.dtype != wanted:
-            unconverted, local = local, own(local.to(wanted), self._sent_item(state))
-            if not state.staged:
-                self._give_back(unconverted)
-            state.staged = False
+        wanted = options.travelling_dtype(state.bucket, state.dtype, self._pass.in_local)
+        local = state.convert(local, wanted)
         if options.predivide != 1.0:
             local.div_(options.predivide)
         divisor = self._comm.world_size * options.arrival_factor / options.predivide
         if options.shard and options.use_reduce_scatter:
-            reduced = self._reduced_dtype(state)
-            state.pending = self._comm.reduce_scatter(local, "gradients", divisor, reduced, state.bucket.index + 1)
+            dtype, number = state.reduced_dtype, state.bucket.index + 1
+            pending = self._comm.reduce_scatter(local, "gradients", divisor, dtype, number)
         else:
-            state.pending = self._comm.all_reduce(local, "gradients", divisor, state.bucket.index + 1)
-        state.local = None
-        state.sent = None if state.staged else own(local, self._sent_item(state))
-        state.staged = False
-        state.written.clear()
-        state.launched = True
+            pending = self._comm.all_reduce(local, "gradients", divisor, state.bucket.index + 1)
+        state.launch(pending, local)
         self._in_flight.append(state)
         if not options.overlap:
             self._wait_for_all()
 
-    def _make_room(self, state: BucketState) -> None:
+    def _make_room(self, state: GradientBucket) -> None:
         """Wait, in the order of launches, until the reduction of ``state`` may be launched: for one of the same bucket,
         and where buckets cost memory only while they travel, until fewer than IN_FLIGHT are under way, and none beside
         a large one."""
-        unbound = self._in_place(state) and not self.resting.away(state.bucket.index)
+        unbound = state.travels_in_place and not self.resting.away(state.bucket.index)
         most = len(self._states) if unbound else 1 if state.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or state.pending is not None):
             self._complete(self._in_flight.pop(0))
-
-    def _in_place(self, state: BucketState) -> bool:
-        return self._options.travels_in_place(state.bucket, state.dtype, self._passes_in_local)
-
-    def _complete_local(self, state: BucketState) -> torch.Tensor:
-        """``local`` with zeros where no gradient came."""
-        self._put_held(state)
-        if state.local is None:
-            device = self.parameters[state.bucket.slots[0].index].device
-            return own(torch.zeros(state.bucket.numel, dtype=state.dtype, device=device), self._item())
-        if len(state.written) < state.filled:
-            for run in state.runs:  # those that are moved have zeros where no gradient came
-                if state.written.isdisjoint(run.indices):
-                    state.local[run.low : run.high].zero_()
-            for slot in state.bucket.slots:
-                if slot.numel and self._runs[slot.index] is None and slot.index not in state.written:
-                    zero_slot(state.local, state.bucket, slot)
-        return state.local
 
     def _wait_for_all(self) -> None:
         while self._in_flight:
             self._complete(self._in_flight.pop(0))
 
-    def _complete(self, state: BucketState) -> None:
+    def _complete(self, state: GradientBucket) -> None:
         """Wait for one reduction and add its mean to ``reduced``."""
         options = self._options
-        assert state.pending is not None
-        total = state.pending.wait()
-        state.pending = None
+        total = state.receive()
         if options.shard and not options.use_reduce_scatter:
             total = self._comm.part(total).clone()
-        dtype, bucket = self._reduced_dtype(state), state.bucket.index
+        dtype, bucket = state.reduced_dtype, state.bucket.index
         if state.reduced is None:
             mean = total.to(dtype)
         else:
             mean = self.resting.fetch(bucket, state.reduced).to(dtype).add_(total)
-        state.reduced = self.resting.keep(bucket, mean)
-        sent, state.sent = state.sent, None
-        if sent is not None and address(mean) != address(sent):
-            self._give_back(sent)
-
-    def _reduced_dtype(self, state: BucketState) -> torch.dtype:
-        return self._options.reduced_dtype(state.dtype, adds=state.reduced is not None)
-
-    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
-        """The dtype of its parameters."""
-        return self.parameters[bucket.slots[0].index].dtype
+        state.keep(mean, self.resting.keep(bucket, mean))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -690,16 +493,16 @@ class GradReducer:
         window on all ranks."""
         self.end_pass(complete=False)
         self._wait_for_all()
-        self._next = 0
+        self._order.next = 0
         # Both follow from the passes of the window, which all ranks have begun alike, and not from the gradients that
         # came in them: a pass without any still opens, and reduces, every bucket.
-        if self._passes_in_local or any(state.reduced is None for state in self._states):
+        if self._pass.in_local or any(state.reduced is None for state in self._states):
             for state in self._states:
-                state.launched = state.late = False
+                state.reopen()
             self._launch_until(len(self._states))
             if self._plan is None:  # another rank may have reduced in its backward
                 self._agree()
-            self._passes_in_local = 0
+            self._pass.in_local = 0
         self._wait_for_all()
 
     def wait(self) -> None:
@@ -709,34 +512,25 @@ class GradReducer:
 
     def follow(self, plan: LaunchPlan) -> None:
         """Launch buckets when units end, not when gradients are there."""
-        self._plan, self._completed = plan, None
+        self._plan = plan
+        self._pass.follows_units = True
+        self._order.stop_learning()
 
     @torch.no_grad()
     def on_use_end(self, unit: int) -> None:
         """A unit's backward has ended. Called on all ranks, in the same order."""
-        if self._plan is None or not self._pass_open:
+        if self._plan is None or not self._pass.open:
             return
         with self.commands(Command.USE_END, unit):
             for bucket in self._plan.on_use_end(unit):
-                if self._reducing and not self._states[bucket].launched:
+                if self._pass.reducing and not self._states[bucket].launched:
                     self._launch(self._states[bucket])
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are kept here now, and the items of memory that they belong to; small ones are left out."""
-        local = self._item()
         for state in self._states:
-            if state.reduced is not None and not self.resting.away(state.bucket.index):
-                yield GRADIENTS, state.reduced
-            if state.local is not None:
-                yield (BUCKETS if state.staged else local), state.local
-            if state.sent is not None:
-                yield self._sent_item(state), state.sent
-            taken = [] if state.hooked is None else [state.hooked.held]
-            for held in (state.held, *taken, *(run.held for run in state.runs)):
-                yield from ((local, gradient) for gradient in held.values())
-            if state.pending is not None:
-                yield from ((BUCKETS, tensor) for tensor in state.pending.memory())
-        yield from ((self._pool_item(), bucket) for bucket in self._pool.memory())
+            yield from state.memory(rests_here=not self.resting.away(state.bucket.index))
+        yield from self._memory.waiting()
         yield from ((GRADIENTS, home) for home in self.resting.memory())
 
     @property
@@ -752,9 +546,9 @@ class GradReducer:
     def _agree(self) -> None:
         """After a pass of which something is to be learned: reduce again the buckets that got gradients after they were
         launched, on any rank; take over when buckets are launched from now on. Called on all ranks."""
-        if not self._may_be_late() and self._completed is None:
+        if not self._may_be_late() and not self._order.learning:
             return
-        late = [int(state.late) for state in self._states]
+        late = [int(state.state is PassState.LATE) for state in self._states]
         learned = self._completion_on_rank_0() if self._plan is None else self._plan.arrivals
         found = [*late, *learned]
         agreed = torch.tensor(found, dtype=torch.int64, device="cpu").to(self.parameters[0].device)
@@ -765,30 +559,28 @@ class GradReducer:
         learned = values[len(late) :]
         if self._plan is not None:
             self._plan.learn(learned)
-        elif self._completed is not None:
-            self._use_order(sorted(self.order, key=learned.__getitem__))
-        self._looks_for_late, self._completed = False, None
+        else:
+            self._order.learn(learned)
+        self._looks_for_late = False
+        self._order.stop_learning()
 
     def _completion_on_rank_0(self) -> list[int]:
-        """For each bucket the place in which rank 0 has completed it in this pass, those that it has not behind all
-        others. Zeros on other ranks, so that the maximum over ranks is what rank 0 says."""
+        """Return the places in which rank 0 has completed the buckets in this pass. Zeros on other ranks, so that the
+        maximum over ranks is what rank 0 says."""
         speaks = self._comm.rank == 0 or self._comm.peers_agree
-        if self._completed is None or not speaks:
-            return [0] * len(self._states)
-        places = {bucket: place for place, bucket in enumerate(self._completed)}
-        return [places.get(bucket, len(self._states)) for bucket in range(len(self._states))]
+        return self._order.completion() if self._order.learning and speaks else [0] * len(self._states)
 
-    def _reduce_again(self, late_states: Sequence[BucketState]) -> None:
+    def _reduce_again(self, late_states: Sequence[GradientBucket]) -> None:
         """Reduce what has come late, and keep it together with what has been reduced before as one contribution."""
         for state in late_states:
             self._launch(state)
         self._wait_for_all()
-        if self._passes_in_window <= 1 and not self._options.several_expected:
+        if self._pass.in_window <= 1 and not self._options.several_expected:
             for state in late_states:
                 assert state.reduced is not None
                 mean = self.resting.fetch(state.bucket.index, state.reduced)
                 if mean.dtype != state.dtype:
-                    state.reduced = self.resting.keep(state.bucket.index, mean.to(state.dtype))
+                    state.rest(self.resting.keep(state.bucket.index, mean.to(state.dtype)))
 
     # ---------------------------------------------------------------- what the step reads
 
@@ -815,7 +607,7 @@ class GradReducer:
     @property
     def finished(self) -> bool:
         """Whether :meth:`finish` would have nothing to do."""
-        return not (self._pass_open or self._passes_in_local or self._in_flight) and all(
+        return not (self._pass.open or self._pass.in_local or self._in_flight) and all(
             state.reduced is not None for state in self._states
         )
 
@@ -823,7 +615,7 @@ class GradReducer:
     def sent(self) -> bool:
         """True if there are gradients in the window and all reductions of them have been launched. Between passes it is
         equal on all ranks, whether one of them has waited for its reductions or not."""
-        return not self._passes_in_local and any(s.reduced is not None or s.pending is not None for s in self._states)
+        return not self._pass.in_local and any(s.reduced is not None or s.pending is not None for s in self._states)
 
     def lend(self, bucket: int) -> torch.Tensor:
         """Return the memory of a bucket's mean gradient for the user, who may keep it: it is not used again."""
@@ -856,15 +648,10 @@ class GradReducer:
         """Forget what has come of one parameter's gradient. Nothing is launched for it."""
         self._wait_for_all()
         slot = self.layout.slots[index]
-        state, run = self._states[slot.bucket], self._runs[index]
-        self.used.discard(index)
+        state = self._states[slot.bucket]
+        self.used.discard(index)  # closes what hooks hold
         self.hook_sums.forget(index)
-        state.held.pop(index, None)
-        if run is not None:
-            self._close(state, run)
-            run.held.pop(index, None)
-        if state.local is not None and index in state.written:
-            zero_slot(state.local, state.bucket, slot)
+        state.drop(slot)
         if state.reduced is not None and (part := self.part(index)) is not None:
             part.zero_()
 
@@ -876,14 +663,7 @@ class GradReducer:
         self.used.add(index)
         if not slot.numel:
             return
-        state, run = self._states[slot.bucket], self._runs[index]
-        if run is not None:
-            if state.local is None:
-                self._open_local(state, gradient)
-            if state.written.isdisjoint(run.indices):  # the others of the run may get no gradient here
-                assert state.local is not None
-                state.local[run.low : run.high].zero_()
-        self._put(state, slot, gradient, self._options.arrival_factor)
+        self._states[slot.bucket].add(slot, gradient, self._options.arrival_factor)
 
     # ---------------------------------------------------------------- what a checkpoint of a window keeps
 
@@ -893,13 +673,14 @@ class GradReducer:
         self.wait()
         local: dict[int, torch.Tensor] = {}
         for state in self._states:
-            self._put_held(state)
+            self._close_all(state)
+            state.put_held(self._pass.factor)
             for index in sorted(state.written):
                 assert state.local is not None and not state.bucket.rows, "sliced buckets are reduced in every pass"
                 slot = self.layout.slots[index]
                 local[index] = state.local.narrow(0, slot.start, slot.numel)
         reduced = {state.bucket.index: state.reduced for state in self._states if state.reduced is not None}
-        return WindowSums(local, reduced, self._passes_in_local, self._passes_in_window)
+        return WindowSums(local, reduced, self._pass.in_local, self._pass.in_window)
 
     def new_sums(
         self,
@@ -914,18 +695,14 @@ class GradReducer:
         made = WindowSums({}, {}, passes_in_local, passes_in_window)
         for index, dtype in local.items():
             slot = self.layout.slots[index]
-            state = self._states[slot.bucket]
-            if state.local is None:
-                state.local = torch.zeros(state.bucket.numel, dtype=dtype, device=device)
-            state.written.add(index)
-            made.local[index] = state.local.narrow(0, slot.start, slot.numel)
+            made.local[index] = self._states[slot.bucket].begin_sum(slot, dtype)
         for bucket, dtype in reduced.items():
             numel = self._states[bucket].bucket.numel // (self._comm.world_size if self._options.shard else 1)
             away = self.resting.away(bucket)
             place = self.resting.home(bucket, numel, dtype).zero_() if away else None
             made.reduced[bucket] = torch.zeros(numel, dtype=dtype, device=device) if place is None else place
-            self._states[bucket].reduced = made.reduced[bucket]
-        self._passes_in_local, self._passes_in_window = passes_in_local, passes_in_window
+            self._states[bucket].rest(made.reduced[bucket])
+        self._pass.in_local, self._pass.in_window = passes_in_local, passes_in_window
         return made
 
     @property
@@ -945,9 +722,10 @@ class GradReducer:
 
     def release(self, bucket: int) -> None:
         """Drop the gradient of a bucket that has been consumed."""
-        reduced, self._states[bucket].reduced = self._states[bucket].reduced, None
+        reduced = self._states[bucket].reduced
+        self._states[bucket].rest(None)
         if reduced is not None and not self._options.shard and bucket not in self._lent:
-            self._give_back(reduced)
+            self._memory.give_back(reduced)
         self._lent.discard(bucket)
 
     def clear(self) -> None:
@@ -956,17 +734,11 @@ class GradReducer:
         self.end_pass(complete=False)
         self._wait_for_all()
         for state in self._states:
-            if state.local is not None and not state.staged:
-                self._give_back(state.local)
-            state.local, state.staged = None, False
+            state.clear()
             self.release(state.bucket.index)
-            state.written.clear()
-            state.held.clear()  # `hooked` is closed, and empty
-            for run in state.runs:
-                run.held.clear()
         if self._options.shard:
-            self._pool.clear()  # between steps no rank holds more than its part
-        self._passes_in_local = self._passes_in_window = 0
+            self._memory.clear()  # between steps no rank holds more than its part
+        self._pass.in_local = self._pass.in_window = 0
         self._announced = False
         self.shown.retire(self.parameters)
         self.hook_sums.clear()

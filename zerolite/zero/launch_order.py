@@ -1,0 +1,62 @@
+"""Launch order of the buckets' reductions: one order on all ranks, which follows the gradients once it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LaunchOrder:
+    """The order in which a pass launches its buckets, and how far it has come.
+
+    The first reducing pass takes the order of the index. Where :meth:`learn_from` is called, the order is that in which
+    rank 0's gradients have come in it, agreed on by all ranks at its end.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[int] = []
+        self.next = 0  # the place of the next bucket to launch in this pass
+        self._places: list[int] = []  # of each bucket in `buckets`
+        # Buckets in the order in which their last gradients have come in this pass; None where that is not asked.
+        self._completed: dict[int, None] | None = None
+
+    def use(self, count: int, learns: bool) -> None:
+        """Have ``count`` buckets, those there are first. learns: the order of their gradients is to be learned."""
+        self._take([*self.buckets, *range(len(self.buckets), count)])
+        self._completed = {} if learns and count > 1 else None
+
+    def _take(self, buckets: list[int]) -> None:
+        self.buckets = buckets
+        self._places = sorted(range(len(buckets)), key=buckets.__getitem__)
+
+    def begin_pass(self) -> None:
+        self.next = 0
+        if self._completed is not None:
+            self._completed.clear()
+
+    @property
+    def learning(self) -> bool:
+        return self._completed is not None
+
+    def complete(self, bucket: int) -> None:
+        """All gradients of a bucket have come; said again if another one comes after that."""
+        if self._completed is not None:
+            self._completed.pop(bucket, None)
+            self._completed[bucket] = None
+
+    def ahead(self, bucket: int) -> int:
+        """Return how many launches of this pass come before that of ``bucket``."""
+        return self._places[bucket] - self.next
+
+    def completion(self) -> list[int]:
+        """Return for each bucket the place in which it was completed in this pass, those that were not behind all
+        others."""
+        places = {bucket: place for place, bucket in enumerate(self._completed or ())}
+        return [places.get(bucket, len(self.buckets)) for bucket in range(len(self.buckets))]
+
+    def learn(self, completion: Sequence[int]) -> None:
+        """Take over the order in which buckets were completed, the same on all ranks."""
+        if self._completed is not None:
+            self._take(sorted(self.buckets, key=completion.__getitem__))
+
+    def stop_learning(self) -> None:
+        self._completed = None
