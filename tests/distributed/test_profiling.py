@@ -65,7 +65,7 @@ def test_logged_training_is_the_same_and_every_collective_is_counted(pools: Pool
 
 def check_off(result: dict[str, Any]) -> None:
     """Neither wrappers nor watchers, no word, and the engine can go."""
-    assert set(result["watchers"]) == {0} and result["wrapped"] == [] and result["plain"]
+    assert set(result["watchers"]) == {0} and result["watched"] == [] and result["plain"]
     assert result["logged"] is None and "FLOPs" not in result["printed"] and "alg GB/s" not in result["printed"]
     assert result["gone"]
 
@@ -131,7 +131,7 @@ def test_flops_of_a_known_model(pools: Pools, tmp_path: Path, loop: str) -> None
         assert re.search(r"^step 4: .*FLOP/s on rank 0 .* model FLOPs utilization", printed, re.MULTILINE)
         assert other["written"] == result["written"] and "FLOP" not in other["printed"]
         assert result["plain"] and other["plain"] and result["gone"] and other["gone"]
-        assert result["wrapped"] == ["apply"] and other["wrapped"] == []
+        assert result["watched"] == ["on_step_end"] and other["watched"] == []
 
 
 def test_an_exception_in_the_counted_step(pools: Pools) -> None:

@@ -18,6 +18,7 @@ from tests import models
 from tests.distributed.cases.skips import Warnings, poison
 from tests.distributed.cases.traffic import plain_calls
 from tests.distributed.cases.training import WINDOWS, make_engine, snapshot
+from zerolite.monitor.wall_clock import PhaseObserver
 
 STEPS = 4
 
@@ -26,6 +27,16 @@ def read_jsonl(folder: str) -> list[dict[str, Any]]:
     """The objects in the folder's file; nothing if there is none."""
     path = Path(folder, "job", "events.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def events_of(engine: Any, kind: type) -> list[str]:
+    """The events of an engine's steps that observers of class ``kind`` are told of."""
+    observers = vars(engine._pipeline._observers)
+    return sorted(
+        event
+        for event, listeners in observers.items()
+        if any(isinstance(getattr(listener, "__self__", None), kind) for listener in listeners)
+    )
 
 
 def logged(config: dict[str, Any], loop: str = "engine", folder: str = "") -> dict[str, Any]:
@@ -112,7 +123,7 @@ def timed(config: dict[str, Any], loop: str, pause: float, windows: int) -> dict
     elapsed = (time.perf_counter() - began) * 1000.0
     root = engine.module
     watched = len(root._forward_pre_hooks), len(root._forward_hooks)
-    wrapped = sorted(vars(engine._pipeline).keys() & {"update", "reduce", "begin_backward", "publish"})
+    measured = events_of(engine, PhaseObserver)
     gone = weakref.ref(engine)
     del engine
     gc.collect()
@@ -120,7 +131,7 @@ def timed(config: dict[str, Any], loop: str, pause: float, windows: int) -> dict
     return {
         "printed": out.getvalue(),
         "elapsed": elapsed,
-        "wrapped": wrapped,
+        "measured": measured,
         "hooks": watched,
         "left": left,
         "gone": gone() is None,

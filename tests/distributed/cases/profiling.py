@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 import zerolite
 from tests import models
-from tests.distributed.cases.monitor import read_jsonl
+from tests.distributed.cases.monitor import events_of, read_jsonl
 from tests.distributed.cases.traffic import plain_calls
 from tests.distributed.cases.training import WINDOWS, make_engine, snapshot
+from zerolite.monitor.flops_profiler import FlopsProfiler
 
 STEPS = 4
 Setting = tuple[dict[str, Any], str, str]  # a config, the loop, the folder of its monitors or ""
@@ -35,9 +36,7 @@ def _trained(config: dict[str, Any], loop: str, folder: str, model: str) -> dict
         logged = engine.comms_summary() if engine.comms_logger is not None else None
         parameters = snapshot(engine)
         watchers = [len(comm._watchers) for comm in _communicators(engine)]
-    wrapped = sorted(
-        vars(engine._pipeline).keys() & {"update", "apply", "reduce", "finish_reductions", "begin_backward", "publish"}
-    )
+    watched = events_of(engine, FlopsProfiler)
     plain = engine.call.call_module is engine._module
     gone = weakref.ref(engine)
     del engine
@@ -51,7 +50,7 @@ def _trained(config: dict[str, Any], loop: str, folder: str, model: str) -> dict
         "printed": printed.getvalue(),
         "written": read_jsonl(folder) if folder else [],
         "watchers": watchers,
-        "wrapped": wrapped,
+        "watched": watched,
         "plain": plain,
         "stack": torch._C._len_torch_dispatch_stack(),
         "gone": gone() is None,
