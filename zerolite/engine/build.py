@@ -64,7 +64,7 @@ from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine, EvaluationPipeline, check_frozen
 from zerolite.engine.growth import Growth, Parameters, Ways
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
-from zerolite.engine.monitoring import open_monitoring
+from zerolite.engine.monitoring import Monitoring, open_monitoring
 from zerolite.engine.notices import PipelineLoss, Progress, ScheduleStep, print_checkpointing
 from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.pending_gradients import PendingGradients
@@ -232,36 +232,23 @@ class _Assembly:
     ) -> Engine:
         """Install the hooks and make the engine, complete. adopts: whether parameters that are unfrozen later join the
         param group that there is."""
-        model, config, topology, pipeline, reference = (
-            self.model, self.config, self.topology, self.pipeline, self.reference
-        )  # fmt: skip
-        boundary = _connect(pipeline, self.reducer, self.publisher, self.scaler, self.precision, model)
-        memory = MemoryParts(
-            model, self.buffer, self.reducer, self.sharded, self.comm, self.device, self.transfers, self.beside
-        )
-        hooks = _watch_loading(model, pipeline)
-        attached = self._checkpoint_activations()
-        hooks += attached.handles
-        self.observers.add(Progress(reference))
-        call = ModuleCall(model)
-        monitoring = open_monitoring(config, topology, self.device, pipeline, self.observers, self.sharded, self.scaler)
-        hooks += monitoring.watch_module(model, call)
-        self.observers.add(ScheduleStep(reference))
-        self.fp32.attach()
-        coordinator = self._start_stage3()
+        pipeline, topology = self.pipeline, self.topology
+        boundary = _connect(pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model)
+        call = ModuleCall(self.model)
+        attached, monitoring, hooks = self._watch_model(call)
+        coordinator = None
         if self.partitioned is not None:
+            coordinator = start_stage3(self.partitioned, pipeline, self.reducer, self.observers)
             hooks += self.partitioned.hooks
-        memory = dataclasses.replace(memory, activations=attached.memory)
+        memory = self._memory_parts(attached)
         offload = StateOffload(memory, pipeline, coordinator)
         memory = dataclasses.replace(memory, away=offload.memory)
         monitoring.watch_memory(memory)
         access = ParameterAccess(pipeline, self.reducer, self.buffer, self.sharded, topology)
         refusal = "" if topology.trivial else _NOT_IN_P_GRAD
-        tensor = topology.tensor
-        compares = tensor.world_size > 1 and tensor.group is not None and self.device.type == "cpu"
         components = Components(
-            module=model,
-            config=config,
+            module=self.model,
+            config=self.config,
             device=self.device,
             topology=topology,
             precision=self.precision,
@@ -271,9 +258,9 @@ class _Assembly:
             optimizer=self.sharded,
             window=self.window,
             boundary=boundary,
-            reference=reference,
+            reference=self.reference,
             call=call,
-            tensor_channel=ControlChannel(tensor, 1) if compares else None,
+            tensor_channel=self._tensor_channel(),
             runner=None if self.staged is None else self._runner(self.staged, boundary),
             coordinator=coordinator,
             memory=memory,
@@ -285,28 +272,63 @@ class _Assembly:
             monitor=monitoring.monitor,
             step_log=monitoring.log if monitoring.monitor.enabled else None,
             comms_logger=monitoring.comms_logger,
-            loaders=Loaders(
-                self.comm.rank,
-                self.comm.world_size,
-                self.device.type,
-                config.train_micro_batch_size_per_gpu,
-                config.dataloader_drop_last,
-            ),
+            loaders=self._loaders(),
             broadcast_buffers=broadcast_buffers,
             loss_fn=loss_fn,
             scheduler=scheduler,
         )
         engine = _engine_class(self.trains, self.staged is not None)(components)
+        monitoring.end_with(engine)
+        self._end_with(engine, offload, hooks)
+        if check_is_wanted(self.config.check_collectives):
+            _check_collectives(self.reference, topology, coordinator)
+        monitoring.watch_communication(topology, coordinator)
+        return engine
+
+    def _watch_model(self, call: ModuleCall) -> tuple[Attached, Monitoring, list[Any]]:
+        """Install the hooks on the model that come before those of stage 3, and the observers; return the hooks."""
+        config, observers = self.config, self.observers
+        hooks = _watch_loading(self.model, self.pipeline)
+        attached = self._checkpoint_activations()
+        hooks += attached.handles
+        observers.add(Progress(self.reference))
+        monitoring = open_monitoring(
+            config, self.topology, self.device, self.pipeline, observers, self.sharded, self.scaler
+        )
+        hooks += monitoring.watch_module(self.model, call)
+        observers.add(ScheduleStep(self.reference))  # after the monitors, which log the learning rates of the step
+        self.fp32.attach()
+        return attached, monitoring, hooks
+
+    def _memory_parts(self, attached: Attached) -> MemoryParts:
+        return MemoryParts(
+            self.model,
+            self.buffer,
+            self.reducer,
+            self.sharded,
+            self.comm,
+            self.device,
+            self.transfers,
+            self.beside,
+            activations=attached.memory,
+        )
+
+    def _tensor_channel(self) -> ControlChannel | None:
+        tensor = self.topology.tensor
+        compares = tensor.world_size > 1 and tensor.group is not None and self.device.type == "cpu"
+        return ControlChannel(tensor, 1) if compares else None
+
+    def _loaders(self) -> Loaders:
+        size, drops = self.config.train_micro_batch_size_per_gpu, self.config.dataloader_drop_last
+        return Loaders(self.comm.rank, self.comm.world_size, self.device.type, size, drops)
+
+    def _end_with(self, engine: Engine, offload: StateOffload, hooks: list[Any]) -> None:
+        """What is undone when ``engine`` has gone."""
         for parameter in self.owned:
-            OWNERS[parameter] = reference
+            OWNERS[parameter] = self.reference
         weakref.finalize(engine, offload.restore).atexit = False
         weakref.finalize(engine, self.publisher.wait_all).atexit = False
         weakref.finalize(engine, _remove_hooks, self.reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
-        monitoring.end_with(engine)
-        if check_is_wanted(config.check_collectives):
-            _check_collectives(reference, topology, coordinator)
-        monitoring.watch_communication(topology, coordinator)
-        return engine
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -437,11 +459,6 @@ class _Assembly:
             on_loss=PipelineLoss(self.reference),
         )
         return staged.runner(parts)
-
-    def _start_stage3(self) -> PartitionedParameterCoordinator | None:
-        if self.partitioned is None:
-            return None
-        return start_stage3(self.partitioned, self.pipeline, self.reducer, self.observers)
 
     def _checkpoint_activations(self) -> Attached:
         """Before other hooks of forward, which then see what they see where the model itself calls the checkpoint."""

@@ -208,11 +208,11 @@ class StepPipeline:
         call it, and has divided (or not) the loss by the number of micro-batches. ``weight``: by which it multiplies
         the loss instead, in units of :meth:`weight_unit`.
         """
+        if self._reducer.pass_open:
+            return
         self.check_here()
         if self._updated:
             self.zero_grad()
-        if self._reducer.pass_open:
-            return
         self._add_assigned(weighted=weight is not None)
         for notify in self._observers.before_backward:
             notify()
