@@ -1,4 +1,4 @@
-"""Values of a model at the start: in buckets, on the device, in their dtypes, and those of rank 0 everywhere."""
+"""Initial values of a model: in buckets, on the device, in their dtypes, and equal to rank 0's."""
 
 from __future__ import annotations
 

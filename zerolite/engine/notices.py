@@ -1,4 +1,4 @@
-"""Observers that do what an engine's steps ask of the engine itself: its schedule, and lines for people."""
+"""Observers that act on the engine: step its learning rate schedule, print progress, log losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of one gradient bucket between hook and reduction."""
+"""Reduction options of gradient buckets, sums between backwards, and the pool of bucket memory."""
 
 from __future__ import annotations
 
