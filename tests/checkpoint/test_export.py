@@ -399,7 +399,7 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(pools: Pools, stage: 
     assert len(first["said"]) == len(second["said"]) == 4
     for own, told in zip(first["said"], second["said"], strict=True):
         assert own.startswith(f"'{tmp_path}/model") and own.endswith("could not be written: No space left on device")
-        assert told == f"rank 0: {own}"
+        assert told == f"engine.save_16bit_model: rank 0: {own}"
     assert first["kept"] == [True] * 8
     assert_same(first["state"], second["state"], "after the failures")
     tensors = read_model(tmp_path)[0]

@@ -127,6 +127,24 @@ def test_objects_travel_without_numpy(pools: Pools) -> None:
         assert pools(world).run(f"{CASES}:objects") == [[wanted, wanted]] * world
 
 
+@pytest.mark.parametrize("world, failing", [(1, []), (1, [0]), (3, []), (3, [1]), (3, [1, 2]), (3, [0, 1, 2])])
+def test_what_fails_on_one_rank_fails_on_all(pools: Pools, world: int, failing: list[int]) -> None:
+    first, more = min(failing, default=0), " (and 1 more rank)" if len(failing) == 2 else ""
+    for rank, said in enumerate(pools(world).run(f"{CASES}:raised_together", {"failing": failing})):
+        if not failing:
+            assert said == [str([10 * other for other in range(world)]), *[f"[{10 * rank}]"] * 3]
+        elif rank in failing:
+            own = [f"{kind}: engine.f: no luck {rank}" for kind in ("RuntimeError", "KeyError", "_ValueError")]
+            assert [text.replace("'", "") for text in said] == [*own, f"OSError: no luck {rank}"]
+        else:
+            assert said == [
+                f"RuntimeError: engine.f: rank {first} stopped with RuntimeError: no luck {first}{more}",
+                f"ValueError: engine.f: rank {first} could not do it: KeyError: 'engine.f: no luck {first}'{more}",
+                f"_ValueError: engine.f: no luck {first}",
+                f"OSError: engine.f: rank {first}: no luck {first}{more}",
+            ]
+
+
 def test_messages_of_different_collectives_never_meet(pools: Pools) -> None:
     """Between hosts nothing compares them; ranks that part must not take one parameter for another."""
     assert pools(2).run(f"{CASES}:parted_gathers", {"same": True}) == [{"packed": [10, 11], "several": [10, 11]}] * 2

@@ -26,7 +26,7 @@ from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.saving import EngineParts
 from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
-from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request, storage_errors
+from zerolite.checkpoint.together import meet, one_request, storage_errors, together
 from zerolite.checkpoint.window_state import WindowLoad, begin_window, obstacle_here
 from zerolite.zero.sharded_optimizer import KEPT
 
@@ -70,23 +70,24 @@ class Loader:
         self._parts = parts
         self._run = run
         self._host = parts.host
+        self._together = together(parts.host, _CALL)
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
         """Called on all ranks. Returns the checkpoint's directory and the client state; (None, {}) if there is none and
         that is fine. Raises CheckpointError: until the tensors are read, before anything is changed."""
         meet(self._host, self._parts.config.checkpoint.timeout_s, _CALL)
-        one_request(_CALL, dict(enumerate(on_all_ranks(self._host, _CALL, lambda: request))))
+        one_request(_CALL, dict(enumerate(self._together.gather(lambda: request))))
         path = self._find(request)
         if path is None:
             return None, {}
         there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
         self._parts.wake()
         stages = self._stages()
-        plan = on_this_rank(self._host, _CALL, lambda: self._plan(path, request, stages, scheduler, loaders))
+        plan = self._together.run(lambda: self._plan(path, request, stages, scheduler, loaders))
         window = self._read(plan, request)
         if not request.load_module_only:
             resume = lambda: plan.reader.trust(lambda: self._resume(plan, window, scheduler, loaders))  # noqa: E731
-            on_this_rank(self._host, _CALL, resume)
+            self._together.run(resume)
         if self._host.rank == 0:  # the rank that commits
             loaded = plan.reader.manifest.about.head
             self._run.take_over(path.parent, there, loaded, resumed=not request.load_module_only)
@@ -104,7 +105,7 @@ class Loader:
                     return None
                 raise
 
-        return on_all_ranks(self._host, _CALL, look if self._host.rank == 0 else lambda: None)[0]
+        return self._together.gather(look if self._host.rank == 0 else lambda: None)[0]
 
     def _stages(self) -> list[Description]:
         """Of a pipeline; empty without one, where this rank's description needs no other."""
@@ -112,7 +113,7 @@ class Loader:
         if model.topology.pipe.world_size == 1:
             return []
         describe = lambda: model.describe() if model.speaks_for_stage else None  # noqa: E731
-        return [stage for stage in on_all_ranks(self._host, _CALL, describe) if stage is not None]
+        return [stage for stage in self._together.gather(describe) if stage is not None]
 
     # ---------------------------------------------------------------- deciding
 
@@ -274,7 +275,7 @@ class Loader:
             names = plan.match.names
             return begin_window(parts.model, parts.reducer, reader.tensors, names, saved, scaled)
 
-        window = on_this_rank(self._host, _CALL, lambda: reader.trust(make_room))
+        window = self._together.run(lambda: reader.trust(make_room))
         if window is not None:
             targets += window.targets
         with storage_errors(f"{_CALL}, of '{reader.path}'", lambda: "The engine holds a part of it: load another one"):
@@ -283,7 +284,7 @@ class Loader:
         parts.pipeline.publish()
         parts.pipeline.on_weights_replaced()
         extra = reader.state["extra"]
-        on_this_rank(self._host, _CALL, lambda: parts.model.load_extra_state(extra))
+        self._together.run(lambda: parts.model.load_extra_state(extra))
         return window
 
     def _update_groups(self, plan: _Plan) -> None:

@@ -25,7 +25,7 @@ from zerolite.checkpoint.run import Run
 from zerolite.checkpoint.safetensors import DTYPES, as_bytes
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
-from zerolite.checkpoint.together import meet, on_all_ranks, on_this_rank, one_request
+from zerolite.checkpoint.together import meet, one_request, together
 from zerolite.checkpoint.window_state import obstacle_here, window_shards
 from zerolite.checkpoint.writing import write_checkpoint
 from zerolite.comm import HostGroup, keep_track
@@ -123,7 +123,8 @@ class Saver:
                 plain.encode(own[0].client_state, "client_state", [])
             return self._offer(request)
 
-        offers = on_all_ranks(self._host, _CALL, offer)
+        ranks = together(self._host, _CALL)
+        offers = ranks.gather(offer)
         requests = {rank: of_rank.request for rank, of_rank in enumerate(offers) if of_rank.request is not None}
         agreed: SaveRequest = one_request(_CALL, requests)
         self._parts.pipeline.check_ranks()
@@ -139,7 +140,7 @@ class Saver:
             found = self._collect(offers, agreed, tag, users, scheduler)
             return self._staged(found) if in_background else found
 
-        collected = on_this_rank(self._host, _CALL, collect)
+        collected = ranks.run(collect)
         if in_background:
             self._begin(collected, tag)
         else:

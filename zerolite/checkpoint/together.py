@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.comm import HostGroup
-
-Result = TypeVar("Result")
+from zerolite.comm import HostGroup, RaiseTogether
 
 
 def meet(host: HostGroup, timeout_s: float, what: str) -> None:
@@ -36,42 +34,9 @@ def one_request(what: str, requests: Mapping[int, Any]) -> Any:
     return requests[first]
 
 
-def on_all_ranks(host: HostGroup, what: str, action: Callable[[], Result]) -> list[Result]:
-    """Every rank's result of ``action``. If it raises on any rank: there what it raised,
-    elsewhere the same CheckpointError, or one that quotes any other error. Called on all ranks."""
-    own, error = _attempt(action)
-    rows = host.gather((own, _told(what, host.rank, error)))
-    _raise_first(error, [told for _, told in rows])
-    return [result for result, _ in rows]
-
-
-def on_this_rank(host: HostGroup, what: str, action: Callable[[], Result]) -> Result:
-    """The same, but the result stays here."""
-    own, error = _attempt(action)
-    _raise_first(error, host.gather(_told(what, host.rank, error)))
-    return own  # type: ignore[return-value]
-
-
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    try:
-        return action(), None
-    except Exception as error:  # raised again when all ranks know
-        return None, error
-
-
-def _told(what: str, rank: int, error: Exception | None) -> CheckpointError | None:
-    """What the other ranks raise."""
-    if error is None or isinstance(error, CheckpointError):
-        return error
-    return CheckpointError(f"{what}: rank {rank} stopped with {type(error).__name__}: {error}")
-
-
-def _raise_first(own: Exception | None, told: list[CheckpointError | None]) -> None:
-    if own is not None:
-        raise own
-    for error in told:
-        if error is not None:
-            raise error
+def together(host: HostGroup, call: str) -> RaiseTogether:
+    """What one rank cannot do is a CheckpointError on all of them."""
+    return RaiseTogether(host, call, CheckpointError, same=CheckpointError)
 
 
 @contextlib.contextmanager

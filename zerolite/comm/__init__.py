@@ -4,8 +4,9 @@ No other package calls torch.distributed.
 """
 
 from zerolite.comm.collective_check import CollectiveCheck, check_is_wanted
+from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Communicator, Pending, Watcher
-from zerolite.comm.control import ControlChannel, HostMaximum
+from zerolite.comm.control import ControlChannel, HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.flight import wait_for_result
 from zerolite.comm.host_group import HostGroup
@@ -36,6 +37,7 @@ __all__ = [
     "HostMaximum",
     "NullCommunicator",
     "Pending",
+    "RaiseTogether",
     "Recorder",
     "SharedStore",
     "Topology",
@@ -49,8 +51,10 @@ __all__ = [
     "dry_topology",
     "init_distributed",
     "keep_track",
+    "largest",
     "local_rank",
     "make_stage_groups",
+    "raise_together",
     "ranks_of_job",
     "record",
     "second_communicator",

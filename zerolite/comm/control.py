@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from zerolite.comm.communicator import Communicator
 from zerolite.comm.flight import wait_for
 from zerolite.comm.objects import broadcast_object
 from zerolite.comm.process_group import second_group
+from zerolite.utils.accelerator import HostRead
 
+T = TypeVar("T", int, float)
 TAG = "control"
 
 
@@ -79,6 +81,19 @@ class HostMaximum:
             wait_for(works, ("all_reduce", TAG, known.numel(), known.dtype, 0))
             known = torch.maximum(known, heard)
         return known.tolist()
+
+
+def largest(
+    numbers: Sequence[T], comm: Communicator, device: torch.device, tag: str, dtype: torch.dtype = torch.int64
+) -> list[T]:
+    """For each of ``numbers``, the largest that any rank gives in its place: one small all-reduce on ``device``, for
+    which the host waits. Called on all ranks of ``comm``, with equally many."""
+    if comm.world_size == 1:
+        return list(numbers)
+    values = torch.tensor(numbers, dtype=dtype, device=device)
+    comm.all_reduce_max(values, tag)
+    found: list[T] = HostRead(values).get().tolist()
+    return found
 
 
 def rounds(rank: int, world_size: int) -> list[tuple[int, int]]:

@@ -29,6 +29,7 @@ class HostGroup:
         self._members = comm.members()
         self._comm, self._purpose = comm, purpose
         self._alone = comm.group is None or comm.world_size == 1
+        self.global_rank = comm.rank if self._alone else self._members[comm.rank]
         self._group: dist.ProcessGroup | None = None
         self._meetings = 0
         self._key = ""

@@ -9,11 +9,13 @@ import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerolite.comm.flight import wait_for
+from zerolite.comm.flight import blocked
+from zerolite.comm.objects import gather_objects
 from zerolite.utils.memory_items import BUCKETS, own
 
 logger = logging.getLogger("zerolite")
@@ -24,19 +26,13 @@ _PAGE = 4096
 
 def same_host(group: dist.ProcessGroup) -> bool:
     """True if all ranks of ``group`` run on one host and can share memory there. Called on all ranks of the group."""
-    places = _gather_texts(_place(), group)
+    places = _gather(_place(), group)
     return places[0] != "" and all(place == places[0] for place in places)
 
 
-def _gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Every rank's ``text`` of at most 512 bytes, by rank. (torch's all_gather_object would need numpy.)"""
-    own = torch.zeros(512, dtype=torch.uint8, device="cpu")
-    encoded = text.encode()[:512]
-    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(gathered, own, group=group, async_op=True)
-    wait_for((work,), ("all_gather", "initial_sync", sum(t.numel() for t in gathered), own.dtype, 0))
-    return [bytes(entry.tolist()).rstrip(b"\0").decode(errors="replace") for entry in gathered]
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    with blocked(("all_gather", "initial_sync", 0, None, 0)):
+        return gather_objects(value, group)
 
 
 def _place() -> str:
@@ -108,7 +104,7 @@ def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         created = _create(path, nbytes)
-        paths = _gather_texts(str(path) if created else "", group)
+        paths = _gather(str(path) if created else "", group)
         if not all(paths):
             if dist.get_rank(group) == 0:
                 logger.warning(
@@ -120,7 +116,7 @@ def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
                 )
             return []
         maps = _map_all(paths, nbytes)
-        mapped = _gather_texts("yes" if maps else "", group)  # also: everybody has mapped what they can
+        mapped = _gather(bool(maps), group)  # also: everybody has mapped what they can
         return maps if all(mapped) else []
     finally:
         path.unlink(missing_ok=True)

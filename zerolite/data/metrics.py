@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, HostGroup
 from zerolite.data.dataloader import Loaders, Rows
 from zerolite.utils.accelerator import HostRead
 
@@ -256,24 +256,20 @@ def _agree(
     Otherwise raises on all of them, ValueError where one has a ``problem``, RuntimeError where lines differ; an absent
     rank gets ``(0, [])``.
     """
-    text = (problem or "\n".join(lines)).encode()
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    text = problem or "\n".join(lines)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     kind = _ABSENT if absent else _PROBLEM if problem else _FINE
-    header = torch.tensor([digest, len(text), nbytes, kind], dtype=torch.int64, device=device)
+    # A problem is told with what every call exchanges, so that it costs no collective while there is none.
+    header = torch.tensor([digest, nbytes, kind], dtype=torch.int64, device=device)
     headers = HostRead(_all_gather(header, comm)).get().tolist()
-    present = [rank for rank, other in enumerate(headers) if other[3] != _ABSENT]
-    first = headers[present[0]]
-    if all(headers[rank][:2] == first[:2] and headers[rank][3] == _FINE for rank in present):
-        return max(other[2] for other in headers), present
-    longest = max(other[1] for other in headers)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    rows = HostRead(_all_gather(padded, comm)).get().tolist()
+    present = [rank for rank, other in enumerate(headers) if other[2] != _ABSENT]
+    if len({headers[rank][0] for rank in present}) == 1 and all(headers[rank][2] == _FINE for rank in present):
+        return max(other[1] for other in headers), present
+    texts = HostGroup(comm, "metrics").gather(text)
     if absent:
         return 0, []
-    texts = [bytes(row[: other[1]]).decode() for row, other in zip(rows, headers, strict=True)]
     name = lines[0].partition(",")[0]
-    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][3] == _PROBLEM]
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if headers[rank][2] == _PROBLEM]
     if said:
         raise ValueError(f"{name}: {_some(said, '; ')}.")
     raise RuntimeError(_difference(name, {rank: texts[rank] for rank in present}))

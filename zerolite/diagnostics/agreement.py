@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerolite.comm import Communicator, HostGroup
+from zerolite.comm import Communicator, HostGroup, largest
 from zerolite.comm.collective_check import VARIABLE as CHECK_VARIABLE
 from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
 from zerolite.config import ZeroliteConfig
-from zerolite.utils.accelerator import HostRead
 from zerolite.version import __version__
 from zerolite.zero.stage3.partitioned_parameter import whole_shape
 
@@ -68,10 +67,8 @@ def check_agreement(mine: Description, comm: Communicator, device: torch.device,
     if comm.world_size == 1:
         return
     number = mine.number()
-    extremes = torch.tensor([number, -number], device=device)
-    comm.all_reduce_max(extremes, tag="initial_sync")
-    largest, smallest = HostRead(extremes).get().tolist()
-    if largest != -smallest:
+    highest, lowest = largest([number, -number], comm, device, "initial_sync")
+    if highest != -lowest:
         raise_differences(mine, comm, what, remedy)
 
 

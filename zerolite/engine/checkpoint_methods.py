@@ -160,8 +160,7 @@ class CheckpointMethods:
         """
         self._check_readable()
         self._pipeline.settle()
-        parts = self.checkpointer.parts
-        return full_optimizer_state_dict(parts.model, self.parameter_access, parts.host, rank0_only)
+        return full_optimizer_state_dict(self.checkpointer.parts.model, self.parameter_access, rank0_only)
 
     def save_16bit_model(
         self, save_dir: Path, max_shard_size: str | int = "5GB", exclude_frozen_parameters: bool = False

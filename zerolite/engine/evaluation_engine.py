@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from zerolite.comm import largest
 from zerolite.engine.components import Components
 from zerolite.engine.engine import Engine
-from zerolite.utils.accelerator import host_values
 from zerolite.zero.step import StepPipeline, trace_vote
 
 _REMEDY = 'To train it, give zerolite.initialize a config with an "optimizer" block, or optimizer=...'
@@ -36,12 +36,10 @@ class EvaluationPipeline(StepPipeline):
         all ranks."""
         assert self.trace is not None
         vote = trace_vote(self.trace)
-        lowest = highest = vote
+        highest, lowest = vote, -vote
         if self._comm.world_size > 1 and not self._comm.peers_agree:
-            votes = torch.tensor([vote, -vote], device=self._device)
-            self._comm.all_reduce_max(votes, tag="stats")
-            highest, lowest = (int(value) * sign for value, sign in zip(host_values(votes), (1, -1), strict=True))
-        self._agreed, self._last_vote = lowest == highest, vote
+            highest, lowest = largest([vote, -vote], self._comm, self._device, "stats")
+        self._agreed, self._last_vote = lowest == -highest, vote
         self._decide_on_trace()
 
 

@@ -14,10 +14,8 @@ _NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"
 
 
 @torch.no_grad()
-def full_optimizer_state_dict(
-    states: ModelState, access: ParameterAccess, host: HostGroup, rank0_only: bool
-) -> dict[str, Any]:
-    """See :meth:`zerolite.Engine.full_optimizer_state_dict`. host: of all ranks. Called on all ranks."""
+def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0_only: bool) -> dict[str, Any]:
+    """See :meth:`zerolite.Engine.full_optimizer_state_dict`. Called on all ranks."""
     if states.topology.pipe.world_size > 1:
         raise RuntimeError(
             "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have the "
@@ -31,6 +29,7 @@ def full_optimizer_state_dict(
     }
     # All ranks walk through the same parameters and states: what any of them has, from the first that has it.
     known: dict[int, dict[str, tuple[Any, int]]] = {}
+    host = HostGroup(states.topology.world, "whole model")  # not that of checkpoints: a save may be under way
     for row, source in host.gather((described, states.comm.rank)):
         for index, kinds in row.items():
             for name, kind in kinds.items():

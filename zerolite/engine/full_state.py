@@ -17,12 +17,12 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import Entry
-from zerolite.comm import Communicator, Topology
+from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.engine.whole_model import Known, Masters, WholeModel, first_names, sent, union
+from zerolite.engine.whole_model import Known, Masters, WholeModel, first_names, union
 from zerolite.engine.whole_model import known as known_as
 from zerolite.tensor_parallel.cuts import cut_of
-from zerolite.utils.accelerator import host_value, host_values
+from zerolite.utils.accelerator import host_values
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.stage3.partition_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -235,16 +235,7 @@ def _on_rank0(
             failure = error
     if values is not None:
         deque(values, maxlen=0)  # also what rank 0 has not asked for
-    text = b"" if failure is None else (str(failure) or type(failure).__name__).encode()
-    length = torch.tensor(len(text), device=device)
-    comm.broadcast(length, "checkpoint")
-    if not (count := int(host_value(length))):
-        return
-    sent = torch.tensor(list(text) if text else [0] * count, dtype=torch.uint8, device=device)
-    comm.broadcast(sent, "checkpoint")
-    if failure is not None:
-        raise failure
-    raise CheckpointError(f"rank 0: {bytes(int(code) for code in host_values(sent)).decode()}")
+    raise_together(comm, device, "checkpoint", failure, "engine.save_16bit_model", CheckpointError)
 
 
 @torch.no_grad()
@@ -268,7 +259,7 @@ def load_full_state_dict(
     first = first_names(own)
     known = {name: known_as(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
     extra = _with_extra_state(model)
-    targets = union({**known, **dict.fromkeys(extra)}, topology, device)
+    targets = union({**known, **dict.fromkeys(extra)}, topology)
     here = {known[name].owner: tensor for name, tensor in own.items()}
     given = dict(state or {}) if topology.world.rank == 0 else {}
     present = _agree(targets, given, topology.world, device, strict)
@@ -279,7 +270,8 @@ def load_full_state_dict(
             _spread(given.get(name), target, here.get(target.owner), topology, device)
     others = sorted(name for name in present if targets[name] is None)
     if others:
-        values = sent({name: given.get(name) for name in others}, topology.world, device)
+        host = HostGroup(topology.world, "whole model")
+        values = host.broadcast({name: given.get(name) for name in others}, 0)
         for name, module in extra.items():
             if name in values:
                 module.set_extra_state(values[name])

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerolite.comm import Communicator, Topology
+from zerolite.comm import Communicator, Topology, largest
 from zerolite.engine.arguments import OWNERS
 from zerolite.tensor_parallel.cuts import cut_of
-from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import Slot
@@ -309,13 +308,7 @@ class ParameterAccess:
 
     def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
         """The largest over ranks, by default the data-parallel ones."""
-        comm = comm or self._comm
-        if comm.world_size == 1:
-            return values
-        device = self._buffer.tiers.device
-        agreed = torch.tensor(values, dtype=torch.float64, device=device)
-        comm.all_reduce_max(agreed, tag="access")
-        return [float(value) for value in HostRead(agreed).get().tolist()]
+        return largest(values, comm or self._comm, self._buffer.tiers.device, "access", torch.float64)
 
     def whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """Each parameter's whole tensor from the ranks' parts, in one gather."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.comm import HostGroup, Topology
+from zerolite.comm import HostGroup, RaiseTogether, Topology
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.agreement import check_agreement, describe_config, describe_process, joined
@@ -53,17 +53,10 @@ def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, dev
     if stages == 1 or is_dry_run():
         tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=stages > 1)
         return
-    unused: list[str] = []
-    error: ValueError | None = None
-    try:
-        unused = tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=True)
-    except ValueError as wrong:
-        error = wrong
-    told = HostGroup(topology.pipe, "parts").gather((None if error is None else str(error), unused))
-    for stage, (said, _) in enumerate(told):
-        if said is not None:
-            raise error or ValueError(f"{said} (stage {stage + 1} of {stages})")
-    nowhere = set.intersection(*(set(of_stage) for _, of_stage in told))
+    unused = RaiseTogether(HostGroup(topology.pipe, "parts"), "zerolite.initialize", ValueError).gather(
+        lambda: tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=True)
+    )
+    nowhere = set.intersection(*map(set, unused))
     if nowhere:
         raise ValueError(f"tensor_parallel.plan: {unmatched(min(nowhere), ())}, on any stage")
 

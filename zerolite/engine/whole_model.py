@@ -15,11 +15,9 @@ import torch
 
 from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.names import clean
-from zerolite.comm import Communicator, Topology
+from zerolite.comm import HostGroup, Topology
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.comm.objects import pack, unpack
 from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
-from zerolite.utils.accelerator import host_value
 from zerolite.zero.stage3.partition_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_shape
 
@@ -64,12 +62,12 @@ def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
     return whole_shape(tensor) if handle_of(tensor) is not None else value.shape
 
 
-def union(own: Mapping[str, Any], topology: Topology, device: torch.device) -> dict[str, Any]:
+def union(own: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
     """Of all stages: what is by name in ``own``, :class:`Known` or plain values, that of the first stage that has the
     name. Called on all ranks."""
     if topology.model.world_size == 1:
         return dict(own)
-    rows = [sent(own, topology.model, device, source) for source in range(topology.model.world_size)]
+    rows = HostGroup(topology.model, "whole model").gather(own)  # not that of checkpoints: a save may be under way
     tensor = topology.tensor.world_size
     found: dict[str, Any] = {}
     firsts: dict[str, Known] = {}  # by owner
@@ -81,18 +79,6 @@ def union(own: Mapping[str, Any], topology: Topology, device: torch.device) -> d
                 entry = firsts.setdefault(entry.owner, replace(entry, stage=stage, cuts=cuts))
             found.setdefault(name, entry)
     return found
-
-
-def sent(value: Any, comm: Communicator, device: torch.device, source: int = 0) -> Any:
-    """Rank ``source``'s ``value``; that of others is ignored. Called on all ranks of ``comm``."""
-    packed = pack(value) if comm.rank == source else b""
-    length = torch.tensor(len(packed), device=device)
-    comm.broadcast(length, TAG, source)
-    content = torch.empty(int(host_value(length)), dtype=torch.uint8, device=device)
-    if comm.rank == source:
-        content.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
-    comm.broadcast(content, TAG, source)
-    return value if comm.rank == source else unpack(bytes(content.tolist()))
 
 
 def owners_of(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -133,7 +119,7 @@ class WholeModel:
             else value
             for name, value in state.items()
         }
-        self.entries = union(own, topology, device)
+        self.entries = union(own, topology)
         self._here = {own[name].owner: (owner, state[name]) for name, owner in reversed(owners.items())}
 
     def tensors(self) -> Iterable[tuple[str, Known]]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, raise_together
 from zerolite.config import ZeroliteConfig
-from zerolite.utils.accelerator import host_value
 
 from .csv_writer import CsvWriter
 from .jsonl_writer import JsonlWriter
@@ -38,14 +37,10 @@ def open_monitor(
             for make in _enabled(config):
                 writers.append(make())
         except Exception as error:
-            failure = error
+            failure = RuntimeError(f"zerolite.initialize: a monitor could not be opened. {error}")
+            failure.__cause__ = error
             Monitor(writers).close()
-    failed = torch.tensor([float(failure is not None)], dtype=torch.float64, device=device)
-    comm.all_reduce_max(failed, tag="monitor")
-    if failure is not None:
-        raise RuntimeError(f"zerolite.initialize: a monitor could not be opened. {failure}") from failure
-    if host_value(failed):
-        raise RuntimeError("zerolite.initialize: rank 0 could not open its monitors; its own message says why")
+    raise_together(comm, device, "monitor", failure, "zerolite.initialize", failed="could not open its monitors:")
     return Monitor(writers, before_close if writers else None)
 
 

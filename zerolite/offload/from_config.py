@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zerolite.comm import Communicator, HostGroup
+from zerolite.comm import Communicator, HostGroup, RaiseTogether
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zerolite.offload.swap_file import SwapFile
@@ -29,20 +29,8 @@ def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Comm
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device) or is_dry_run():
         return _make(config, device, kind, comm.rank)
-    made: Tiers | None = None
-    own: Exception | None = None
-    try:
-        made = _make(config, device, kind, comm.rank)
-    except Exception as error:  # raised when all ranks know
-        own = error
-    told = HostGroup(comm, "offload").gather(str(own or "")) if comm.world_size > 1 else [str(own or "")]
-    if own is not None:
-        raise own
-    for rank, sentence in enumerate(told):
-        if sentence:
-            raise OSError(f"zerolite.initialize: rank {rank}: {sentence}")
-    assert made is not None
-    return made
+    ranks = RaiseTogether(HostGroup(comm, "offload"), "zerolite.initialize", OSError)
+    return ranks.run(lambda: _make(config, device, kind, comm.rank))
 
 
 def check_optimizer(tiers: Tiers, kind: str, optimizer: torch.optim.Optimizer) -> None:

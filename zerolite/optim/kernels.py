@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, largest
 from zerolite.ops.library import why_unavailable
 from zerolite.optim.update_rules import ONLY_HERE, UpdateRule, rule_of, unsupported
-from zerolite.utils.accelerator import host_value
 
 logger = logging.getLogger("zerolite")
 
@@ -31,9 +30,7 @@ def kernel_chooser(
     """
     reasons = {} if comm.peers_agree else {on: why_unavailable(on) for on in updates}  # a dry run launches none
     lacking, reason = next(((on, why) for on, why in reasons.items() if why is not None), (device, None))
-    missing = torch.tensor([0.0 if reason is None else comm.rank + 1.0], dtype=torch.float64, device=device)
-    comm.all_reduce_max(missing, tag="kernels")
-    somewhere = host_value(missing)
+    (somewhere,) = largest([0 if reason is None else comm.rank + 1], comm, device, "kernels")
     if somewhere == comm.rank + 1 and os.environ.get("ZEROLITE_KERNELS") != "0":
         _warn_once(_warning(lacking, reason or "", comm))
 

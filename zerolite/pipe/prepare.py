@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerolite.comm import Communicator, HostGroup, Topology, make_stage_groups, stages_communicator
+from zerolite.comm import Communicator, HostGroup, RaiseTogether, Topology, make_stage_groups, stages_communicator
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.data.micro_batch import LossFunction
@@ -112,21 +112,13 @@ _Divide = Callable[[], tuple[list[Chunk], list[Home]]]
 
 def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[Home]]:
     """What ``divide`` gives. It may fail on some ranks, which have other layers: then all raise."""
-    error: Exception | None = None
-    made = None
-    try:
+
+    def checked() -> tuple[list[Chunk], list[Home]]:
         made = divide()
         _check_trains(made[0])
-    except Exception as failure:
-        error = failure
-    said = host.gather(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, sentence in enumerate(said):
-        if sentence is not None:
-            raise RuntimeError(f"zerolite.initialize: rank {rank} could not make its stage: {sentence}")
-    assert made is not None
-    return made
+        return made
+
+    return RaiseTogether(host, "zerolite.initialize", failed="could not make its stage:").run(checked)
 
 
 def _ties(homes: Iterable[Home], ranks: Sequence[int], here: int) -> list[Tie]:
@@ -186,21 +178,19 @@ def _refuse_names(settings: PipelineConfig, what: str) -> None:
 
 def _bounds(model: PipelineModule, host: HostGroup, device: torch.device, parts: int) -> list[int]:
     """Where ``model`` is divided, by what its first rank says, which measures; and the seed of its layers."""
-    said: Any = None
-    if host.rank == 0 or host.group is None:  # or alone, as in a dry run
+
+    def measured() -> Any:
+        if host.rank and host.group is not None:  # in a dry run each rank is alone
+            return None
         seed = torch.initial_seed() if model.base_seed is None else model.base_seed
         try:
-            said = (seed, _bounds_here(model, device, parts))
+            return [seed, _bounds_here(model, device, parts)]
         except Exception as error:
-            if host.world_size == 1:
-                raise
-            said = f"{type(error).__name__}: {error}"
-    said = host.broadcast(said, 0)
-    if isinstance(said, str):
-        raise ValueError(f"PipelineModule: its layers could not be divided: {said}")
-    bounds: list[int]
-    model.base_seed, bounds = said
-    return bounds
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"PipelineModule: its layers could not be divided: {reason}") from error
+
+    model.base_seed, bounds = RaiseTogether(host, "zerolite.initialize", ValueError).gather(measured)[0]
+    return list(bounds)
 
 
 def _bounds_here(model: PipelineModule, device: torch.device, parts: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerolite.comm import HostGroup, HostLinks, HostMaximum, Topology
+from zerolite.comm import HostGroup, HostLinks, HostMaximum, RaiseTogether, Topology
 from zerolite.comm.ranks import name_ranks
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
@@ -284,11 +284,8 @@ class Meeting:
             self._raise(call, failure, "failed")
 
     def _raise(self, call: str, error: BaseException | None, what: str) -> NoReturn:
-        said = self._host.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        rank, sentence = next((rank, text) for rank, text in enumerate(said) if text is not None)
-        raise RuntimeError(f"engine.{call}: rank {rank} {what}: {sentence}")
+        RaiseTogether(self._host, f"engine.{call}", failed=f"{what}:").exchange(error)
+        raise AssertionError("a rank has failed, so exchange() raises")
 
 
 def _check_shapes(call: str, first: MicroBatch, latest: MicroBatch, number: int) -> None:

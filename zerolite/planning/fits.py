@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from zerolite.comm import Communicator, HostGroup, Topology
+from zerolite.comm import Communicator, HostGroup, Topology, largest, raise_together
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.engine.build import Arguments
@@ -27,7 +27,6 @@ from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.settings import with_zero
 from zerolite.planning.skeleton import DrySkeleton
-from zerolite.utils.accelerator import host_value
 from zerolite.utils.memory_items import ACTIVATIONS, BUCKETS, ITEMS
 from zerolite.utils.sizes import format_size
 
@@ -54,9 +53,9 @@ def choose_stage(
         return config
     world = topology.world
     stages = _possible_stages(config)
-    free = agreed_minimum(_available(model, device), world, device)
+    least, most = largest([-_available(model, device), _upper_bound(model, device)], world, device, "memory")
+    free = -least
     limit = int(free * FOR_STATES)
-    most = -agreed_minimum(-_upper_bound(model, device), world, device)
     if most <= limit:
         _log(world, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(free)}")
         return with_zero(config, stage=stages[0])
@@ -66,11 +65,12 @@ def choose_stage(
             plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, topology.data, device, limit))
         except Exception as error:  # an optimizer that works at stage 0 only, for one
             refused.append(error)
-    _agree_on_refusal(refused[0] if not plans else None, world, device)
+    refusal = None if plans else _refusal(refused[0])
+    raise_together(world, device, "memory", refusal, "zerolite.initialize", PlanError)
     cheapest_plan = cheapest(plans)
     # Parts of ranks differ, so their choices may.
     best = plans[cheapest_plan] if cheapest_plan is not None else min(plans, key=lambda made: made.peak.bytes)
-    stage = -agreed_minimum(-best.stage, world, device)
+    (stage,) = largest([best.stage], world, device, "memory")
     needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
     below = f"{format_size(limit)}, 80 % of what is free, without activations ({needs})"
     if cheapest_plan is None:
@@ -93,18 +93,6 @@ def _possible_stages(config: ZeroliteConfig) -> list[int]:
     if not possible:
         raise refused[-1]
     return possible
-
-
-def _agree_on_refusal(error: Exception | None, world: Communicator, device: torch.device) -> None:
-    """Raise on all ranks if a rank has no plan: there the reason, elsewhere that there is one."""
-    if agreed_minimum(0 if error is not None else 1, world, device):
-        return
-    if error is not None:
-        raise _refusal(error)
-    raise PlanError(
-        'zero_optimization.stage "auto" plans the job on tensors without memory, which failed on another rank, whose '
-        "message says why; give a stage, 0 to 3"
-    )
 
 
 def _refusal(error: Exception) -> Exception:
@@ -138,19 +126,12 @@ def check_memory(
             logger.warning("memory_check: no plan can be made (%s: %s); it is tried", type(error).__name__, error)
         else:
             short = _shortage(made, room, device, topology)
-    if agreed_minimum(0 if short else 1, world, device):
+    if not largest([int(short is not None)], world, device, "memory")[0]:
         return
     message = _told(short, world)
     if config.memory_check == "error":
         raise MemoryError(message)
     logger.warning("%s", message)
-
-
-def agreed_minimum(value: int, comm: Communicator, device: torch.device) -> int:
-    """The least ``value`` of all ranks."""
-    least = torch.tensor([-value], dtype=torch.int64, device=device)
-    comm.all_reduce_max(least, "memory")
-    return -int(host_value(least))
 
 
 def _available(model: torch.nn.Module, device: torch.device) -> int:

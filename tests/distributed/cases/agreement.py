@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from zerolite.comm import CollectiveCheck, HostGroup, create_communicator, use_communicator
+from zerolite.comm import (
+    CollectiveCheck,
+    HostGroup,
+    RaiseTogether,
+    create_communicator,
+    raise_together,
+    use_communicator,
+)
 from zerolite.comm.flight import WAIT
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.wire import ProcessGroupWire
@@ -342,6 +349,42 @@ def objects() -> list[Any]:
         return [host.gather(value), [host.broadcast(value, source) for source in range(world)]]
     finally:
         torch.Tensor.numpy = kept  # type: ignore[method-assign]
+
+
+def raised_together(failing: Sequence[int]) -> list[str]:
+    """What this rank gets of calls that fail on the ranks ``failing``, each with an exception of its own."""
+    rank = dist.get_rank()
+    comm = create_communicator(torch.device("cpu"))
+    host = HostGroup(comm, "test")
+
+    def work(error: type[Exception]) -> int:
+        if rank in failing:
+            raise error(f"engine.f: no luck {rank}")
+        return 10 * rank
+
+    def flagged() -> list[int]:
+        error = OSError(f"no luck {rank}") if rank in failing else None
+        raise_together(comm, torch.device("cpu"), "test", error, "engine.f", OSError)
+        return [10 * rank]
+
+    plain = RaiseTogether(host, "engine.f")
+    kind = RaiseTogether(host, "engine.f", ValueError, failed="could not do it:", same=ValueError)
+    said = []
+    for call in (
+        lambda: plain.gather(lambda: work(RuntimeError)),
+        lambda: [kind.run(lambda: work(KeyError))],
+        lambda: [kind.run(lambda: work(_ValueError))],
+        flagged,
+    ):
+        try:
+            said.append(str(call()))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+class _ValueError(ValueError):
+    pass
 
 
 def _no_numpy(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,98 @@
+"""One rank has failed, so all ranks raise: no rank goes on to a collective for which another one does not come.
+
+The rank that fails catches its exception and takes part in the exchange all the same. Then it raises its own exception,
+and every other rank raises one that quotes that of the first rank that has failed:
+
+    engine.save_checkpoint: rank 2 stopped with OSError: No space left on device (and 1 more rank)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from zerolite.comm.communicator import Communicator
+from zerolite.comm.control import largest
+from zerolite.comm.host_group import HostGroup
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RaiseTogether:
+    """Calls that fail on all ranks if they fail on one. Every method is one exchange on the host, and is called on all
+    ranks of ``host``, in the same order.
+
+    Attributes:
+        call: The function that the user has called; the message begins with it.
+        kind: Type of the exception on ranks that have none of their own. An error that is of this kind already is
+            quoted without verb and type, unless it is RuntimeError, which any library raises.
+        failed: The verb of the message.
+        same: Errors of these types are raised on all ranks as they are, because they are not about one rank.
+    """
+
+    host: HostGroup
+    call: str
+    kind: type[Exception] = RuntimeError
+    failed: str = "stopped with"
+    same: type[Exception] | tuple[()] = ()
+
+    def run(self, action: Callable[[], Result]) -> Result:
+        """Return what ``action()`` gives on this rank, if it raises on none."""
+        result, error = _attempt(action)
+        self.exchange(error)
+        return result  # type: ignore[return-value]
+
+    def gather(self, action: Callable[[], Result]) -> list[Result]:
+        """Return what ``action()`` gives on each rank, in rank order, if it raises on none."""
+        result, error = _attempt(action)
+        return self.exchange(error, result)
+
+    def exchange(self, error: BaseException | None, value: Any = None) -> list[Any]:
+        """Return every rank's ``value``, in rank order, if no rank comes with an ``error``."""
+        rows = self.host.gather([self._told(error), value])
+        if error is not None:
+            raise error
+        told = [told for told, _ in rows if told is not None]
+        if not told:
+            return [value for _, value in rows]
+        if isinstance(told[0], Exception):
+            raise told[0]
+        more = f" (and {len(told) - 1} more rank{'s' if len(told) > 2 else ''})" if len(told) > 1 else ""
+        raise self.kind(told[0] + more)
+
+    def _told(self, error: BaseException | None) -> Any:
+        """The exception, or the message of one, that the other ranks raise."""
+        if error is None or isinstance(error, self.same):
+            return error
+        speaks = self.kind is not RuntimeError and isinstance(error, self.kind)
+        verb = "" if speaks else f" {self.failed} {type(error).__name__}"
+        text = str(error).removeprefix(f"{self.call}: ")
+        return f"{self.call}: rank {self.host.global_rank}{verb}: {text}"
+
+
+def raise_together(
+    comm: Communicator,
+    device: torch.device,
+    tag: str,
+    error: Exception | None,
+    call: str,
+    kind: type[Exception] = RuntimeError,
+    failed: str = "stopped with",
+) -> None:
+    """Raise on all ranks if one of them comes with an ``error``, by one small all-reduce while all is well.
+
+    The texts are exchanged only after a failure, as by :class:`RaiseTogether`. Called on all ranks of ``comm``.
+    """
+    if largest([int(error is not None)], comm, device, tag)[0]:
+        RaiseTogether(HostGroup(comm, "errors"), call, kind, failed).exchange(error)
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # raised again when all ranks know
+        return None, error
