@@ -28,7 +28,8 @@ from tests.pool import Pools
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelWriter, plan_files
-from zerolite.checkpoint.safetensors import TORCH_DTYPES, Entry
+from zerolite.checkpoint.safetensors import Entry
+from zerolite.utils.dtypes import BY_CODE
 
 CASES = "tests.checkpoint.cases.export"
 FLOATS = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def expected(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     stored = contents()
-    wanted = {n: stored[f"parameters/{n}"].to(dtype or TORCH_DTYPES[about["dtype"]]) for n, about in PARAMETERS.items()}
+    wanted = {n: stored[f"parameters/{n}"].to(dtype or BY_CODE[about["dtype"]]) for n, about in PARAMETERS.items()}
     for name, own in BUFFERS.items():
         wanted[name] = stored[f"buffers/{name}"].to(dtype if dtype is not None and own.is_floating_point else own)
     return wanted

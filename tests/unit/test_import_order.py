@@ -22,6 +22,7 @@ FOLDERS = """
 # Nothing but the standard library (and each other where they are neighbours).
 PURE = (
     "zerolite.version",
+    "zerolite.utils.dtype_names",
     "zerolite.utils.failure_record",
     "zerolite.utils.listening",
     "zerolite.utils.resources",
@@ -68,6 +69,7 @@ WITHOUT_TORCH = (
     "zerolite.config",
     "zerolite.launcher",
     "zerolite.utils.sizes",
+    "zerolite.utils.dtype_names",
     "zerolite.utils.memory_items",
     *(
         f"zerolite.planning.{name}"

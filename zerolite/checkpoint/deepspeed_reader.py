@@ -26,7 +26,7 @@ from zerolite.checkpoint.deepspeed_layout import slices
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.inert_pickle import Inert
 from zerolite.checkpoint.names import clean
-from zerolite.checkpoint.safetensors import DTYPES
+from zerolite.utils.dtypes import CODES
 
 # What DeepSpeed writes beside the client's own entries in a file of model states.
 _MODEL_KEYS = frozenset(
@@ -134,7 +134,7 @@ class _Importer:
             stage=self.files.stage,
             world_size=self.files.world_size,
             deepspeed_version=str(head["ds_version"]),
-            master_dtypes={DTYPES[master.dtype] for group in self.groups for master in group.masters},
+            master_dtypes={CODES[master.dtype] for group in self.groups for master in group.masters},
             config=self._plain(config, "its configuration") if isinstance(config, dict) else {},
             state=state,
             tensors=self.tensors,
@@ -144,7 +144,7 @@ class _Importer:
     def _add(
         self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, values: Callable[[], torch.Tensor]
     ) -> None:
-        if dtype not in DTYPES:
+        if dtype not in CODES:
             raise CheckpointError(f"'{self.head.path}': {kind}{name} is of {dtype}, which no checkpoint can hold")
         self.tensors.append(ImportedTensor(kind + clean(name), shape, dtype, values))
 
@@ -175,7 +175,7 @@ class _Importer:
             self._add("parameters/", name, shape, dtype, values)
             found[clean(name)] = {
                 "shape": list(shape),
-                "dtype": DTYPES[self.module[name].dtype if name in self.module else dtype],
+                "dtype": CODES[self.module[name].dtype if name in self.module else dtype],
                 "trained": group is not None,
                 "aliases": [clean(alias) for alias, kept in aliases.items() if kept == name],
             }
@@ -228,7 +228,7 @@ class _Importer:
                 found[clean(first)]["aliases"].append(clean(name))
                 continue
             self._add("buffers/", name, tuple(value.shape), value.dtype, partial(_same, value))
-            found[clean(name)] = {"shape": list(value.shape), "dtype": DTYPES[value.dtype], "aliases": []}
+            found[clean(name)] = {"shape": list(value.shape), "dtype": CODES[value.dtype], "aliases": []}
         return found
 
     # ---------------------------------------------------------------- the optimizer

@@ -15,12 +15,11 @@ from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import INDEX, ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.safetensors import TORCH_DTYPES, Entry
+from zerolite.checkpoint.safetensors import Entry
+from zerolite.utils.dtypes import BY_CODE, DTYPES
 from zerolite.utils.sizes import format_size, parse_size
 
 logger = logging.getLogger("zerolite")
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DESCRIPTION = """\
 Write the model in a checkpoint as safetensors files with an index, as Hugging Face's
@@ -107,9 +106,7 @@ def _contents(
                 f"the checkpoint '{reader.path}' has no values of the frozen parameter '{name}': it was saved with "
                 "exclude_frozen_parameters=True. Pass --exclude-frozen-parameters to export what was trained."
             )
-        entries[key] = Entry(
-            name, exported_dtype(TORCH_DTYPES[about["dtype"]], dtype), tuple(reader.tensors[key].shape)
-        )
+        entries[key] = Entry(name, exported_dtype(BY_CODE[about["dtype"]], dtype), tuple(reader.tensors[key].shape))
         aliases.update(dict.fromkeys(about["aliases"], name))
     for name, about in reader.state["buffers"].items():
         if not exclude_frozen or name.rpartition(".")[0] in owners:

@@ -15,19 +15,19 @@ import torch
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import Entry, as_bytes, build_header
+from zerolite.utils.dtypes import FLOATS
 from zerolite.utils.sizes import parse_size
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _INCOMPLETE = ".incomplete"
-_CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def exported_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """What a tensor of dtype ``own`` is written as if ``dtype`` was asked for: only floating ones of 16 bits or more
     are cast."""
-    return dtype if dtype is not None and own in _CAST else own
+    return dtype if dtype is not None and own in (*FLOATS, torch.float64) else own
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box, covers
 from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES, Complete
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.safetensors import DTYPES, TORCH_DTYPES
+from zerolite.utils.dtypes import BY_CODE, CODES
 from zerolite.version import __version__
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def index_to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
     entries = {
         key: {
             "shape": tensor.shape,
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": CODES[tensor.dtype],
             "boxes": [[number[box.file], box.start, *box.box] for box in tensor.boxes],
         }
         for key, tensor in tensors.items()
@@ -253,7 +253,7 @@ def _stored_tensor(entry: Mapping[str, Any], names: list[str]) -> StoredTensor:
     boxes = tuple(
         StoredBox((tuple(offsets), tuple(sizes)), names[file], start) for file, start, offsets, sizes in entry["boxes"]
     )
-    return StoredTensor(tuple(entry["shape"]), TORCH_DTYPES[entry["dtype"]], boxes)
+    return StoredTensor(tuple(entry["shape"]), BY_CODE[entry["dtype"]], boxes)
 
 
 def _check(key: str, tensor: StoredTensor, files: Mapping[str, FileEntry]) -> None:

@@ -21,32 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from zerolite.checkpoint.errors import CheckpointError
-
-_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",  # torch 2.7
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
-TORCH_DTYPES: dict[str, torch.dtype] = {k: getattr(torch, v) for k, v in _NAMES.items() if hasattr(torch, v)}
-"""From the format's names to torch's dtypes."""
-DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""From torch's dtypes to the format's names."""
+from zerolite.utils.dtypes import BY_CODE, CODES
 
 MAX_HEADER_BYTES = 100_000_000  # what other readers of the format accept
 _METADATA = "__metadata__"
@@ -93,11 +68,11 @@ class Header:
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
     """The format's name of ``dtype``. Raises CheckpointError, which names ``tensor``, if it has none."""
     try:
-        return DTYPES[dtype]
+        return CODES[dtype]
     except KeyError:
         raise CheckpointError(
             f"tensor '{tensor}' is of {dtype}, which the safetensors format does not have; expected one of "
-            f"{', '.join(str(known).removeprefix('torch.') for known in DTYPES)}. Keep it in another dtype."
+            f"{', '.join(str(known).removeprefix('torch.') for known in CODES)}. Keep it in another dtype."
         ) from None
 
 
@@ -211,9 +186,9 @@ def _stored(key: str, value: Any, data_start: int, available: int, where: str) -
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {_quoted(value)}")
     name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    dtype = TORCH_DTYPES.get(name) if isinstance(name, str) else None
+    dtype = BY_CODE.get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise CheckpointError(f"{where}: expected a dtype out of {', '.join(TORCH_DTYPES)}, found {_quoted(name)}")
+        raise CheckpointError(f"{where}: expected a dtype out of {', '.join(BY_CODE)}, found {_quoted(name)}")
     if not _naturals(shape) or len(shape) > _DIMENSIONS:
         raise CheckpointError(
             f"{where}: expected a shape of at most {_DIMENSIONS} whole numbers from 0 on, found {_quoted(shape)}"

@@ -22,7 +22,7 @@ from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
 from zerolite.checkpoint.run import Run
-from zerolite.checkpoint.safetensors import DTYPES, as_bytes
+from zerolite.checkpoint.safetensors import as_bytes
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.together import meet, one_request, together
@@ -30,6 +30,7 @@ from zerolite.checkpoint.window_state import obstacle_here, window_shards
 from zerolite.checkpoint.writing import write_checkpoint
 from zerolite.comm import HostGroup, keep_track
 from zerolite.config import ZeroliteConfig
+from zerolite.utils.dtypes import CODES
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.sharded_optimizer import KEPT
 from zerolite.zero.step import StepPipeline
@@ -333,7 +334,7 @@ class Saver:
             stage=parts.config.zero_optimization.chosen_stage,
             precision={
                 "compute": ", ".join(sorted({entry["dtype"] for entry in described.values()})),
-                "master": ", ".join(sorted({DTYPES[master.dtype] for master in model.buffer.master})),
+                "master": ", ".join(sorted({CODES[master.dtype] for master in model.buffer.master})),
             },
             config=parts.config.model_dump(mode="json"),
             versions=library_versions(),

@@ -10,9 +10,9 @@ import torch
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
 from zerolite.comm.wire import Wire
 from zerolite.utils.accelerator import is_fake
+from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_items import BUCKETS, own
 
-HALF = (torch.float16, torch.bfloat16)
 _CHUNK = 1 << 16  # elements summed at once in fp32
 _LINE = 64  # bytes to which tensors that travel together are aligned
 _NUMBER_BITS, _KIND_BITS = 12, 19  # of a message's tag: gloo's have 31

@@ -10,10 +10,11 @@ import torch
 
 from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
 from zerolite.comm.flight import WAIT, Mismatch, wait_for
-from zerolite.comm.gloo import HALF, GlooCommunicator, mean_in_order, pack, places_in_pack
+from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, places_in_pack
 from zerolite.comm.host_memory import HostMemory
 from zerolite.comm.wire import Wire
 from zerolite.utils.accelerator import address
+from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_items import BUCKETS, own
 
 _SMALL = 4096  # elements below which sums take no turn among the large tensors

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NoReturn
 
+from zerolite.utils.dtype_names import CONFIG as DTYPE_NAMES
+
 MAX_INT = 2**63 - 1
 MAX_BATCH = 2**31 - 1
 
@@ -291,12 +293,11 @@ class OffOrNumber(Number):
         return super().__call__(value)
 
 
-_DTYPE_NAMES = {
-    "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),
-    "fp16": ("fp16", "float16", "half", "torch.float16", "torch.half"),
-    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+_DTYPES = {
+    spelling: name
+    for name, of_torch in DTYPE_NAMES.items()
+    for spelling in (name, *of_torch, *(f"torch.{other}" for other in of_torch))
 }
-_DTYPES = {spelling: name for name, spellings in _DTYPE_NAMES.items() for spelling in spellings}
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ class Dtype:
         spelling = str(value) if is_torch_dtype else value
         name = _DTYPES.get(spelling.lower()) if isinstance(spelling, str) else None
         if name not in self.allowed:
-            longer = ", ".join(f'"{_DTYPE_NAMES[a][1]}"' for a in self.allowed)
+            longer = ", ".join(f'"{DTYPE_NAMES[a][0]}"' for a in self.allowed)
             _fail(self.expected, spelling, f"longer spellings such as {longer} are fine too")
         return name
 

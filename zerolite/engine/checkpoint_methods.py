@@ -17,7 +17,8 @@ from zerolite.engine.full_optimizer_state import full_optimizer_state_dict
 from zerolite.engine.full_state import full_state_dict, load_full_state_dict, save_16bit_model
 from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.whole_model import Masters
-from zerolite.precision.dtypes import HALF, Precision
+from zerolite.precision.dtypes import Precision
+from zerolite.utils.dtypes import HALF
 from zerolite.zero.commands import Command
 from zerolite.zero.step import StepPipeline
 

@@ -9,8 +9,9 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.config import ConfigError, ZeroliteConfig
-from zerolite.precision.dtypes import DTYPES, Precision
+from zerolite.precision.dtypes import Precision
 from zerolite.precision.loss_scaler import LossScaler
+from zerolite.utils.dtypes import DTYPES
 from zerolite.zero.bucket_state import ReductionOptions
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step import StepOptions

@@ -23,6 +23,7 @@ from zerolite.engine.whole_model import Known, Masters, WholeModel, first_names,
 from zerolite.engine.whole_model import known as known_as
 from zerolite.tensor_parallel.cuts import cut_of
 from zerolite.utils.accelerator import host_values
+from zerolite.utils.dtypes import FLOATS
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.stage3.partition_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -31,7 +32,6 @@ from zerolite.zero.stage3.released_parameter import opened
 logger = logging.getLogger("zerolite")
 
 _SHOWN = 8  # names in a message
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
 
 _allowed = 0  # calls under way that know what they do
@@ -118,9 +118,9 @@ def full_state_dict(
     dtype: of all floating tensors, fp32, bf16 or fp16, from the ``masters`` of those that have some; None: the one that
     each has. Raises ValueError for another. Called on all ranks.
     """
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in FLOATS:
         raise ValueError(
-            f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, _DTYPES))}, got {dtype!r}"
+            f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}"
         )
     whole = WholeModel(model, _unguarded_state(model), topology, device, masters)
     copies: dict[str, torch.Tensor | None] = {}

@@ -15,6 +15,7 @@ import torch
 from zerolite.comm import Communicator, Topology, largest
 from zerolite.engine.arguments import OWNERS
 from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import Slot
@@ -373,7 +374,7 @@ class ParameterAccess:
 
 # What a rank knows of a state, in an order in which the largest is what all know together.
 _NOTHING, _OTHER, _TENSOR = 0.0, 1.0, 2
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (*FLOATS, torch.float64)
 
 
 def _kind(state: dict[str, Any] | None, name: str) -> float:

@@ -16,9 +16,7 @@ from zerolite.ops import reference
 from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, MOMENTUM, SGD, TABLE_COLUMNS, Tensors, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.library import kernels_for
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_HALVES = (torch.bfloat16, torch.float16)
+from zerolite.utils.dtypes import FLOATS, HALF
 
 _TAIL = "Tensor(z!)[] outs, Tensor table, Tensor rows, Tensor? factor, Tensor? skip) -> ()"
 _UPDATES = {  # operator: its rule, and the names of its states
@@ -36,7 +34,7 @@ def _check(call: UpdateCall) -> None:
     if call.outs:
         lists["outs"] = call.outs
     for name, tensors in lists.items():
-        allowed = _HALVES if name == "outs" else _FLOATS
+        allowed = HALF if name == "outs" else FLOATS
         _check_list(name, tensors, call.params, allowed)
     if len({states[0].dtype for states in call.states if states}) > 1:
         raise ValueError(f"expected states of one dtype, got {[states[0].dtype for states in call.states]}")
@@ -128,7 +126,7 @@ def _update_implementation(rule: int, count: int, real: bool) -> Any:
 
 
 def _check_squares(sums: torch.Tensor, values: Tensors, table: torch.Tensor) -> None:
-    _check_list("values", values, values, (*_FLOATS, torch.float64))
+    _check_list("values", values, values, (*FLOATS, torch.float64))
     _check_table(table)
     if sums.dtype != torch.float64 or not sums.is_contiguous() or (values and sums.device != values[0].device):
         raise ValueError(f"expected sums to be contiguous float64 on the device of values, got {_describe(sums)}")
@@ -137,7 +135,7 @@ def _check_squares(sums: torch.Tensor, values: Tensors, table: torch.Tensor) -> 
 def _squares(sums: torch.Tensor, values: Tensors, table: torch.Tensor) -> None:
     _check_squares(sums, values, table)
     if values and table.shape[0]:
-        kernels = kernels_for(sums.device) if values[0].dtype in _FLOATS else None
+        kernels = kernels_for(sums.device) if values[0].dtype in FLOATS else None
         if not isinstance(kernels, CpuKernels):
             _check_bounds(table, values, sums.numel())
         (kernels or reference).squares(sums, values, table)

@@ -9,6 +9,7 @@ import torch
 
 from zerolite.ops import reference
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+from zerolite.utils.dtypes import FLOATS
 
 # Scalars of csrc/rules.h with all their terms.
 _ROWS = {
@@ -50,7 +51,7 @@ def check_updates(kernels: Checked, device: torch.device) -> None:
                     reference.update(wanted)
                 _compare(found, wanted, rule)
     table = torch.tensor([[i, 0, numel, i] for i, numel in enumerate(_NUMELS)], dtype=torch.int64, device="cpu")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in FLOATS:
         values = _tensors(dtype, 9, torch.device("cpu"))
         sums = torch.zeros(len(_NUMELS), dtype=torch.float64, device=device)
         kernels.squares(sums, [value.to(device) for value in values], table)

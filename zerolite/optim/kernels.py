@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from zerolite.comm import Communicator, largest
 from zerolite.ops.library import why_unavailable
 from zerolite.optim.update_rules import ONLY_HERE, UpdateRule, rule_of, unsupported
+from zerolite.utils.dtypes import FLOATS
 
 logger = logging.getLogger("zerolite")
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel_chooser(
@@ -36,7 +35,7 @@ def kernel_chooser(
 
     def choose(optimizer: Optimizer, masters: Sequence[torch.dtype]) -> UpdateRule | None:
         rule = rule_of(optimizer)
-        known = all(dtype in _DTYPES for dtype in masters)
+        known = all(dtype in FLOATS for dtype in masters)
         if rule is not None and rule.only_here(optimizer.param_groups):
             if not known:
                 raise ValueError(

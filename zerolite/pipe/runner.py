@@ -14,8 +14,9 @@ from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.stage import ChunkStage, Step, make_schedule
-from zerolite.precision.dtypes import HALF, GraphBoundary, Precision
+from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.utils.accelerator import is_dry_run, is_fake
+from zerolite.utils.dtypes import HALF
 from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.grad_reducer import GradReducer

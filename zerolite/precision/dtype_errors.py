@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from zerolite.precision.dtypes import DTYPES
+from zerolite.utils.dtypes import DTYPES
 
 _ABOUT_DTYPES = re.compile(
     r"dtype|scalar type|datatype|Input type|output type|the type torch\.|not implemented for|primitive descriptor"

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
+from zerolite.utils.dtypes import DTYPES, HALF
 from zerolite.utils.nested import find_tensors, map_tensors
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.config import ConfigError
-from zerolite.precision.dtypes import HALF
+from zerolite.utils.dtypes import HALF
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.utils.nested import map_tensors
 

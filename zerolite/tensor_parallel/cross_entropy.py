@@ -13,8 +13,7 @@ from torch import Tensor
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel.functions import TAG, sends
 from zerolite.utils.accelerator import host_value, is_fake
-
-_HALF = (torch.float16, torch.bfloat16)
+from zerolite.utils.dtypes import HALF
 
 
 def vocab_parallel_cross_entropy(
@@ -80,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
     ) -> Tensor:
         tokens = logits.shape[0]
-        exact = torch.float32 if logits.dtype in _HALF else logits.dtype
+        exact = torch.float32 if logits.dtype in HALF else logits.dtype
         own = logits.detach()[:, :rows]
         largest = own.amax(1).to(exact) if rows else own.new_full((tokens,), -float("inf"), dtype=exact)
         if sends(largest, comm):

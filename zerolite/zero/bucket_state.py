@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zerolite.utils.dtypes import HALF
 from zerolite.zero.layout import Bucket
 
-HALF = (torch.float16, torch.bfloat16)
 IN_FLIGHT = 2
 """Reductions that may be under way at once where the buckets that travel are memory that would otherwise be free."""
 ALONE_NUMEL = 1 << 27

@@ -1,0 +1,15 @@
+"""The table of dtypes as torch's own: by the names of the config and by the codes of safetensors files."""
+
+from __future__ import annotations
+
+import torch
+
+from zerolite.utils.dtype_names import CONFIG, SAFETENSORS
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, names[0]) for name, names in CONFIG.items()}
+"""By the config's name: the dtypes in which zerolite computes, and for which it has kernels."""
+FLOATS = tuple(DTYPES.values())
+HALF = tuple(dtype for dtype in FLOATS if dtype.itemsize == 2)
+
+BY_CODE: dict[str, torch.dtype] = {k: getattr(torch, v) for k, v in SAFETENSORS.items() if hasattr(torch, v)}
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in BY_CODE.items()}
