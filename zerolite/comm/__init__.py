@@ -9,9 +9,8 @@ from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import ControlChannel, HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
 from zerolite.comm.flight import wait_for_result
-from zerolite.comm.host_group import HostGroup
+from zerolite.comm.host_group import HostGroup, HostLinks
 from zerolite.comm.job import ranks_of_job
-from zerolite.comm.links import HostLinks
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded

@@ -6,16 +6,19 @@ import weakref
 import zlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.arrival import Patience
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.exits import exited_ranks
-from zerolite.comm.objects import broadcast_object, gather_objects
+from zerolite.comm.flight import blocked
+from zerolite.comm.objects import broadcast_object, from_tensor, gather_objects, to_tensor
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import name_ranks
 
+_TAG = 1
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 """How many there have been over each group, by purpose; the same on all its ranks."""
 
@@ -106,6 +109,40 @@ class HostGroup:
         """Rank ``source``'s ``value``."""
         group = self.group
         return value if group is None else broadcast_object(value, source, group)
+
+
+class HostLinks:
+    """Objects from one rank of ``comm`` to another. Made on all of them, in the same order; every :meth:`send` needs a
+    :meth:`receive` there."""
+
+    def __init__(self, comm: Communicator, purpose: str) -> None:
+        assert comm.group is not None
+        on_host = torch.device("cpu") in comm.group._device_types
+        # Messages with a tag of their own do not meet others of the same group.
+        self._group = comm.group if on_host else second_group(comm.group, "gloo", purpose)
+        self._ranks = comm.members()
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # works, and what they need alive
+
+    def send(self, value: Any, rank: int) -> None:
+        """Send ``value`` to ``rank``, and wait for nothing."""
+        packed = to_tensor(value)
+        for tensor in (torch.tensor([packed.numel()], device="cpu"), packed):
+            self._sent.append((dist.isend(tensor, self._ranks[rank], group=self._group, tag=_TAG), tensor))
+
+    def receive(self, rank: int) -> Any:
+        """Return what ``rank`` sends next."""
+        with blocked(("receive", "object", 0, None, 0)):
+            length = torch.empty(1, dtype=torch.int64, device="cpu")
+            dist.recv(length, self._ranks[rank], group=self._group, tag=_TAG)
+            packed = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+            dist.recv(packed, self._ranks[rank], group=self._group, tag=_TAG)
+        return from_tensor(packed, packed.numel())
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been received."""
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
+            work.wait()
 
 
 def _without(missing: list[int], timeout_s: float, what: str) -> str:

@@ -63,25 +63,25 @@ def _is_plain(value: Any) -> bool:
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's ``value``, in rank order. group: of gloo; called on all its ranks."""
-    own = _packed(value)
+    own = to_tensor(value)
     world_size = dist.get_world_size(group)
     lengths = _gather(torch.tensor([own.numel()], device="cpu"), world_size, group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: own.numel()] = own
     rows = _gather(padded, world_size, group)
-    return [_unpacked(row, length) for row, length in zip(rows, lengths, strict=True)]
+    return [from_tensor(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """Rank ``source``'s ``value``; that of others is ignored. group: of gloo; called on all its ranks."""
     is_source = dist.get_rank(group) == source
-    own = _packed(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+    own = to_tensor(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = torch.tensor([own.numel()], device="cpu")
     _broadcast(length, source, group)
     if not is_source:
         own = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     _broadcast(own, source, group)
-    return value if is_source else _unpacked(own, own.numel())
+    return value if is_source else from_tensor(own, own.numel())
 
 
 def _gather(own: torch.Tensor, world_size: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -94,9 +94,11 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> N
     dist.broadcast(tensor, src=dist.get_global_rank(group, source), group=group)
 
 
-def _packed(value: Any) -> torch.Tensor:
+def to_tensor(value: Any) -> torch.Tensor:
+    """The bytes of :func:`pack`, uint8 on the host."""
     return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
 
 
-def _unpacked(row: torch.Tensor, length: int) -> Any:
+def from_tensor(row: torch.Tensor, length: int) -> Any:
+    """The inverse of :func:`to_tensor`, whose result are the first ``length`` bytes of ``row``."""
     return unpack(ctypes.string_at(row.data_ptr(), length))
