@@ -15,7 +15,6 @@ import torch
 
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import (
-    DTYPES,
     MAX_HEADER_BYTES,
     Entry,
     as_bytes,
@@ -23,6 +22,7 @@ from zerolite.checkpoint.safetensors import (
     read_header,
     tensor_on,
 )
+from zerolite.utils.dtypes import CODES
 
 SHAPES = ((), (0,), (1,), (3, 5), (2, 0, 4), (2, 3, 4))
 
@@ -39,7 +39,7 @@ def values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 def tensors() -> dict[str, torch.Tensor]:
     return {
         f"{str(dtype).removeprefix('torch.')}.{number} ü": values(dtype, shape)
-        for dtype in DTYPES
+        for dtype in CODES
         for number, shape in enumerate(SHAPES)
     }
 
