@@ -1,4 +1,7 @@
-"""Host-side exchange of a few numbers between all ranks, on a channel apart from all other collectives."""
+"""Host-side exchange of a few numbers between all ranks, on a channel apart from all other collectives.
+
+Steps wait for these, so they are rows of integers in one collective each; an object (objects.py) takes two.
+"""
 
 from __future__ import annotations
 

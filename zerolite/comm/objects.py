@@ -3,6 +3,7 @@
 Plain data is sent as JSON. Everything else is pickled, and signed with the secret of the job, if it has one, so that no
 pickle from outside the job is loaded.
 
+All objects between ranks go through here, most of them by :class:`~zerolite.comm.HostGroup`.
 The watchdog does not time these: they are used by threads too, and where ranks may take long, as in saving.
 """
 

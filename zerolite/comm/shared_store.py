@@ -1,4 +1,7 @@
-"""Key-value exchange through the rendezvous store, independent of all collectives."""
+"""Key-value exchange through the rendezvous store, independent of all collectives.
+
+Not for objects (objects.py): any rank may call it at any time, while others hang in a collective.
+"""
 
 from __future__ import annotations
 
