@@ -1,4 +1,4 @@
-"""Error propagation for collective calls: if one rank fails, all ranks raise."""
+"""Common checks of checkpoint calls: barrier, equal requests on all ranks, storage errors."""
 
 from __future__ import annotations
 

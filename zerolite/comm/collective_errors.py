@@ -1,7 +1,8 @@
-"""One rank has failed, so all ranks raise: no rank goes on to a collective for which another one does not come.
+"""Collective errors: if one rank fails, all ranks raise.
 
-The rank that fails catches its exception and takes part in the exchange all the same. Then it raises its own exception,
-and every other rank raises one that quotes that of the first rank that has failed:
+So no rank goes on to a collective for which another one does not come. The rank that fails catches its exception and
+takes part in the exchange all the same. Then it raises its own exception, and every other rank raises one that quotes
+that of the first rank that has failed:
 
     engine.save_checkpoint: rank 2 stopped with OSError: No space left on device (and 1 more rank)
 """

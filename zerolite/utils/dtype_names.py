@@ -1,4 +1,4 @@
-"""The table of dtypes, by name: torch's names, and what the config and safetensors files call them."""
+"""Table of dtypes by name: torch's names, and those of the config and of safetensors files."""
 
 from __future__ import annotations
 

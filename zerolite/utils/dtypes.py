@@ -1,4 +1,4 @@
-"""The table of dtypes as torch's own: by the names of the config and by the codes of safetensors files."""
+"""Table of torch dtypes by the config's names and by the codes of safetensors files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy of a model without memory."""
+"""Copy of a model without memory."""
 
 from __future__ import annotations
 
