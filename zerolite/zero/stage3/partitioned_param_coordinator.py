@@ -39,7 +39,7 @@ from zerolite.zero.stage3.partitioned_parameter import (
     launch,
     refresh,
 )
-from zerolite.zero.stage3.released_parameter import close, open_again
+from zerolite.zero.stage3.released_parameter import close_all, open_all
 
 _current_graph_task = torch._C._current_graph_task_id
 
@@ -220,14 +220,12 @@ class PartitionedParameterCoordinator:
         """Between forward and backward, what stays gathered for the backward is closed as the rest is: somebody may
         take its values, whose memory is about to be released."""
         self._closed = [h for h in self.handles if h.status is AVAILABLE and not h.persistent and not h.held]
-        for handle in self._closed:
-            close(handle.parameter)
+        close_all([handle.ref() for handle in self._closed])
 
     def _open_again(self) -> None:
         closed, self._closed = self._closed, []
-        for handle in closed:
-            if handle.status is AVAILABLE:
-                open_again(handle.parameter)
+        if closed:
+            open_all([handle.ref() for handle in closed if handle.status is AVAILABLE])
 
     def _close(self, use: Use) -> None:
         self._end(use)

@@ -331,7 +331,8 @@ class PartitionedParameter:
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
-            open_again(parameter)  # a gather that has failed
+            if type(parameter) is not torch.nn.Parameter:
+                open_again(parameter)  # a gather that has failed
             parameter.data = self.empty
             parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
             close(parameter)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -247,6 +247,24 @@ def open_again(parameter: Any) -> None:
         parameter.__class__ = torch.nn.Parameter
     elif issubclass(own, ReleasedParameter):
         parameter.__class__ = own.__mro__[2]
+
+
+def close_all(parameters: Iterable[Any]) -> None:
+    """Call :func:`close` on each: once a step on many, so that nothing is called for the common class."""
+    for parameter in parameters:
+        if type(parameter) is torch.nn.Parameter:
+            parameter.__class__ = ReleasedParameter
+        else:
+            close(parameter)
+
+
+def open_all(parameters: Iterable[Any]) -> None:
+    """Undo :func:`close_all`."""
+    for parameter in parameters:
+        if type(parameter) is ReleasedParameter:
+            parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+        else:
+            open_again(parameter)
 
 
 @functools.cache
