@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import CannotStore, OpUnavailable
-from .plan import Plan, compile_command, link_command
+from .plan import Recipe, compile_command, link_command
 from .store import seal
 from .tools import WITHOUT_KERNELS, Program, find_ninja
 from .turn import BEAT_S
@@ -28,7 +28,7 @@ WORK_SUFFIX = ".work"
 DISK_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
 
-def build(plan: Plan, compilers: tuple[Program, ...], target: Path, beat: Callable[[], None] = lambda: None) -> None:
+def build(plan: Recipe, compilers: tuple[Program, ...], target: Path, beat: Callable[[], None] = lambda: None) -> None:
     """Compile and put the library at `target`, whose directory exists. `beat` is called about every second.
 
     The work is done in a directory beside the target, and the finished library is moved into place. What compilers
@@ -76,7 +76,7 @@ def build_timeout_s() -> float:
     )
 
 
-def ninja_file(plan: Plan, compilers: tuple[Program, ...]) -> str:
+def ninja_file(plan: Recipe, compilers: tuple[Program, ...]) -> str:
     """The text of build.ninja: an edge for each object and one that links them."""
     lines = ["rule run", "  command = $command", "  description = $out"]
     for source in plan.op.sources:
@@ -144,7 +144,7 @@ def read_log(path: Path) -> str:
     return ""
 
 
-def failure(plan: Plan, compilers: tuple[Program, ...], problem: str, log: Path) -> OpUnavailable:
+def failure(plan: Recipe, compilers: tuple[Program, ...], problem: str, log: Path) -> OpUnavailable:
     """The error for a library that did not compile, from its log."""
     compiler = shlex.join(compilers[0].command)
     return OpUnavailable(

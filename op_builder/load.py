@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .errors import CannotStore, OpUnavailable
 from .ops import OPS, Op
-from .plan import INCOMPLETE, Plan, make_plan
+from .plan import INCOMPLETE, Recipe, make_plan
 from .store import identity, is_whole, open_store
 from .tools import Program, check_cuda_version, find_cxx, find_ninja, find_nvcc, find_nvrtc
 
@@ -219,7 +219,7 @@ def _load(op: Op, csrc: Path, capability: tuple[int, int] | None, torch_cuda: st
         raise
 
 
-def _load_stored(plan: Plan, compilers: tuple[Program, ...], store: Path) -> _Loaded:
+def _load_stored(plan: Recipe, compilers: tuple[Program, ...], store: Path) -> _Loaded:
     """Load from the cache; build if it is not there or is broken."""
     stem = plan.stem(compilers)
     target = store / f"{stem}.so"
@@ -229,7 +229,7 @@ def _load_stored(plan: Plan, compilers: tuple[Program, ...], store: Path) -> _Lo
     return _Loaded(library, target, "")
 
 
-def _build_stored(plan: Plan, compilers: tuple[Program, ...], store: Path, target: Path) -> ctypes.CDLL:
+def _build_stored(plan: Recipe, compilers: tuple[Program, ...], store: Path, target: Path) -> ctypes.CDLL:
     from .compile import build, failure, remove_leftovers
     from .turn import take_turn
 
@@ -250,7 +250,7 @@ def _build_stored(plan: Plan, compilers: tuple[Program, ...], store: Path, targe
         raise CannotStore(f"{error.strerror}: {error.filename or store}") from error
 
 
-def _load_from_nowhere(plan: Plan, compilers: tuple[Program, ...], why: str) -> ctypes.CDLL:
+def _load_from_nowhere(plan: Recipe, compilers: tuple[Program, ...], why: str) -> ctypes.CDLL:
     """Build for this process alone, in a directory that only this user can see and that is gone afterwards."""
     from .compile import build
 
@@ -284,12 +284,12 @@ def _explain(error: CannotStore) -> str:
     return f"the cache cannot be used, so every process builds for itself in a temporary directory: {error}"
 
 
-def _find_prebuilt(plan: Plan) -> Path | None:
+def _find_prebuilt(plan: Recipe) -> Path | None:
     path = PREBUILT / f"{plan.prefix}.so"
     return path if is_whole(path) else None
 
 
-def _find_stored(plan: Plan, store: Path | None, torch_cuda: str | None) -> Path | None:
+def _find_stored(plan: Recipe, store: Path | None, torch_cuda: str | None) -> Path | None:
     """The library that `load` would take from the cache; None if it would compile.
 
     Raises:
@@ -308,7 +308,7 @@ def _find_stored(plan: Plan, store: Path | None, torch_cuda: str | None) -> Path
     return None
 
 
-def _find_any_stored(plan: Plan, store: Path | None) -> list[Path]:
+def _find_any_stored(plan: Recipe, store: Path | None) -> list[Path]:
     """Libraries that some compiler made of these very sources, newest first: where none can be made, any will do."""
     paths = [] if store is None else [path for path in store.glob(f"{plan.prefix}-*.so") if is_whole(path)]
     return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -324,7 +324,7 @@ def _open(path: Path | None) -> ctypes.CDLL | None:
         return None
 
 
-def _open_or_raise(plan: Plan, path: Path) -> ctypes.CDLL:
+def _open_or_raise(plan: Recipe, path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

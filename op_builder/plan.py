@@ -19,7 +19,7 @@ INCOMPLETE = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Recipe:
     """A library that is wanted.
 
     Attributes:
@@ -48,7 +48,7 @@ class Plan:
         return f"{self.prefix}-{_digest(parts)}"
 
 
-def make_plan(op: Op, csrc: Path, capability: tuple[int, int] | None, torch_cuda: str | None) -> Plan:
+def make_plan(op: Op, csrc: Path, capability: tuple[int, int] | None, torch_cuda: str | None) -> Recipe:
     """Read the sources and compute their key.
 
     Raises:
@@ -76,10 +76,10 @@ def make_plan(op: Op, csrc: Path, capability: tuple[int, int] | None, torch_cuda
             raise OpUnavailable(f"The kernel source {path} cannot be read: {error.strerror}.", INCOMPLETE) from error
         digest.update(f"\0{path.relative_to(csrc).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
-    return Plan(op, csrc, capability, digest.hexdigest()[:16])
+    return Recipe(op, csrc, capability, digest.hexdigest()[:16])
 
 
-def compile_command(plan: Plan, source: Source, compilers: tuple[Program, ...]) -> list[str]:
+def compile_command(plan: Recipe, source: Source, compilers: tuple[Program, ...]) -> list[str]:
     """The command that makes an object in the current directory."""
     arch, driver = arch_flags(plan.capability, plan.op.kind), _driver(compilers)
     if source.host:
@@ -88,7 +88,7 @@ def compile_command(plan: Plan, source: Source, compilers: tuple[Program, ...]) 
     return [*driver, *flags, "-c", str(plan.csrc / source.path), "-o", source.object]
 
 
-def link_command(plan: Plan, output: str, compilers: tuple[Program, ...]) -> list[str]:
+def link_command(plan: Recipe, output: str, compilers: tuple[Program, ...]) -> list[str]:
     """The command that makes the library of the objects in the current directory."""
     objects = [source.object for source in plan.op.sources]
     if plan.op.kind == "nvrtc":

@@ -28,7 +28,7 @@ from tests.pool import Pools
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelWriter, plan_files
-from zerolite.checkpoint.safetensors import Entry
+from zerolite.checkpoint.safetensors import ToStore
 from zerolite.utils.dtypes import BY_CODE
 
 CASES = "tests.checkpoint.cases.export"
@@ -66,7 +66,7 @@ def listing(directory: Path) -> list[str]:
 
 def test_files_are_filled_in_order_and_hold_at_most_what_was_asked_for() -> None:
     sizes = {"a": 6, "b": 4, "c": 1, "big": 30, "d": 10, "none": 0}
-    entries = [Entry(name, torch.uint8, (size,)) for name, size in sizes.items()]
+    entries = [ToStore(name, torch.uint8, (size,)) for name, size in sizes.items()]
     files = plan_files(entries, "10B", {"x": "c", "y": "a", "z": "a"})
     assert [[entry.name for entry in file.entries] for file in files] == [["a", "b"], ["c"], ["big"], ["d", "none"]]
     assert [file.name for file in files] == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, t
 
 
 def test_a_value_that_does_not_fit_the_plan_is_refused(tmp_path: Path) -> None:
-    plan = plan_files([Entry("a", torch.float32, (2,))], "1GB", {})
+    plan = plan_files([ToStore("a", torch.float32, (2,))], "1GB", {})
     with pytest.raises(ValueError, match=r"'a': expected torch.float32 \(2,\), got torch.float32 \(3,\)"):
         with ModelWriter(tmp_path, plan) as writer:
             writer.write(plan[0], [torch.zeros(3)])

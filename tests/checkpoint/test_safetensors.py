@@ -16,7 +16,7 @@ import torch
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.safetensors import (
     MAX_HEADER_BYTES,
-    Entry,
+    ToStore,
     as_bytes,
     build_header,
     read_header,
@@ -45,7 +45,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def content(of: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in of.items()]
+    entries = [ToStore(name, value.dtype, tuple(value.shape)) for name, value in of.items()]
     header, starts = build_header(entries, metadata)
     result = bytearray(header)
     for start, value in zip(starts, of.values(), strict=True):
@@ -119,13 +119,13 @@ def test_bytes_of_what_is_not_in_memory_as_it_reads_are_refused(tensor: torch.Te
 
 def test_a_dtype_that_the_format_lacks_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"tensor 'wave' is of torch.complex128.*bfloat16"):
-        build_header([Entry("wave", torch.complex128, (2,))])
+        build_header([ToStore("wave", torch.complex128, (2,))])
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
 def test_names_that_a_header_cannot_have_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="each tensor's name once"):
-        build_header([Entry(name, torch.uint8, (1,)) for name in names])
+        build_header([ToStore(name, torch.uint8, (1,)) for name in names])
 
 
 # -------------------------------------------------------------------- files that lie

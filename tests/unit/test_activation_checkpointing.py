@@ -25,7 +25,7 @@ from zerolite import checkpointing
 from zerolite.activation_checkpointing import attach, current
 from zerolite.activation_checkpointing.clock import TO_DEVICE, TO_HOST
 from zerolite.activation_checkpointing.copies import Copies
-from zerolite.activation_checkpointing.memory import HostMemory
+from zerolite.activation_checkpointing.memory import HostBuffers
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.memory_items import ACTIVATIONS, DEVICE, HOST, listeners
 
@@ -570,7 +570,7 @@ def test_patterns_that_match_nothing() -> None:
 
 def test_memory_on_the_host_that_is_too_small_is_let_go() -> None:
     quiet: list[int] = []
-    memory = HostMemory(False, lambda: quiet.append(1))
+    memory = HostBuffers(False, lambda: quiet.append(1))
     region = memory.take(100)
     assert region.memory.numel() == 4096 and memory.place == HOST != DEVICE
     del region
@@ -633,7 +633,7 @@ def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytes
 
 def test_memory_is_freed_when_no_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Streams(monkeypatch).log
-    memory = HostMemory(False, Copies(torch.device("cuda"), None).finish)
+    memory = HostBuffers(False, Copies(torch.device("cuda"), None).finish)
     region = memory.take(100)
     del memory
     assert log == []  # it is in use

@@ -6,7 +6,7 @@ import pytest
 
 from zerolite.comm import dry_topology, record
 from zerolite.comm.control import rounds
-from zerolite.pipe.runner import FINE, Meeting
+from zerolite.pipe.runner import FINE, StepBarrier
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7, 8, 12, 1000])
@@ -28,7 +28,7 @@ def test_a_pipeline_step_meets_in_no_group_of_all_ranks() -> None:
         (4, 1, [("pipe", 4), ("data", 256)]),
         (2, 2, [("pipe", 2), ("tensor", 2), ("data", 256)]),
     ):
-        meeting = Meeting(dry_topology("nccl", 5, 1024, pipe=pipe, tensor=tensor))
+        meeting = StepBarrier(dry_topology("nccl", 5, 1024, pipe=pipe, tensor=tensor))
         with record() as recorder:
             meeting.begin("train_batch", FINE, None, 1, 2)
             meeting.end("train_batch", None)

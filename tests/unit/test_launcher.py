@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
-from zerolite.launcher.failures import Failure, Outcome
+from zerolite.launcher.failures import Failure, NodeOutcome
 from zerolite.launcher.job import NodeJob, run_module
 from zerolite.launcher.processes import JobProcesses, ProcessStat, descendants
 from zerolite.launcher.rank_start import rank_command, threads_per_rank
@@ -260,7 +260,7 @@ class TestFailures:
     def test_last_lines(self) -> None:
         record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
         first = self.failure(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
-        lines = failures.describe(Outcome([first, self.failure(3, 2.0, exitcode=-6)], attempt=1), "node7")
+        lines = failures.describe(NodeOutcome([first, self.failure(3, 2.0, exitcode=-6)], attempt=1), "node7")
         assert lines == [
             "zerolite: rank 2 of 4 on host node7 (process 4711) failed in attempt 1: exit status 1, ValueError: x",
             "Traceback",
@@ -271,7 +271,7 @@ class TestFailures:
             "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
             "zerolite: the other 2 ranks were ended, if still running",
         ]
-        silent = failures.describe(Outcome([self.failure(1, 1.0, tail="a\nb")]), "node7")
+        silent = failures.describe(NodeOutcome([self.failure(1, 1.0, tail="a\nb")]), "node7")
         assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
 
     def test_what_the_terminal_has_is_not_repeated(self) -> None:
@@ -280,20 +280,20 @@ class TestFailures:
         ranks = [self.failure(n, 1.0, record=record, exitcode=76, output=["o"] if n else []) for n in (2, 0, 1)]
         ranks[0] = dataclasses.replace(ranks[0], by_itself=False, exitcode=-15)
         assert failures.exit_status(ranks) == 76, "that of a rank that ended by itself"
-        lines = failures.describe(Outcome(ranks), "node7")
+        lines = failures.describe(NodeOutcome(ranks), "node7")
         assert lines == [
             "zerolite: rank 2 of 4 on host node7 (process 4711) failed: an error, ranks parted (see above)",
             "zerolite: all output of rank 2: o",
             "zerolite: 2 other ranks ended with the same message",
             "zerolite: the other rank was ended, if still running",
         ]
-        elsewhere = failures.describe(Outcome([ranks[2]]), "node1")
+        elsewhere = failures.describe(NodeOutcome([ranks[2]]), "node1")
         assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]
 
     def test_outcome_survives_json(self) -> None:
-        outcome = Outcome([self.failure(2, 1.5, record=self.record("m", 2.5, True), output=["o"])], False, 3)
-        assert Outcome.from_json(outcome.to_json()) == outcome
-        assert Outcome.from_json(Outcome().to_json()) == Outcome()
+        outcome = NodeOutcome([self.failure(2, 1.5, record=self.record("m", 2.5, True), output=["o"])], False, 3)
+        assert NodeOutcome.from_json(outcome.to_json()) == outcome
+        assert NodeOutcome.from_json(NodeOutcome().to_json()) == NodeOutcome()
 
 
 class TestRank:

@@ -20,9 +20,9 @@ from zerolite.activation_checkpointing.clock import (
     span,
 )
 from zerolite.activation_checkpointing.copies import Copies, Copy
-from zerolite.activation_checkpointing.cut import Cut
+from zerolite.activation_checkpointing.cut import ActivationShards
 from zerolite.activation_checkpointing.kept import Keeper, KeptInput
-from zerolite.activation_checkpointing.memory import DeviceMemory, HostMemory, OneBuffer, Source
+from zerolite.activation_checkpointing.memory import DeviceMemory, HostBuffers, MemorySource, OneBuffer
 from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig
 from zerolite.utils.accelerator import is_dry_run
@@ -69,9 +69,9 @@ class Checkpointing:
     def _make_keeper(self, group: Callable[[], Communicator | None]) -> Keeper:
         settings, cuda = self.settings, self._device.type == "cuda"
         copies = Copies(self._device, self.clock)
-        source: Source = DeviceMemory(self._device)
+        source: MemorySource = DeviceMemory(self._device)
         if settings.cpu_checkpointing:
-            source = HostMemory(cuda, copies.finish)
+            source = HostBuffers(cuda, copies.finish)
         if settings.contiguous_memory_optimization and settings.number_checkpoints is not None:
             source = OneBuffer(source, settings.number_checkpoints)
         cuts = _Cuts(group) if settings.partition_activations else _no_cut
@@ -139,18 +139,18 @@ class _Cuts:
 
     def __init__(self, group: Callable[[], Communicator | None]) -> None:
         self._group = group
-        self._latest: tuple[Communicator, Cut] | None = None
+        self._latest: tuple[Communicator, ActivationShards] | None = None
 
-    def __call__(self) -> Cut | None:
+    def __call__(self) -> ActivationShards | None:
         comm = None if is_dry_run() else self._group()
         if comm is None or comm.world_size == 1:
             return None
         if self._latest is None or self._latest[0] is not comm:
-            self._latest = (comm, Cut(comm))
+            self._latest = (comm, ActivationShards(comm))
         return self._latest[1]
 
 
-def _no_cut() -> Cut | None:
+def _no_cut() -> ActivationShards | None:
     return None
 
 

@@ -13,7 +13,7 @@ _ALIGNMENT = 16  # bytes; of a part
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Cut:
+class ActivationShards:
     """The parts of a group. comm: of the ranks on which activations are replicated."""
 
     def __init__(self, comm: Communicator) -> None:

@@ -11,8 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerolite.activation_checkpointing.clock import GATHER, TO_DEVICE, TO_HOST, CheckpointClock, span
 from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
-from zerolite.activation_checkpointing.cut import Cut, checksum
-from zerolite.activation_checkpointing.memory import Region, Source
+from zerolite.activation_checkpointing.cut import ActivationShards, checksum
+from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.memory_items import HOST
 
@@ -32,7 +32,7 @@ class KeptInput:
         self.resident: torch.Tensor | None = None
         self.resting: torch.Tensor | None = None  # uint8
         self.checksum: torch.Tensor | None = None  # of one that is cut
-        self.region: Region | None = None
+        self.region: BorrowedMemory | None = None
         self._version = tensor._version
         self._source: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         self._changed = False
@@ -67,8 +67,8 @@ class Keeper:
     def __init__(
         self,
         device: torch.device,
-        source: Source,
-        cut: Callable[[], Cut | None],
+        source: MemorySource,
+        cut: Callable[[], ActivationShards | None],
         copies: Copies,
         clock: CheckpointClock | None,
     ) -> None:
@@ -122,7 +122,7 @@ class Keeper:
         entry: KeptInput | None = None if known is None else known()
         return entry if entry is not None and entry.unchanged() else None
 
-    def _put_away(self, new: Sequence[tuple[KeptInput, torch.Tensor]], cut: Cut | None) -> Copy:
+    def _put_away(self, new: Sequence[tuple[KeptInput, torch.Tensor]], cut: ActivationShards | None) -> Copy:
         lengths = [entry.nbytes if cut is None else cut.part_nbytes(entry.nbytes) for entry, _ in new]
         starts = [0]
         for length in lengths:
@@ -151,7 +151,7 @@ class Keeper:
     def bring(self, kept: Sequence[KeptInput], before: Sequence[KeptInput], what: str) -> list[torch.Tensor]:
         """The tensors of ``kept`` on the device, without gradients. before: what is needed next, whose way begins now.
         what: the checkpoint, for messages. Raises RuntimeError if one has been written into, and as
-        :meth:`Cut.gather` does."""
+        :meth:`ActivationShards.gather` does."""
         if not all(entry.unchanged() for entry in kept):
             raise RuntimeError(_written_into(what))
         entries = list(dict.fromkeys(entry for entry in kept if entry.resident is None))

@@ -18,7 +18,7 @@ logger = logging.getLogger("zerolite")
 _BLOCK = 4096  # bytes: lengths on the host are multiples, so that nearly equal ones are the same
 
 
-class Region:
+class BorrowedMemory:
     """Memory in use, uint8 [nbytes]; it goes back to where it was taken from when nobody holds this object."""
 
     __slots__ = ("__weakref__", "memory")
@@ -27,21 +27,21 @@ class Region:
         self.memory = memory
 
 
-class Source(Protocol):
+class MemorySource(Protocol):
     """Gives out memory. Copies to and from it run in the order in which they are launched, so what has gone back may be
     given out at once."""
 
     place: str
 
-    def take(self, nbytes: int) -> Region: ...
+    def take(self, nbytes: int) -> BorrowedMemory: ...
 
     def memory(self) -> list[torch.Tensor]:
         """What it has allocated and nobody uses now."""
         ...
 
 
-def _returning(memory: torch.Tensor, give_back: Callable[[torch.Tensor], object]) -> Region:
-    region = Region(memory)
+def _returning(memory: torch.Tensor, give_back: Callable[[torch.Tensor], object]) -> BorrowedMemory:
+    region = BorrowedMemory(memory)
     weakref.finalize(region, give_back, memory).atexit = False
     return region
 
@@ -54,14 +54,14 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def take(self, nbytes: int) -> Region:
-        return Region(own(torch.empty(nbytes, dtype=torch.uint8, device=self._device), ACTIVATIONS))
+    def take(self, nbytes: int) -> BorrowedMemory:
+        return BorrowedMemory(own(torch.empty(nbytes, dtype=torch.uint8, device=self._device), ACTIVATIONS))
 
     def memory(self) -> list[torch.Tensor]:
         return []
 
 
-class HostMemory:
+class HostBuffers:
     """Page-aligned buffers on the host that are used again: to register one costs far more than to fill it."""
 
     place = HOST
@@ -73,9 +73,9 @@ class HostMemory:
         self._free: list[torch.Tensor] = []
         weakref.finalize(self, quiet).atexit = False
 
-    def take(self, nbytes: int) -> Region:
+    def take(self, nbytes: int) -> BorrowedMemory:
         if is_dry_run():
-            return Region(own(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), ACTIVATIONS, HOST))
+            return BorrowedMemory(own(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), ACTIVATIONS, HOST))
         length = -(-nbytes // _BLOCK) * _BLOCK
         fitting = [index for index, memory in enumerate(self._free) if memory.numel() >= length]
         if fitting:
@@ -99,17 +99,17 @@ class OneBuffer:
     """``number`` equal slots in one piece of memory, allocated with the first checkpoint, whose length is theirs. What
     does not fit gets memory of its own; a buffer that nobody uses is made anew for something longer."""
 
-    def __init__(self, source: Source, number: int) -> None:
+    def __init__(self, source: MemorySource, number: int) -> None:
         self.place = source.place
         self._source = source
         self._number = number
         self._dry = is_dry_run()  # its tensors are of no use elsewhere, and the other way round
         self._slot = 0  # bytes
-        self._whole: Region | None = None
+        self._whole: BorrowedMemory | None = None
         self._free: list[torch.Tensor] = []
         self._told = False
 
-    def take(self, nbytes: int) -> Region:
+    def take(self, nbytes: int) -> BorrowedMemory:
         if is_dry_run() is not self._dry:
             return self._source.take(nbytes)
         if nbytes > self._slot and not self._in_use():

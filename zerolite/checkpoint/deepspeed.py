@@ -23,7 +23,7 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About, count_parameters, library_versions
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Shard
-from zerolite.checkpoint.run import Run
+from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.writing import write_checkpoint
 
@@ -59,7 +59,7 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     scalars = imported.state["optimizer"].pop("scalars")
     state = {key: plain.encode(value, key, tensors) for key, value in imported.state.items()}
     shards = [*_shards(imported), *(shard for i, t in enumerate(tensors) for shard in _plain_shards(i, t))]
-    commit = Commit(out, _about(imported), state, Run())  # imported ones name no run: any may replace them
+    commit = Commit(out, _about(imported), state, TrainingRun())  # imported ones name no run: any may replace them
     try:
         return write_checkpoint(out, imported.tag, shards, scalars, commit)
     except CheckpointError as error:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zerolite.checkpoint.errors import CheckpointError
 
 
-class Piece(NamedTuple):
+class PartitionSlice(NamedTuple):
     """Elements ``start`` to ``start + length`` of the partition of ``rank``."""
 
     rank: int
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     length: int
 
 
-Pieces = tuple[Piece, ...]
+Pieces = tuple[PartitionSlice, ...]
 
 
 def equal_partitions(
@@ -58,12 +58,12 @@ def equal_partitions(
     return pieces
 
 
-def _cut(start: int, stop: int, starts: Sequence[int], lengths: Sequence[int]) -> list[Piece]:
+def _cut(start: int, stop: int, starts: Sequence[int], lengths: Sequence[int]) -> list[PartitionSlice]:
     found = []
     for rank, (first, length) in enumerate(zip(starts, lengths, strict=True)):
         low, high = max(start, first), min(stop, first + length)
         if low < high:
-            found.append(Piece(rank, low - first, high - low))
+            found.append(PartitionSlice(rank, low - first, high - low))
     return found
 
 
@@ -87,4 +87,4 @@ def slices(numel: int, world_size: int, offset: int = 0) -> Pieces:
     """The parts of a parameter that was cut for stage 3, at ``offset`` on each rank, without the padding."""
     part = -(-numel // world_size)
     kept = [min(part, max(0, numel - rank * part)) for rank in range(world_size)]
-    return tuple(Piece(rank, offset, length) for rank, length in enumerate(kept) if length)
+    return tuple(PartitionSlice(rank, offset, length) for rank, length in enumerate(kept) if length)

@@ -10,7 +10,7 @@ from zerolite.checkpoint.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelFacts:
     """Of a model or of a stage of it, as state.json has it.
 
     parameters: by the first of its names: the full shape, the dtype it computes in, whether it is trained, and its
@@ -22,7 +22,7 @@ class Description:
     groups: list[list[str]]
 
 
-def joined(stages: Sequence[Description]) -> Description:
+def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
     """Of the whole model, whose stages these are, the first one first. Raises CheckpointError if they do not make up
     one model."""
     parameters: dict[str, dict[str, Any]] = {}
@@ -44,10 +44,10 @@ def joined(stages: Sequence[Description]) -> Description:
                 f"{len(stage.groups)} on stage {number}; expected as many on all, with or without parameters"
             )
         groups = [list(dict.fromkeys(pair[0] + pair[1])) for pair in zip(groups, stage.groups, strict=True)]
-    return Description(parameters, buffers, groups)
+    return ModelFacts(parameters, buffers, groups)
 
 
-def of_earlier_stages(stages: Sequence[Description], stage: int) -> frozenset[str]:
+def of_earlier_stages(stages: Sequence[ModelFacts], stage: int) -> frozenset[str]:
     """The names of the parameters that stages before ``stage`` have."""
     return frozenset(name for earlier in stages[:stage] for name in earlier.parameters)
 

@@ -15,7 +15,7 @@ from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import INDEX, ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.safetensors import Entry
+from zerolite.checkpoint.safetensors import ToStore
 from zerolite.utils.dtypes import BY_CODE, DTYPES
 from zerolite.utils.sizes import format_size, parse_size
 
@@ -90,9 +90,9 @@ def export_checkpoint(
 
 def _contents(
     reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool
-) -> tuple[dict[str, Entry], dict[str, str]]:
+) -> tuple[dict[str, ToStore], dict[str, str]]:
     """What is to be written by its key in the checkpoint, and other names -> the name that is written."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ToStore] = {}
     aliases: dict[str, str] = {}
     owners: set[str] = set()  # modules with a trained parameter
     for name, about in reader.state["parameters"].items():
@@ -106,17 +106,17 @@ def _contents(
                 f"the checkpoint '{reader.path}' has no values of the frozen parameter '{name}': it was saved with "
                 "exclude_frozen_parameters=True. Pass --exclude-frozen-parameters to export what was trained."
             )
-        entries[key] = Entry(name, exported_dtype(BY_CODE[about["dtype"]], dtype), tuple(reader.tensors[key].shape))
+        entries[key] = ToStore(name, exported_dtype(BY_CODE[about["dtype"]], dtype), tuple(reader.tensors[key].shape))
         aliases.update(dict.fromkeys(about["aliases"], name))
     for name, about in reader.state["buffers"].items():
         if not exclude_frozen or name.rpartition(".")[0] in owners:
             stored = reader.tensors[f"buffers/{name}"]
-            entries[f"buffers/{name}"] = Entry(name, exported_dtype(stored.dtype, dtype), tuple(stored.shape))
+            entries[f"buffers/{name}"] = ToStore(name, exported_dtype(stored.dtype, dtype), tuple(stored.shape))
             aliases.update(dict.fromkeys(about.get("aliases", ()), name))
     return entries, aliases
 
 
-def _read(reader: CheckpointReader, key: str, entry: Entry) -> torch.Tensor:
+def _read(reader: CheckpointReader, key: str, entry: ToStore) -> torch.Tensor:
     value = reader.read(key, entry.dtype)
     if entry.dtype is torch.float16 and reader.tensors[key].dtype is not torch.float16 and bool(value.isinf().any()):
         logger.warning(

@@ -14,7 +14,7 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.safetensors import Entry, as_bytes, build_header
+from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.utils.dtypes import FLOATS
 from zerolite.utils.sizes import parse_size
 
@@ -35,7 +35,7 @@ class ModelFile:
     """A file to be written: its tensors, in the order in which they lie in it and are written."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ToStore, ...]
     metadata: Mapping[str, str]
 
     @property
@@ -43,14 +43,14 @@ class ModelFile:
         return sum(entry.nbytes for entry in self.entries)
 
 
-def plan_files(entries: Iterable[Entry], max_shard_size: str | int, aliases: Mapping[str, str]) -> list[ModelFile]:
+def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: Mapping[str, str]) -> list[ModelFile]:
     """Files of at most ``max_shard_size`` bytes of tensors, or of one tensor that has more; filled in the order given.
 
     aliases: other names of ``entries``' tensors -> the name given there. They are told in the metadata of the file, as
     ``safetensors.torch.save_model`` does. Raises ValueError for a size that is none.
     """
     limit = parse_size(max_shard_size)
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[ToStore]] = [[]]
     filled = 0
     for entry in entries:
         if filled + entry.nbytes > limit and filled:
@@ -155,7 +155,7 @@ def _chunks(file: ModelFile, values: Iterator[torch.Tensor]) -> Iterator[list[me
         raise ValueError(f"expected {len(file.entries)} tensors for '{file.name}', got more")
 
 
-def _bytes_of(value: torch.Tensor, entry: Entry) -> memoryview:
+def _bytes_of(value: torch.Tensor, entry: ToStore) -> memoryview:
     if value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
         raise ValueError(
             f"tensor '{entry.name}': expected {entry.dtype} {entry.shape}, got {value.dtype} {tuple(value.shape)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import MANIFEST, Grid
+from zerolite.checkpoint.manifest import MANIFEST, SavedGrid
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.utils.sizes import format_size
 
@@ -83,7 +83,7 @@ def render(described: dict[str, Any]) -> str:
 
 
 def _ranks(described: dict[str, Any]) -> str:
-    grid = Grid(**described["layout"]["grid"]) if "grid" in described["layout"] else None
+    grid = SavedGrid(**described["layout"]["grid"]) if "grid" in described["layout"] else None
     more = f" ({grid})" if grid is not None and grid.data != described["world_size"] else ""
     return f"{described['world_size']}{more}"
 

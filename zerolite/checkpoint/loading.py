@@ -13,16 +13,16 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from zerolite.checkpoint.batches import changed_batch, window_obstacle
-from zerolite.checkpoint.description import Description, joined
+from zerolite.checkpoint.description import ModelFacts, joined
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import Grid, grid_of
-from zerolite.checkpoint.matching import Match, check_complete, listed, match_groups, match_parameters, reordered
+from zerolite.checkpoint.manifest import SavedGrid, grid_of
+from zerolite.checkpoint.matching import NameMatch, check_complete, listed, match_groups, match_parameters, reordered
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
 from zerolite.checkpoint.planner import Target, TargetLoadPlanner
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.run import Run
+from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.saving import EngineParts
 from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
@@ -55,7 +55,7 @@ class _Plan:
     stored name; None to leave the engine's alone. groups: see :func:`match_groups`."""
 
     reader: CheckpointReader
-    match: Match
+    match: NameMatch
     buffers: list[str]
     kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None
     groups: list[int | None]
@@ -66,7 +66,7 @@ class _Plan:
 class Loader:
     """Loads checkpoints into one engine."""
 
-    def __init__(self, parts: EngineParts, run: Run) -> None:
+    def __init__(self, parts: EngineParts, run: TrainingRun) -> None:
         self._parts = parts
         self._run = run
         self._host = parts.host
@@ -107,7 +107,7 @@ class Loader:
 
         return self._together.gather(look if self._host.rank == 0 else lambda: None)[0]
 
-    def _stages(self) -> list[Description]:
+    def _stages(self) -> list[ModelFacts]:
         """Of a pipeline; empty without one, where this rank's description needs no other."""
         model = self._parts.model
         if model.topology.pipe.world_size == 1:
@@ -117,7 +117,7 @@ class Loader:
 
     # ---------------------------------------------------------------- deciding
 
-    def _plan(self, path: Path, request: LoadRequest, stages: list[Description], scheduler: Any, loaders: Any) -> _Plan:
+    def _plan(self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: Any, loaders: Any) -> _Plan:
         self._parts.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.state
@@ -148,7 +148,7 @@ class Loader:
         reader.trust(lambda: check_state(reader.state, shapes))
         return reader
 
-    def _match(self, reader: CheckpointReader, model: Description, strict: bool) -> Match:
+    def _match(self, reader: CheckpointReader, model: ModelFacts, strict: bool) -> NameMatch:
         here, stored = model.parameters, reader.state["parameters"]
         match = match_parameters(here, stored, loose=not strict)
         excluded = reader.manifest.about.exclude_frozen_parameters
@@ -158,7 +158,7 @@ class Loader:
             check_complete("parameter", missing, unexpected)
         return _without_excluded(match, stored, reader) if excluded else match
 
-    def _match_groups(self, reader: CheckpointReader, model: Description, match: Match) -> list[int | None]:
+    def _match_groups(self, reader: CheckpointReader, model: ModelFacts, match: NameMatch) -> list[int | None]:
         """By what is trained in both and has elements. Raises CheckpointError for values of other types."""
         here, stored = model.parameters, reader.state["parameters"]
         trains = {
@@ -177,7 +177,7 @@ class Loader:
         reader.trust(check)
         return groups
 
-    def _buffers(self, stored: Mapping[str, Mapping[str, Any]], model: Description, strict: bool) -> list[str]:
+    def _buffers(self, stored: Mapping[str, Mapping[str, Any]], model: ModelFacts, strict: bool) -> list[str]:
         here, everywhere = self._parts.model.named_buffers(), model.buffers
         if strict:
             missing = [name for name in everywhere if name not in stored]
@@ -337,10 +337,10 @@ class Loader:
             load_random_state(plan.reader.read(key), parts.device)
 
     @property
-    def _grid(self) -> Grid:
-        return Grid.of(self._parts.model.topology)
+    def _grid(self) -> SavedGrid:
+        return SavedGrid.of(self._parts.model.topology)
 
-    def _rank_there(self, saved: Grid) -> int:
+    def _rank_there(self, saved: SavedGrid) -> int:
         """The rank whose random numbers this one goes on with; one that was not there if there is none. Where ranks
         were arranged otherwise, all that compute one batch together take those of one rank: they drop the same
         elements."""
@@ -403,12 +403,12 @@ def load_targets(reader: CheckpointReader, targets: Sequence[Target], group: Any
     )
 
 
-def _without_excluded(match: Match, stored: Mapping[str, Mapping[str, Any]], reader: CheckpointReader) -> Match:
+def _without_excluded(match: NameMatch, stored: Mapping[str, Mapping[str, Any]], reader: CheckpointReader) -> NameMatch:
     """Parameters that were left out when it was saved are missing, and not unexpected."""
     there = {n for n in stored if f"parameters/{n}" in reader.tensors}
     names = {name: other for name, other in match.names.items() if other in there}
     missing = match.missing + [name for name in match.names if name not in names]
-    return Match(names, missing, [n for n in match.unexpected if n in there])
+    return NameMatch(names, missing, [n for n in match.unexpected if n in there])
 
 
 def _schedule(state: Mapping[str, Any], scheduler: Any, groups: list[int | None]) -> dict[str, Any] | None:

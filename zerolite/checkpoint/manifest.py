@@ -63,7 +63,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Grid:
+class SavedGrid:
     """How the ranks were arranged: so many stages of a pipeline, each of so many data-parallel ranks of so many
     tensor-parallel ones, which are numbered in this order, the last one first."""
 
@@ -72,7 +72,7 @@ class Grid:
     tensor: int
 
     @classmethod
-    def of(cls, topology: Topology) -> Grid:
+    def of(cls, topology: Topology) -> SavedGrid:
         return cls(topology.pipe.world_size, topology.data.world_size, topology.tensor.world_size)
 
     @property
@@ -83,10 +83,10 @@ class Grid:
         return f"pipe={self.pipe}, data={self.data}, tensor={self.tensor}"
 
 
-def grid_of(about: About) -> Grid:
+def grid_of(about: About) -> SavedGrid:
     """Of the ranks that saved a checkpoint; one that does not say was saved by data-parallel ones."""
     given = about.layout.get("grid")
-    return Grid(1, about.world_size, 1) if given is None else Grid(**given)
+    return SavedGrid(1, about.world_size, 1) if given is None else SavedGrid(**given)
 
 
 _KINDS: dict[str, type] = {

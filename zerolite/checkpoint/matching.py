@@ -17,7 +17,7 @@ _BY_GROUP = frozenset(  # lists with an entry for each param group, in torch's s
 
 
 @dataclass(frozen=True)
-class Match:
+class NameMatch:
     """names: the stored name by the name here. missing: names here that are not stored; unexpected: the reverse."""
 
     names: dict[str, str]
@@ -27,7 +27,7 @@ class Match:
 
 def match_parameters(
     here: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]], loose: bool
-) -> Match:
+) -> NameMatch:
     """By name, or by any of the names of tied parameters. ``loose``: also where an adapter has been put around a module
     or taken away (``q_proj.weight`` is ``base_model.model.q_proj.base_layer.weight``).
 
@@ -49,7 +49,7 @@ def match_parameters(
     if wrong:
         raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
     used = set(names.values())
-    return Match(names, [n for n in here if n not in names], [n for n in stored if n not in used])
+    return NameMatch(names, [n for n in here if n not in names], [n for n in stored if n not in used])
 
 
 def _match_adapted(here: Iterable[str], stored: Iterable[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.description import Description
+from zerolite.checkpoint.description import ModelFacts
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, in_full, whole
@@ -111,7 +111,7 @@ class ModelState:
             )
         return [names[id(parameter)] for parameter in self.buffer.parameters]
 
-    def describe(self) -> Description:
+    def describe(self) -> ModelFacts:
         """What the model here, which may be a stage of a pipeline, consists of, with the shapes of full tensors."""
         trained = self.index_of()
         parameters = self.named_parameters()
@@ -133,7 +133,7 @@ class ModelState:
         }
         names = {id(parameter): name for name, parameter in parameters.items()}
         groups = [[names[id(p)] for p in group["params"] if id(p) in names] for group in self.optimizer.param_groups]
-        return Description(described, buffers, groups)
+        return ModelFacts(described, buffers, groups)
 
     # ---------------------------------------------------------------- ranges
 

@@ -21,7 +21,7 @@ from zerolite.checkpoint.errors import CheckpointError
 _JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"  # the launcher's: the same on all nodes and after a restart, then "-" and the node
 
 
-class Run:
+class TrainingRun:
     """The run of one job, and the checkpoints that the job may replace. Only the rank that commits asks it."""
 
     def __init__(self, run_id: str = "") -> None:
@@ -71,9 +71,9 @@ class Run:
 
 
 @functools.cache
-def run_of_this_job() -> Run:
+def run_of_this_job() -> TrainingRun:
     """The run of this process, which all its engines share."""
-    return Run(os.environ.get(_JOB_ID_VARIABLE, "").partition("-")[0])
+    return TrainingRun(os.environ.get(_JOB_ID_VARIABLE, "").partition("-")[0])
 
 
 def _key(directory: Path) -> str:

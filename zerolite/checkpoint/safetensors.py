@@ -31,7 +31,7 @@ _DIMENSIONS = 64  # what torch's operators take
 
 
 @dataclass(frozen=True)
-class Entry:
+class ToStore:
     """A tensor that a file is to hold."""
 
     name: str
@@ -76,7 +76,7 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
         ) from None
 
 
-def build_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
     """The first bytes of a file that holds ``entries`` in the order given, and where in the file each one's data
     begins. The file ends with the last one's data.
 

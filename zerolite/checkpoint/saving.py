@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint import plain
-from zerolite.checkpoint.description import Description, first_with, joined, of_earlier_stages
+from zerolite.checkpoint.description import ModelFacts, first_with, joined, of_earlier_stages
 from zerolite.checkpoint.directory import check_tag, default_tag
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import About, Grid, count_parameters, library_versions
+from zerolite.checkpoint.manifest import About, SavedGrid, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
-from zerolite.checkpoint.run import Run
+from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.safetensors import as_bytes
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
@@ -78,7 +78,7 @@ class _Offer:
 class _Stage:
     """What one stage of a pipeline consists of."""
 
-    description: Description
+    description: ModelFacts
     extra: dict[str, Any]
 
 
@@ -98,7 +98,7 @@ class EngineParts:
 class Saver:
     """Saves one engine's checkpoints, one at a time."""
 
-    def __init__(self, parts: EngineParts, run: Run) -> None:
+    def __init__(self, parts: EngineParts, run: TrainingRun) -> None:
         self._parts = parts
         self._run = run
         self._host = parts.host
@@ -322,7 +322,7 @@ class Saver:
         }
         return {key: plain.encode(value, key, tensors) for key, value in everything.items()}, tensors
 
-    def _about(self, tag: str, agreed: SaveRequest, description: Description) -> About:
+    def _about(self, tag: str, agreed: SaveRequest, description: ModelFacts) -> About:
         parts, model = self._parts, self._parts.model
         described = description.parameters
         layout = model.buffer.layout
@@ -343,7 +343,7 @@ class Saver:
                 "partitioned": model.buffer.shard,
                 "alignment": layout.alignment,
                 "buckets": [bucket.numel for bucket in layout.buckets],
-                "grid": asdict(Grid.of(model.topology)),
+                "grid": asdict(SavedGrid.of(model.topology)),
             },
             exclude_frozen_parameters=agreed.exclude_frozen_parameters,
             run=self._run.id,

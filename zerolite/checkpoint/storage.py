@@ -38,20 +38,20 @@ from zerolite.checkpoint.manifest import (
     index_to_json,
 )
 from zerolite.checkpoint.reader import CheckpointReader, Request
-from zerolite.checkpoint.run import Run
-from zerolite.checkpoint.safetensors import Entry, as_bytes, build_header
+from zerolite.checkpoint.run import TrainingRun
+from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 
 
 @dataclass(frozen=True)
 class Commit:
     """What happens when all ranks have written. state: the content of state.json, to which the scalars of the optimizer
     are added. run: of the job that saves. keep_last: see :func:`directory.prune`; None removes nothing. overwrite: see
-    :meth:`Run.check`."""
+    :meth:`TrainingRun.check`."""
 
     save_dir: Path
     about: About
     state: dict[str, Any]
-    run: Run
+    run: TrainingRun
     save_latest: bool = True
     keep_last: int | None = None
     overwrite: bool = False
@@ -171,7 +171,7 @@ def _write_items(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -
     if not items:
         return []
     items = sorted(items, key=lambda item: -_dtype(item).itemsize)
-    entries = [Entry(_name(item), _dtype(item), tuple(_sizes(item))) for item in items]
+    entries = [ToStore(_name(item), _dtype(item), tuple(_sizes(item))) for item in items]
     header, starts = build_header(entries, {"format": "pt"})
     sums = BlockChecksums()
     try:

@@ -36,10 +36,10 @@ from .rules import (
     FreeObject,
     Integer,
     Interval,
-    Names,
     Number,
     OffOrNumber,
     Text,
+    Texts,
 )
 from .zero import ZeroConfig
 
@@ -149,7 +149,7 @@ class ZeroliteConfig(_Block):
     fp16: Fp16Config = Field(default_factory=Fp16Config, description="float16.")
     bf16: Bf16Config = Field(default_factory=Bf16Config, description="bfloat16; also spelled `bfloat16`.")
     torch_autocast: TorchAutocastConfig = Field(default_factory=TorchAutocastConfig, description="torch.autocast.")
-    fp32_modules: Annotated[tuple[str, ...], BeforeValidator(Names('["*.router", "*.norm"]', nullable=False))] = Field(
+    fp32_modules: Annotated[tuple[str, ...], BeforeValidator(Texts('["*.router", "*.norm"]', nullable=False))] = Field(
         default=(),
         description='Modules that keep fp32 parameters and compute in fp32 in 16-bit training, such as `["*.router"]`: '
         "patterns (`*`, `?`, `[...]`; upper and lower case differ) of qualified names in the model; `*.norm` matches "

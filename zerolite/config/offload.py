@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from .rules import Boolean, ChoiceOrNull, Integer, Names, Number, PathOrNull
+from .rules import Boolean, ChoiceOrNull, Integer, Number, PathOrNull, Texts
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 OffloadDevice = Literal["none", "cpu", "nvme"]
@@ -162,7 +162,7 @@ class ActivationCheckpointingConfig(_Block):
         description="Measure forward, recomputation, copies and gathers of checkpoints: a line after each step, on "
         "rank 0.",
     )
-    modules: Annotated[tuple[str, ...], BeforeValidator(Names('["blocks.*"]', nullable=False))] = Field(
+    modules: Annotated[tuple[str, ...], BeforeValidator(Texts('["blocks.*"]', nullable=False))] = Field(
         default=(),
         description='Modules whose forward is checkpointed, without a change to the model, such as `["blocks.*"]` or '
         '`["*Block"]`: patterns (`*`, `?`, `[...]`; upper and lower case differ) of qualified names in the model or of '

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from .rules import Boolean, Choice, FrozenDict, Integer, Names, show
+from .rules import Boolean, Choice, FrozenDict, Integer, Texts, show
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
@@ -50,7 +50,7 @@ class PlanRule:
 _STYLE_KEYS = ("style", "parts", "gather_output")
 
 
-class NamesOrAuto(Names):
+class NamesOrAuto(Texts):
     """A list of non-empty strings, or the word "auto", which is kept."""
 
     @property

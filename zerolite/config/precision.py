@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from .rules import Boolean, Dtype, Integer, Names, Number
+from .rules import Boolean, Dtype, Integer, Number, Texts
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 
@@ -84,7 +84,7 @@ class TorchAutocastConfig(_Precision):
     dtype: Annotated[str, BeforeValidator(Dtype(("bf16", "fp16"), nullable=False))] = Field(
         default="bf16", description="The dtype autocast computes in."
     )
-    lower_precision_safe_modules: Annotated[tuple[str, ...] | None, BeforeValidator(Names())] = Field(
+    lower_precision_safe_modules: Annotated[tuple[str, ...] | None, BeforeValidator(Texts())] = Field(
         default=None,
         description="Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all "
         "gradients are reduced in fp32.",

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from .monitors import OptionalName
-from .rules import Boolean, Integer, Names, Number, show
+from .rules import Boolean, Integer, Number, Texts, show
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 """What zerolite sends."""
@@ -43,7 +43,7 @@ _NEVER_SENT = (
 
 
 @dataclass(frozen=True)
-class Operations(Names):
+class Operations(Texts):
     """A list of operations in zerolite's or DeepSpeed's names, kept in zerolite's, in order, each once."""
 
     def __call__(self, value: object) -> tuple[str, ...]:

@@ -356,7 +356,7 @@ class PathOrNull:
 
 
 @dataclass(frozen=True)
-class Names:
+class Texts:
     """A list of non-empty strings, or null. `example`: what the remedy tells to write."""
 
     example: str = '["torch.nn.Linear"]'

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from .errors import ConfigError
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
-from .rules import Boolean, Integer, IntegerOrAuto, Names
+from .rules import Boolean, Integer, IntegerOrAuto, Texts
 
 Bool = Annotated[bool, BeforeValidator(Boolean())]
 BucketSize = Annotated[
@@ -31,13 +31,13 @@ class _Block(BaseModel):
 class LeafModuleConfig(_Block):
     """Modules that stage 3 gathers whole, with all that they hold, in DeepSpeed's terms; adds to `leaf_modules`."""
 
-    classes: Annotated[tuple[str, ...], BeforeValidator(Names('["package.module.MoeBlock"]', nullable=False))] = Field(
+    classes: Annotated[tuple[str, ...], BeforeValidator(Texts('["package.module.MoeBlock"]', nullable=False))] = Field(
         default=(), description="Class names, bare (`MoeBlock`) or with their module (`package.module.MoeBlock`)."
     )
-    names: Annotated[tuple[str, ...], BeforeValidator(Names('["model.layers.0.mlp"]', nullable=False))] = Field(
+    names: Annotated[tuple[str, ...], BeforeValidator(Texts('["model.layers.0.mlp"]', nullable=False))] = Field(
         default=(), description="Qualified names in the model, exactly, such as `model.layers.0.mlp`."
     )
-    name_suffixes: Annotated[tuple[str, ...], BeforeValidator(Names('["mlp.experts"]', nullable=False))] = Field(
+    name_suffixes: Annotated[tuple[str, ...], BeforeValidator(Texts('["mlp.experts"]', nullable=False))] = Field(
         default=(), description="Ends of qualified names, such as `mlp.experts`."
     )
 
@@ -140,7 +140,7 @@ class ZeroConfig(_Block):
         description="Accepted, without effect: `engine.full_state_dict()` and `engine.save_16bit_model()` give whole "
         "weights at every stage when they are asked to.",
     )
-    leaf_modules: Annotated[tuple[str, ...], BeforeValidator(Names('["*MoeBlock"]', nullable=False))] = Field(
+    leaf_modules: Annotated[tuple[str, ...], BeforeValidator(Texts('["*MoeBlock"]', nullable=False))] = Field(
         default=(),
         description='Stage 3: modules that are gathered as one unit whatever their size, such as `["*MoeBlock"]`: '
         "patterns (`*`, `?`, `[...]`; upper and lower case differ) of class names or of qualified names in the model, "

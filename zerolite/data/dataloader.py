@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from zerolite.data.position import EpochSampler, Position, position_from
-from zerolite.data.tracked_loader import Pass, Rows, TrackedLoader, share_of
+from zerolite.data.position import DataPosition, EpochSampler, position_from
+from zerolite.data.tracked_loader import LoaderPass, Rows, TrackedLoader, share_of
 
 logger = logging.getLogger("zerolite")
 
@@ -74,10 +74,10 @@ class Loaders:
         self._device_type = device_type
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
-        self._running: list[Pass] = []
+        self._running: list[LoaderPass] = []
         self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()  # by number
         self._numbers = itertools.count()
-        self._waiting: list[Position] = []  # of loaders that have not been made yet
+        self._waiting: list[DataPosition] = []  # of loaders that have not been made yet
 
     def make(
         self,
@@ -149,7 +149,7 @@ class Loaders:
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
             self._report(number, position, loader.restore(position))
 
-    def _report(self, number: int, position: Position, obstacle: str | None) -> None:
+    def _report(self, number: int, position: DataPosition, obstacle: str | None) -> None:
         if obstacle and position.consumed and self._rank == 0:
             logger.warning(
                 "Loader %d of this engine had given %d of %d samples of a pass that cannot be continued, because %s. "
@@ -160,7 +160,7 @@ class Loaders:
                 obstacle,
             )
 
-    def check_state_dict(self, state: list[dict[str, int | str | None]]) -> list[Position]:
+    def check_state_dict(self, state: list[dict[str, int | str | None]]) -> list[DataPosition]:
         """What is in `state`. Raises ValueError where a loader has not as many samples as that of which it was
         saved."""
         positions = [position_from(entry) for entry in state]

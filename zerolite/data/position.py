@@ -43,7 +43,7 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 @dataclass(frozen=True)
-class Position:
+class DataPosition:
     """Where the passes over a loader are, in plain data.
 
     samples: of a whole pass. order: how they are ordered, see :attr:`SampleOrder.name`. epoch: that of the pass; None
@@ -64,8 +64,8 @@ _TYPES = {"samples": int, "order": str, "epoch": int, "consumed": int, "drawn_fr
 _OPTIONAL = ("epoch", "drawn_from", "generator")
 
 
-def position_from(entry: Any) -> Position:
-    """The Position of which `entry` is the ``asdict``. Raises ValueError for anything else."""
+def position_from(entry: Any) -> DataPosition:
+    """The DataPosition of which `entry` is the ``asdict``. Raises ValueError for anything else."""
     fits = isinstance(entry, dict) and entry.keys() == _TYPES.keys()
     for name, kind in _TYPES.items() if fits else ():
         fits = fits and (type(entry[name]) is kind or (name in _OPTIONAL and entry[name] is None))
@@ -73,7 +73,7 @@ def position_from(entry: Any) -> Position:
         raise ValueError(
             f"expected the position of a loader, {', '.join(_TYPES)}, with consumed from 0 to samples, got {entry!r}"
         )
-    return Position(**entry)
+    return DataPosition(**entry)
 
 
 class SampleOrder:
@@ -118,17 +118,17 @@ class SampleOrder:
         """What a pass in `epoch` leaves as :attr:`epoch`."""
         return epoch + 1 if epoch is not None and isinstance(self.sampler, EpochSampler) else epoch
 
-    def next_pass(self, samples: int) -> Position:
+    def next_pass(self, samples: int) -> DataPosition:
         """The position before the next pass."""
         own = self._own_generator
-        return Position(samples, self.name, self.epoch, 0, None, None if own is None else _to_text(own.get_state()))
+        return DataPosition(samples, self.name, self.epoch, 0, None, None if own is None else _to_text(own.get_state()))
 
-    def in_pass(self, samples: int, epoch: int | None, consumed: int) -> Position:
+    def in_pass(self, samples: int, epoch: int | None, consumed: int) -> DataPosition:
         """The position in the pass begun last, which is in `epoch`."""
         drawn_from = None if self._drawn_from is None else _to_text(self._drawn_from)
         return replace(self.next_pass(samples), epoch=epoch, consumed=consumed, drawn_from=drawn_from)
 
-    def obstacle(self, position: Position) -> str | None:
+    def obstacle(self, position: DataPosition) -> str | None:
         """Why the pass at `position` cannot be continued; None if it can."""
         if position.order != self.name:
             return f"its samples were {position.order} and are now {self.name}"
@@ -140,7 +140,7 @@ class SampleOrder:
             return "the random state that its order was drawn from is not one of the sampler's generator"
         return None
 
-    def restore(self, position: Position) -> None:
+    def restore(self, position: DataPosition) -> None:
         """The next pass is in the epoch of `position`, drawn from its generator."""
         if position.epoch is not None and isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(position.epoch)
@@ -148,7 +148,7 @@ class SampleOrder:
         if own is not None and position.generator is not None and _fits(position.generator, own):
             own.set_state(_from_text(position.generator))
 
-    def begin_again(self, position: Position) -> list[int]:
+    def begin_again(self, position: DataPosition) -> list[int]:
         """The indices of the pass at `position`, those of all ranks, without repetitions. The sampler is then as
         the pass leaves it; nothing is drawn from torch's default generator."""
         if isinstance(self.sampler, DistributedSampler):

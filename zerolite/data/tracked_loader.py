@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from zerolite.data.position import (
+    DataPosition,
     EpochSampler,
-    Position,
     SampleOrder,
     kept_random_state,
     rest_numel,
@@ -109,7 +109,7 @@ def share_of(loader: Any, rank: int, world_size: int) -> Share:
 _END: Any = object()
 
 
-class Pass:
+class LoaderPass:
     """A pass under way, or what is left of one."""
 
     rows: Rows | None = None  # of the batch that it yielded last
@@ -138,17 +138,17 @@ class TrackedLoader:
     """A DataLoader whose batch in hand and position are known to :class:`Loaders`. Everything else is the DataLoader's:
     `dataset`, `sampler`, `batch_size`, …"""
 
-    def __init__(self, loader: DataLoader[Any], share: Share, rank: int, running: list[Pass]) -> None:
+    def __init__(self, loader: DataLoader[Any], share: Share, rank: int, running: list[LoaderPass]) -> None:
         self.share = share  # of a whole pass
         self._rank = rank
         self._running = running
         self._order = SampleOrder(loader.batch_sampler.sampler)  # type: ignore[union-attr]
         self.loader = with_indices(loader, self._order) if self._order.draws else loader
-        self._last: Pass | None = None  # the pass begun last
-        self._restored: Position | None = None  # of the next batch, until that is fetched
+        self._last: LoaderPass | None = None  # the pass begun last
+        self._restored: DataPosition | None = None  # of the next batch, until that is fetched
 
     def __iter__(self) -> Iterator[Any]:
-        current = Pass()
+        current = LoaderPass()
         batches = self._begin(current)
         self._running.append(current)
         try:
@@ -187,7 +187,7 @@ class TrackedLoader:
         """The epoch of the pass begun last."""
         return None if self._last is None else self._last.epoch
 
-    def position(self) -> Position:
+    def position(self) -> DataPosition:
         """Where the next batch is. A pass that was left before its end is under way until the next one begins; but one
         in sequence has ended, since such passes all begin at the first sample."""
         next_pass = self._order.next_pass(self.share.total)
@@ -201,7 +201,7 @@ class TrackedLoader:
             return next_pass
         return self._order.in_pass(self.share.total, last.epoch, last.consumed)
 
-    def restore(self, position: Position) -> str | None:
+    def restore(self, position: DataPosition) -> str | None:
         """The next batch, of a pass under way too, is the one at `position`. Returns why it is the first one of a pass
         instead, None if it is not."""
         obstacle = self._order.obstacle(position) if position.consumed else None
@@ -219,7 +219,7 @@ class TrackedLoader:
         restored = self._restored
         return restored.consumed if restored is not None and restored.epoch == self._order.epoch else 0
 
-    def _begin(self, current: Pass) -> Iterator[Any]:
+    def _begin(self, current: LoaderPass) -> Iterator[Any]:
         start, restored, self._restored = self._start_of_next(), self._restored, None
         epoch = self._order.epoch
         self._last = current

@@ -16,7 +16,7 @@ import torch
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.names import clean
-from zerolite.checkpoint.safetensors import Entry
+from zerolite.checkpoint.safetensors import ToStore
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.engine.whole_model import Known, Masters, WholeModel, first_names, union
@@ -175,12 +175,12 @@ def save_16bit_model(
     for name, known in tensors.items():
         first.setdefault(known.owner, name)
     written = {clean(name): tensors[name] for name in first.values()}
-    entries = [Entry(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
+    entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
     aliases = {clean(name): clean(first[known.owner]) for name, known in tensors.items() if name != first[known.owner]}
     plan = plan_files(entries, max_shard_size, aliases)
     writer = ModelWriter(Path(save_dir), plan)
 
-    def get(entry: Entry) -> torch.Tensor | None:
+    def get(entry: ToStore) -> torch.Tensor | None:
         return whole.get(written[entry.name], dtype, rank0_only=True)
 
     with contextlib.ExitStack() as stack:
@@ -203,7 +203,7 @@ def _training(tensors: Mapping[str, Known]) -> dict[str, Known]:
 class _Gathered:
     """The whole values of a file's tensors, one by one; iterated over on all ranks at the same time."""
 
-    def __init__(self, file: ModelFile, get: Callable[[Entry], torch.Tensor | None]) -> None:
+    def __init__(self, file: ModelFile, get: Callable[[ToStore], torch.Tensor | None]) -> None:
         self._entries = iter(file.entries)
         self._get = get
         self.failed = False

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from zerolite.launcher.board import LOST_S, Board
-from zerolite.launcher.failures import Failure, Outcome, count, exit_status, headline, in_order, thread_notes
+from zerolite.launcher.failures import Failure, NodeOutcome, count, exit_status, headline, in_order, thread_notes
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.meeting import Meeting, MeetingError, host_name
@@ -244,12 +244,12 @@ class Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Nothing to wait for: this node succeeds when all have succeeded."""
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> NodeOutcome:
         """What has become of the job, as this node knows it."""
         if self.board is None:
-            return Outcome(self.failures, True, self.meeting.attempt, self._thread_notes())
+            return NodeOutcome(self.failures, True, self.meeting.attempt, self._thread_notes())
         speaks = self.meeting.node == 0 or self.board.gone
-        return Outcome(self.failures + self.board.failures, speaks, self.meeting.attempt, self._thread_notes())
+        return NodeOutcome(self.failures + self.board.failures, speaks, self.meeting.attempt, self._thread_notes())
 
     def _thread_notes(self) -> list[str]:
         """Lines about errors in threads of the local ranks, in the order of the ranks."""
@@ -327,7 +327,7 @@ class Guard:
         assert self.agent is not None
         sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.job.master_addr}, for "
         failure = Failure(host=self.agent.host, of_agent=f"{sentence}{LOST_S:.0f} s")
-        tell(self._outcome, Outcome([failure]).to_json())
+        tell(self._outcome, NodeOutcome([failure]).to_json())
         self._end_everything()
 
     def _end_everything(self) -> NoReturn:
@@ -363,7 +363,7 @@ def main(argv: list[str]) -> NoReturn:
     except Exception as error:  # nothing else would tell the supervisor what happened
         sentence = f"the agent on host {host_name()} failed: {type(error).__name__}: {error}"
         record = FailureRecord("", traceback.format_exc() if not isinstance(error, MeetingError) else "")
-        result = Outcome([Failure(host=host_name(), of_agent=sentence, record=record)])
+        result = NodeOutcome([Failure(host=host_name(), of_agent=sentence, record=record)])
     tell(outcome, result.to_json())
     if agent is not None:
         agent.leave()

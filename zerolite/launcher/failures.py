@@ -72,7 +72,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NodeOutcome:
     """How a node's part ended, as its agent tells its supervisor.
 
     Attributes:
@@ -91,7 +91,7 @@ class Outcome:
         return json.dumps({**dataclasses.asdict(self), "failures": [f.to_json() for f in self.failures]})
 
     @classmethod
-    def from_json(cls, text: str) -> Outcome:
+    def from_json(cls, text: str) -> NodeOutcome:
         fields = json.loads(text)
         failures = [Failure.from_json(one) for one in fields.pop("failures")]
         return cls(failures=failures, **fields)
@@ -163,7 +163,7 @@ def headline(failure: Failure, attempt: int = 0) -> str:
     return f"{where} failed{f' in attempt {attempt}' if attempt else ''}: {reason(failure)}"
 
 
-def describe(outcome: Outcome, host: str) -> list[str]:
+def describe(outcome: NodeOutcome, host: str) -> list[str]:
     """The last lines on the terminal of ``host`` for a job that failed. The first is that of the first failure.
 
     A message or traceback that rank 0 has written to the terminal itself is not repeated.

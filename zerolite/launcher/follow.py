@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from zerolite.launcher.parts import Part
-from zerolite.launcher.plan import Plan
+from zerolite.launcher.plan import JobPlan
 from zerolite.launcher.supervisor import INTERRUPT_S, say
 
 SIGN_OF_LIFE_S = 1.0
@@ -50,7 +50,7 @@ class Signals:
         self.received.append(signal.Signals(number))
 
 
-def follow_parts(job: Plan, parts: Sequence[Part], signals: Signals) -> int:
+def follow_parts(job: JobPlan, parts: Sequence[Part], signals: Signals) -> int:
     """Wait for all nodes, end all when one fails, and return the job's exit status."""
     passed = 0
     ending = Ending(parts)
@@ -86,7 +86,7 @@ def have_ended(parts: Sequence[Part]) -> bool:
     return sum(part.look() for part in parts) == len(parts)
 
 
-def handle_end(job: Plan, part: Part, parts: Sequence[Part], ending: Ending) -> None:
+def handle_end(job: JobPlan, part: Part, parts: Sequence[Part], ending: Ending) -> None:
     """Decide what the end of a node means for the others."""
     if part.status == 0:
         return
@@ -102,13 +102,13 @@ def handle_end(job: Plan, part: Part, parts: Sequence[Part], ending: Ending) -> 
         ending.within(LOST_END_S)
 
 
-def may_go_on(job: Plan, parts: Sequence[Part]) -> bool:
+def may_go_on(job: JobPlan, parts: Sequence[Part]) -> bool:
     """Whether an elastic job still has the first host, which keeps the nodes together, and enough others."""
     left = [part for part in parts if not part.lost]
     return job.may_lose and len(left) >= job.min_nodes and parts[0] in left
 
 
-def job_status(job: Plan, parts: Sequence[Part]) -> int:
+def job_status(job: JobPlan, parts: Sequence[Part]) -> int:
     """The status of the first node, which knows the first failure; else of another that failed by itself; else 1."""
     if may_go_on(job, parts):
         parts = [part for part in parts if not part.lost]

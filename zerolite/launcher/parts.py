@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from zerolite.launcher.job import run_module
 from zerolite.launcher.node import END_MARK
-from zerolite.launcher.remote_commands import Command
+from zerolite.launcher.remote_commands import Invocation
 
 SIGN_OF_LIFE = b"."
 BYTE_OF_SIGNAL = {signal.SIGINT: b"\x03", signal.SIGTERM: b"\x14", signal.SIGHUP: b"\x01"}
@@ -31,7 +31,7 @@ class Part:
         closed: whether it was ended from here.
     """
 
-    def __init__(self, name: str, command: Command, first_line: str | None, here: bool) -> None:
+    def __init__(self, name: str, command: Invocation, first_line: str | None, here: bool) -> None:
         """Start the process.
 
         Args:

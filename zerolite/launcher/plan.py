@@ -21,7 +21,7 @@ from zerolite.utils.resources import default_nproc
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A job on several hosts.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plan:
     may_lose: bool
 
 
-def make_plan(request: LaunchRequest) -> Plan:
+def make_plan(request: LaunchRequest) -> JobPlan:
     """Find the hosts. Raises HostsError."""
     hosts, named = find_hosts(request)
     check_reachable(hosts, request.launcher)
@@ -53,7 +53,7 @@ def make_plan(request: LaunchRequest) -> Plan:
         request.launcher, [host.login for host in hosts], here, request.launcher_args, request.ssh_port, named
     )
     min_nodes = len(hosts) if request.num_nodes is None else request.num_nodes[0]
-    return Plan(
+    return JobPlan(
         job_id=uuid.uuid4().hex,
         hosts=hosts,
         route=route,
@@ -125,7 +125,7 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
     return [*names, *network.own_addresses()] or [name] if here else [name]
 
 
-def make_node_jobs(request: LaunchRequest, job: Plan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
+def make_node_jobs(request: LaunchRequest, job: JobPlan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
     """Return each node's part. Without ``reaches`` (nothing was checked) all take the likeliest address."""
     variables = {**exported_variables(os.environ), **request.env}
     if request.dry_run:  # whose commands are printed

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from zerolite.launcher.check import LINE_START, CheckSpec, Facts, Reach, own_versions
 from zerolite.launcher.hosts import Host
-from zerolite.launcher.remote_commands import Command, Route, make_commands
+from zerolite.launcher.remote_commands import Invocation, Route, make_commands
 
 CHECK_S = 45.0
 """A host that has not answered by then does not take part."""
@@ -60,7 +60,7 @@ class Answer:
 class Inquiry:
     """A command that asks one host, or all of them."""
 
-    command: Command
+    command: Invocation
     process: subprocess.Popen[bytes]
     asked: float = field(default_factory=time.time)
     output: bytes = b""
@@ -130,7 +130,7 @@ def ask(route: Route, spec: CheckSpec) -> list[Answer]:
     return answers
 
 
-def start(command: Command) -> subprocess.Popen[bytes]:
+def start(command: Invocation) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own. Raises ChecksFailed if its program is missing."""
     pipe = subprocess.PIPE
     env = {**os.environ, **command.env}

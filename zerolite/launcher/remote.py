@@ -12,7 +12,7 @@ from zerolite.launcher.hosts import Host, HostsError
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.options import LaunchRequest, make_node_job
 from zerolite.launcher.parts import Part
-from zerolite.launcher.plan import Plan, make_node_jobs, make_plan
+from zerolite.launcher.plan import JobPlan, make_node_jobs, make_plan
 from zerolite.launcher.preflight import ChecksFailed, check_hosts
 from zerolite.launcher.remote_commands import make_commands, pack
 from zerolite.launcher.supervisor import say
@@ -44,7 +44,7 @@ def run(request: LaunchRequest) -> int:
         return follow_parts(job, start_parts(job, nodes), signals)
 
 
-def check(request: LaunchRequest, job: Plan) -> list[Reach]:
+def check(request: LaunchRequest, job: JobPlan) -> list[Reach]:
     """Check all hosts; return how each reaches the first. Raises ChecksFailed."""
     spec = CheckSpec(
         job_id=job.job_id,
@@ -60,7 +60,7 @@ def check(request: LaunchRequest, job: Plan) -> list[Reach]:
     return check_hosts(job.route, job.hosts, spec)
 
 
-def run_here(request: LaunchRequest, job: Plan) -> int:
+def run_here(request: LaunchRequest, job: JobPlan) -> int:
     """Run a job whose only host is this one."""
     host = job.hosts[0]
     devices = None if host.devices is None else list(host.devices)
@@ -73,7 +73,7 @@ def run_here(request: LaunchRequest, job: Plan) -> int:
     return supervisor.run_node(part)
 
 
-def start_parts(job: Plan, nodes: Sequence[NodeJob]) -> list[Part]:
+def start_parts(job: JobPlan, nodes: Sequence[NodeJob]) -> list[Part]:
     """Start all nodes."""
     lines = [node.to_json() for node in nodes]
     parts: list[Part] = []
@@ -117,7 +117,7 @@ def say_interfaces(hosts: Sequence[Host], nodes: Sequence[NodeJob]) -> None:
     )
 
 
-def print_commands(request: LaunchRequest, job: Plan) -> int:
+def print_commands(request: LaunchRequest, job: JobPlan) -> int:
     """Print what would run, and on which hosts; run nothing. The checks, which find addresses, come before it."""
     nodes = make_node_jobs(request, job, None)
     lines = [node.to_json() for node in nodes]
@@ -136,7 +136,7 @@ def print_commands(request: LaunchRequest, job: Plan) -> int:
     return 0
 
 
-def print_own_commands(request: LaunchRequest, job: Plan) -> int:
+def print_own_commands(request: LaunchRequest, job: JobPlan) -> int:
     """Print the commands to be run by hand, one on each host."""
     say("--launcher none starts nothing on other hosts; run on each of them, in the same directory:")
     for i, host in enumerate(job.hosts):
@@ -145,7 +145,7 @@ def print_own_commands(request: LaunchRequest, job: Plan) -> int:
     return 2
 
 
-def own_command(request: LaunchRequest, job: Plan, node: int) -> list[str]:
+def own_command(request: LaunchRequest, job: JobPlan, node: int) -> list[str]:
     """Return the command line that starts one node by hand."""
     host = job.hosts[node]
     settings = [f"{key}={value}" for key, value in request.env.items()]

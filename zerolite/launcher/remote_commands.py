@@ -57,7 +57,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Command:
+class Invocation:
     """A process to start on this host.
 
     Attributes:
@@ -104,7 +104,7 @@ def python_line(route: Route, module: str, arguments: Sequence[str], environ: Ma
 
 def make_commands(
     route: Route, module: str, payload: str | None, environ: Mapping[str, str] | None = None
-) -> list[Command]:
+) -> list[Invocation]:
     """Return the commands that run `main` of MODULE, with PAYLOAD and NODE if there is one, on every host.
 
     NODE tells the process which host it is: its index, its name, or the environment variable in which either stands.
@@ -124,22 +124,22 @@ def make_commands(
     if route.launcher == "pdsh":
         return [pdsh_command(route, line, environ)]
     argv = openmpi_arguments(route) if route.launcher == "openmpi" else slurm_arguments(route)
-    return [Command(everywhere, [*argv, "/bin/sh", "-c", line])]
+    return [Invocation(everywhere, [*argv, "/bin/sh", "-c", line])]
 
 
-def ssh_command(route: Route, index: int, module: str, payload: str | None, environ: Mapping[str, str]) -> Command:
+def ssh_command(route: Route, index: int, module: str, payload: str | None, environ: Mapping[str, str]) -> Invocation:
     arguments = [] if payload is None else [payload, str(index)]
     if index == route.here:
-        return Command([index], [route.interpreter, *run_module(module), *arguments])
+        return Invocation([index], [route.interpreter, *run_module(module), *arguments])
     arguments = arguments or ["ssh"]
     options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
     if route.ssh_port is not None:
         options += ["-p", str(route.ssh_port)]
     line = python_line(route, module, arguments, environ)
-    return Command([index], ["ssh", *route.launcher_args, *options, route.hosts[index], line])
+    return Invocation([index], ["ssh", *route.launcher_args, *options, route.hosts[index], line])
 
 
-def pdsh_command(route: Route, line: str, environ: Mapping[str, str]) -> Command:
+def pdsh_command(route: Route, line: str, environ: Mapping[str, str]) -> Invocation:
     """pdsh replaces %h by the host's name. Without -N it would put that before each line of output."""
     options = " ".join(f"-o {key}={value}" for key, value in SSH_OPTIONS.items())
     if route.ssh_port is not None:
@@ -148,7 +148,7 @@ def pdsh_command(route: Route, line: str, environ: Mapping[str, str]) -> Command
     hosts = ",".join(route.hosts)
     argv = ["pdsh", "-R", "ssh", "-S", "-N", "-f", "1024", *route.launcher_args, "-w", hosts]
     remote = line.replace("%", "%%").removesuffix("NODE") + "%h"
-    return Command(range(len(route.hosts)), [*argv, remote], {"PDSH_SSH_ARGS_APPEND": f"{theirs} {options}".strip()})
+    return Invocation(range(len(route.hosts)), [*argv, remote], {"PDSH_SSH_ARGS_APPEND": f"{theirs} {options}".strip()})
 
 
 def openmpi_arguments(route: Route) -> list[str]:

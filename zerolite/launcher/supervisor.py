@@ -18,7 +18,7 @@ import tempfile
 import time
 from types import FrameType
 
-from zerolite.launcher.failures import Outcome, count, describe, exit_status, signal_name, were
+from zerolite.launcher.failures import NodeOutcome, count, describe, exit_status, signal_name, were
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, run_module
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
@@ -127,7 +127,7 @@ class Supervisor:
         lines = self._text.decode().splitlines()
         if not lines or lines[-1] == READY:
             return self._agent_died()
-        outcome = Outcome.from_json(lines[-1])
+        outcome = NodeOutcome.from_json(lines[-1])
         if not outcome.failures:
             self._clear_up()
             for line in outcome.notes:

@@ -37,7 +37,7 @@ class Resting(Protocol):
     tier: Tier
 
 
-class Span(NamedTuple):
+class TensorSpan(NamedTuple):
     """Tensors that lie next to each other in the same memory. ``indices``: of them; ``start``: the first element in
     the memory."""
 
@@ -46,7 +46,7 @@ class Span(NamedTuple):
     numel: int
 
 
-def spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[Span]:
+def spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[TensorSpan]:
     """``tensors``, flat and apart from each other, in spans that begin at multiples of ``alignment`` elements of their
     memory. Between two of a span there is so little that to move it costs less than to move both by themselves. Empty
     ones are in none."""
@@ -54,28 +54,28 @@ def spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[Span]:
     for index, tensor in enumerate(tensors):
         if tensor.numel():
             by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(index)
-    found: list[Span] = []
+    found: list[TensorSpan] = []
     for indices in by_memory.values():
         together: list[int] = []
         start = end = 0
         for offset, index in sorted((int(tensors[index].storage_offset()), index) for index in indices):
             if together and offset - end >= SPAN_ALIGNMENT:
-                found.append(Span(together, start, end - start))
+                found.append(TensorSpan(together, start, end - start))
                 together = []
             if not together:
                 start = offset // alignment * alignment
             together = [*together, index]
             end = offset + tensors[index].numel()
-        found.append(Span(together, start, end - start))
+        found.append(TensorSpan(together, start, end - start))
     return found
 
 
-def cover(span: Span, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def cover(span: TensorSpan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The memory of ``span``, flat."""
     return tensors[span.indices[0]].as_strided((span.numel,), (1,), span.start)
 
 
-def places(span: Span, tensors: Sequence[torch.Tensor], copied: torch.Tensor) -> dict[int, torch.Tensor]:
+def places(span: TensorSpan, tensors: Sequence[torch.Tensor], copied: torch.Tensor) -> dict[int, torch.Tensor]:
     """By index, where the tensors of ``span`` are in ``copied``, a copy of its memory."""
     return {
         index: copied.narrow(0, tensors[index].storage_offset() - span.start, tensors[index].numel())

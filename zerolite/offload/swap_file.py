@@ -34,7 +34,7 @@ from zerolite.utils.pinned_memory import host_memory
 from zerolite.utils.sizes import format_size
 
 if TYPE_CHECKING:
-    from zerolite.ops.async_io import AsyncIO, Request
+    from zerolite.ops.async_io import AsyncIO, IOTask
 
 logger = logging.getLogger("zerolite")
 
@@ -69,7 +69,7 @@ class SwapFile:
         self._space = Space()
         self._released: deque[tuple[int, int, bool]] = deque()
         self._offsets: dict[int, tuple[int, int]] = {}  # address of a tensor's memory: place in the file, bytes
-        self._under_way: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._under_way: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
         self._sums = Checksums() if checksums else None
         self._fd = _open_nameless(self.directory, rank, key)
         self._direct: int | None = None
@@ -116,7 +116,7 @@ class SwapFile:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         return tensor if clean else tensor.zero_()
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> SwapTransfer:
         """Begin to read a part of a tensor of this file into other memory.
 
         resting: a view that begins at a multiple of 4096 bytes. into: of as many bytes, in memory that begins at a
@@ -125,7 +125,7 @@ class SwapFile:
         """
         return self._begin(False, resting, into)
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> SwapTransfer:
         """Begin the reverse of :meth:`read`. ``source`` must not change before the transfer has ended. Here the view
         also ends at a multiple of 4096 bytes, or where the tensor does."""
         return self._begin(True, resting, source)
@@ -159,7 +159,7 @@ class SwapFile:
         with self._lock:
             self._closer()
 
-    def _begin(self, write: bool, resting: torch.Tensor, memory: torch.Tensor) -> Transfer:
+    def _begin(self, write: bool, resting: torch.Tensor, memory: torch.Tensor) -> SwapTransfer:
         nbytes = resting.numel() * resting.element_size()
         if memory.numel() * memory.element_size() != nbytes:
             raise ValueError(f"expected {nbytes} bytes, got {memory.numel() * memory.element_size()}")
@@ -168,7 +168,7 @@ class SwapFile:
         with self._lock:
             self._check_open()
             if nbytes == 0:
-                return Transfer(None, resting)
+                return SwapTransfer(None, resting)
             offset, is_end = self._place_of(resting, nbytes)
             if write and not is_end and nbytes % ALIGNMENT:
                 raise ValueError(f"expected a view that ends with a block of {ALIGNMENT} bytes, got {nbytes} bytes")
@@ -179,7 +179,7 @@ class SwapFile:
                 check = functools.partial(_compare, sums, offset, memory, padded, self.name)
             begin = self._io.write if write else self._io.read
             fd = self._fd if self._direct is None else self._direct
-            transfer = Transfer(begin(fd, memory, offset, padded, self.name), resting, check)
+            transfer = SwapTransfer(begin(fd, memory, offset, padded, self.name), resting, check)
             if self._sums is not None and write:
                 self._sums.record(offset, _bytes_of(memory, padded))
             self._under_way.add(transfer)
@@ -256,10 +256,10 @@ class SwapFile:
             raise ValueError(f"{self.name} is closed")
 
 
-class Transfer:
+class SwapTransfer:
     """A read or a write under way. Both ends live until it has ended."""
 
-    def __init__(self, request: Request | None, resting: torch.Tensor, check: Callable[[], None] | None = None) -> None:
+    def __init__(self, request: IOTask | None, resting: torch.Tensor, check: Callable[[], None] | None = None) -> None:
         self._request = request
         self._resting: torch.Tensor | None = resting
         self._check = check

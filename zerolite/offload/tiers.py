@@ -22,7 +22,7 @@ SPAN_ALIGNMENT = 4096
 dtype."""
 
 
-class Transfer(Protocol):
+class FileTransfer(Protocol):
     """A copy under way."""
 
     def wait(self) -> None:
@@ -36,9 +36,9 @@ class File(Protocol):
 
     def zeros(self, nbytes: int) -> torch.Tensor: ...
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer: ...
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> FileTransfer: ...
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer: ...
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> FileTransfer: ...
 
     def forget_cached(self) -> None: ...
 
@@ -85,11 +85,11 @@ class DryFile:
     def zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> FileTransfer:
         into.copy_(resting)
         return _Ended()
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer:
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> FileTransfer:
         resting.copy_(source)
         return _Ended()
 

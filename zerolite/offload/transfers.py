@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerolite.offload.tiers import DiskTier, Tier, Tiers
-from zerolite.offload.tiers import Transfer as FileTransfer
+from zerolite.offload.tiers import DiskTier, FileTransfer, Tier, Tiers
 from zerolite.utils.accelerator import is_dry_run
 from zerolite.utils.memory_items import HOST, STAGING, own
 from zerolite.utils.pinned_memory import host_memory

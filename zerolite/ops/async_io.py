@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from zerolite.ops.io_library import LibraryIO, why_unavailable
-from zerolite.ops.io_reference import END_OF_FILE, Outcome, PythonIO
+from zerolite.ops.io_reference import END_OF_FILE, IOResult, PythonIO
 
 logger = logging.getLogger("zerolite")
 
@@ -40,14 +40,14 @@ class Backend(Protocol):
 
     def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> int: ...
 
-    def wait(self, ticket: int, timeout_s: float) -> Outcome | None: ...
+    def wait(self, ticket: int, timeout_s: float) -> IOResult | None: ...
 
     def ended(self, ticket: int) -> bool: ...
 
     def stop(self) -> None: ...
 
 
-class Request:
+class IOTask:
     """A read or a write under way; the tensor lives until it has ended."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Request:
         self._file = file
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._outcome: Outcome | None = None
+        self._outcome: IOResult | None = None
         self._ticket = backend.submit(write, fd, tensor.data_ptr(), self._nbytes, offset)
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ class Request:
         finally:
             self._lock.release()
 
-    def _failure(self, outcome: Outcome) -> OSError:
+    def _failure(self, outcome: IOResult) -> OSError:
         what = f"{'writing' if self._write else 'reading'} {self._nbytes} bytes at byte {self._offset} of {self._file}"
         if outcome.error == END_OF_FILE:
             return UnexpectedEnd(
@@ -151,7 +151,7 @@ class AsyncIO:
         """One of :data:`BACKENDS` but "auto"."""
         return self._backend.name
 
-    def read(self, fd: int, into: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> Request:
+    def read(self, fd: int, into: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> IOTask:
         """Begin to read the bytes of an open file from ``offset`` on into a contiguous tensor on the CPU.
 
         nbytes: by default as many as the tensor has; more, if its storage goes on so far. file: its name, for errors.
@@ -159,12 +159,12 @@ class AsyncIO:
         """
         return self._begin(False, fd, into, offset, nbytes, file)
 
-    def write(self, fd: int, source: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> Request:
+    def write(self, fd: int, source: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> IOTask:
         """Begin to write the bytes of a tensor, which must not change until the request has ended. Otherwise as
         :meth:`read`."""
         return self._begin(True, fd, source, offset, nbytes, file)
 
-    def _begin(self, write: bool, fd: int, tensor: torch.Tensor, offset: int, nbytes: int | None, file: str) -> Request:
+    def _begin(self, write: bool, fd: int, tensor: torch.Tensor, offset: int, nbytes: int | None, file: str) -> IOTask:
         _check_process(self._pid)
         if self._closed:
             raise ValueError("this AsyncIO is closed")
@@ -178,7 +178,7 @@ class AsyncIO:
             raise ValueError(f"expected memory of {size} bytes, got {tensor.untyped_storage().nbytes() - start}")
         if offset < 0 or fd < 0:
             raise ValueError(f"expected an open file and a position in it, got {fd} and {offset}")
-        return Request(self._backend, write, fd, (tensor, size), offset, file or f"file {fd}")
+        return IOTask(self._backend, write, fd, (tensor, size), offset, file or f"file {fd}")
 
     def close(self) -> None:
         """Until all requests have ended; nothing can be submitted afterwards. May be called several times."""

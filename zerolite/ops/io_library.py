@@ -8,7 +8,7 @@ import functools
 import os
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
 
-from zerolite.ops.io_reference import Outcome
+from zerolite.ops.io_reference import IOResult
 from zerolite.utils.builder import op_builder
 
 ABI = 1
@@ -67,7 +67,7 @@ class LibraryIO:
             raise OSError(-ticket, f"asynchronous I/O takes no request: {os.strerror(-ticket)}")
         return ticket
 
-    def wait(self, ticket: int, timeout_s: float) -> Outcome | None:
+    def wait(self, ticket: int, timeout_s: float) -> IOResult | None:
         """None if the request has not ended after so many seconds. Its ticket is not valid afterwards."""
         outcome = _Outcome()
         error = self._library.zl_aio_wait(self._handle, ticket, int(timeout_s * 1000), outcome)
@@ -75,7 +75,7 @@ class LibraryIO:
             return None
         if error:
             raise OSError(error, f"nobody can wait for this request: {os.strerror(error)}")
-        return Outcome(outcome.error, outcome.done, outcome.position)
+        return IOResult(outcome.error, outcome.done, outcome.position)
 
     def ended(self, ticket: int) -> bool:
         answer = self._library.zl_aio_ended(self._handle, ticket)

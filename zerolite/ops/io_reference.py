@@ -14,7 +14,7 @@ END_OF_FILE = -1
 
 
 @dataclass(frozen=True)
-class Outcome:
+class IOResult:
     """How a request ended. error: 0, a number of errno, or END_OF_FILE, of the failure that comes first in the file.
     done: bytes read or written. position: of that failure in the file, in bytes; 0 if there is none."""
 
@@ -32,7 +32,7 @@ class PythonIO:
         self._block_size = block_size
         self._pool = ThreadPoolExecutor(queue_depth, thread_name_prefix="zerolite-io")
         self._tickets = itertools.count(1)
-        self._requests: dict[int, list[Future[Outcome]]] = {}
+        self._requests: dict[int, list[Future[IOResult]]] = {}
 
     def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int) -> int:
         ticket = next(self._tickets)
@@ -44,14 +44,14 @@ class PythonIO:
         ]
         return ticket
 
-    def wait(self, ticket: int, timeout_s: float) -> Outcome | None:
+    def wait(self, ticket: int, timeout_s: float) -> IOResult | None:
         """None if the request has not ended after so many seconds. Its ticket is not valid afterwards."""
         if wait(self._requests[ticket], timeout_s).not_done:
             return None
         blocks = [future.result() for future in self._requests.pop(ticket)]
         done = sum(block.done for block in blocks)
         failed = next((block for block in blocks if block.error), None)
-        return Outcome(failed.error, done, failed.position) if failed else Outcome(0, done, 0)
+        return IOResult(failed.error, done, failed.position) if failed else IOResult(0, done, 0)
 
     def ended(self, ticket: int) -> bool:
         return all(future.done() for future in self._requests[ticket])
@@ -61,7 +61,7 @@ class PythonIO:
         self._pool.shutdown()
 
 
-def _transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> Outcome:
+def _transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> IOResult:
     memory = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
     done = 0
     while done < nbytes:
@@ -71,8 +71,8 @@ def _transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> O
             else:
                 count = os.preadv(fd, [memory[done:]], offset + done)
         except OSError as error:
-            return Outcome(error.errno or errno.EIO, done, offset + done)
+            return IOResult(error.errno or errno.EIO, done, offset + done)
         if not count:
-            return Outcome(errno.EIO if write else END_OF_FILE, done, offset + done)
+            return IOResult(errno.EIO if write else END_OF_FILE, done, offset + done)
         done += count
-    return Outcome(0, done, offset + done)
+    return IOResult(0, done, offset + done)

@@ -39,7 +39,7 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """For micro-batches of some shapes. crossing: by part, where in its first module's arguments the tensors are that
     come from the part before. prefixes: by part."""
 
@@ -59,7 +59,7 @@ class Splitting:
         self.precision, self.device = Precision(), torch.device("cpu")
         self.loss_fn: LossFunction | None = None
         self._skeleton = skeleton
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, ChunkPlan] = {}
         self._hooked = False
 
     def check_running(self, model: nn.Module, args: Any) -> None:
@@ -67,7 +67,7 @@ class Splitting:
         if self.running is None:
             raise RuntimeError(NOT_WHOLE)
 
-    def plan(self, batch: MicroBatch) -> Plan:
+    def plan(self, batch: MicroBatch) -> ChunkPlan:
         """For micro-batches like this one. Raises ValueError for a model that cannot be divided there."""
         key = repr((shapes_of((batch.args, batch.kwargs, batch.target)), self.model.training))
         if key not in self._plans:
@@ -102,7 +102,7 @@ class NamedChunk:
     def __init__(self, index: int, model: nn.Module, splitting: Splitting, parameters: Sequence[nn.Parameter]) -> None:
         self.index, self.module = index, model
         self._splitting, self._parameters = splitting, list(parameters)
-        self._plan: Plan | None = None
+        self._plan: ChunkPlan | None = None
         self._received: tuple[torch.Tensor, ...] = ()
         self._leave_prefix: contextlib.ExitStack | None = None
 
@@ -243,7 +243,7 @@ class _Rehearsal:
         self._crossing: list[tuple[str, ...]] = [()]
         self._homes: dict[str, frozenset[int]] = {}
 
-    def run(self, batch: MicroBatch) -> Plan:
+    def run(self, batch: MicroBatch) -> ChunkPlan:
         splitting, model = self._splitting, self._skeleton.model
         for copied, original in zip(model.modules(), splitting.model.modules(), strict=True):
             copied.training = original.training
@@ -276,7 +276,7 @@ class _Rehearsal:
                     handle.remove()
         self._check_end(outputs)
         prefixes = [self._prefix(calls.root, part) for part in range(len(self._names) + 1)]
-        return Plan(self._crossing, prefixes)
+        return ChunkPlan(self._crossing, prefixes)
 
     def _label_parameters(self, model: nn.Module) -> None:
         parts = {name: home.parts for home in self._splitting.homes for name in home.names}

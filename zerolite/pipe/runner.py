@@ -67,7 +67,7 @@ class PipelineRunner:
         for chunk in self._chunks:
             chunk.connect(given.precision, given.device, given.loss_fn)
         self._run = make_schedule(schedule, self._stages, given.micro_batches)
-        self._meeting = Meeting(topology)
+        self._meeting = StepBarrier(topology)
         self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
 
     def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
@@ -172,7 +172,7 @@ class PipelineRunner:
 
 
 class _Work:
-    """The computations of one step: see :class:`~zerolite.pipe.stage.Work`."""
+    """The computations of one step: see :class:`~zerolite.pipe.stage.StepWork`."""
 
     def __init__(self, parts: RunnerParts, batches: list[MicroBatch], key: Any) -> None:
         self.training = bool(key[1])
@@ -219,7 +219,7 @@ class _Work:
         self._parts.window.on_engine_step()
 
 
-class Meeting:
+class StepBarrier:
     """The exchange in which all ranks learn how they fare, on the host, twice a step: a failure of one is known to all,
     and no rank waits for what does not come.
 

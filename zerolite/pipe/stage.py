@@ -59,7 +59,7 @@ def _launched_by(launch: Launch | None) -> Iterator[None]:
         torchs._batch_p2p = before
 
 
-class Work(Protocol):
+class StepWork(Protocol):
     """What a step does around the computations of its stages: the runner's part."""
 
     training: bool
@@ -82,7 +82,7 @@ class Work(Protocol):
 class Step:
     """What the stages of one rank share in one step."""
 
-    work: Work
+    work: StepWork
     failure: Exception | None = None  # the first on this rank; computations are left out from then on
     waiting: contextlib.AbstractContextManager[None] | None = None  # for a message, as far as the watchdog is to know
 

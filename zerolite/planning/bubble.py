@@ -15,7 +15,7 @@ ASSUMED = (
 )
 
 
-class Action(Protocol):
+class ActionLike(Protocol):
     """See :class:`zerolite.pipe.order.Action`."""
 
     @property
@@ -28,7 +28,7 @@ class Action(Protocol):
     def micro_batch(self) -> int: ...
 
 
-def bubble(orders: Sequence[Sequence[Action]], durations: Mapping[str, int] = DURATIONS) -> float:
+def bubble(orders: Sequence[Sequence[ActionLike]], durations: Mapping[str, int] = DURATIONS) -> float:
     """The share of a step in which ranks wait, on average: 1 - work / (ranks × time), of what each rank computes in its
     own order. Raises ValueError if the orders never come to an end."""
     ends: dict[tuple[str, int, int], int] = {}
@@ -55,7 +55,7 @@ def bubble(orders: Sequence[Sequence[Action]], durations: Mapping[str, int] = DU
     return 1 - work / (len(orders) * max(clocks)) if work else 0.0
 
 
-def _before(action: Action, parts: int) -> list[tuple[str, int, int]]:
+def _before(action: ActionLike, parts: int) -> list[tuple[str, int, int]]:
     """What must have ended when it begins: forwards (F), gradients of inputs (I)."""
     part, index = action.part, action.micro_batch
     if action.kind == "forward":
@@ -65,6 +65,6 @@ def _before(action: Action, parts: int) -> list[tuple[str, int, int]]:
     return [("F", part, index), *([("I", part + 1, index)] if part + 1 < parts else [])]
 
 
-def _gives(action: Action) -> list[tuple[str, int, int]]:
+def _gives(action: ActionLike) -> list[tuple[str, int, int]]:
     letter = {"forward": "F", "backward": "I", "backward of inputs": "I"}.get(action.kind)
     return [] if letter is None else [(letter, action.part, action.micro_batch)]

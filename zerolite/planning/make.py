@@ -11,7 +11,7 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
-from zerolite.planning.bubble import ASSUMED, Action, bubble
+from zerolite.planning.bubble import ASSUMED, ActionLike, bubble
 from zerolite.planning.dry_run import Job, Outcome, run, run_stages
 from zerolite.planning.errors import PlanError, RefusedError
 from zerolite.planning.grid_config import grid_of
@@ -320,7 +320,7 @@ def plan_of_stages(
     return told.model_copy(update=update)
 
 
-def orders_of(config: ZeroliteConfig, stages: int) -> Sequence[Sequence[Action]]:
+def orders_of(config: ZeroliteConfig, stages: int) -> Sequence[Sequence[ActionLike]]:
     """What each rank of the pipeline computes in a step."""
     from zerolite.pipe.order import orders  # only where there is a pipeline
 

@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     resized: bool = False
 
 
-class Tiers(NamedTuple):
+class OffloadDevices(NamedTuple):
     """The devices of ``offload_optimizer`` and ``offload_param``."""
 
     optimizer: str
@@ -52,7 +52,7 @@ def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteCon
 def plain_settings(config: ZeroliteConfig) -> list[Setting]:
     """Stages 0 to 3 with everything on the device, each followed by a few sizes, unless ``config`` offloads: then where
     things rest is what is compared."""
-    on_device = _offload_keys(config, Tiers("none", "none"))
+    on_device = _offload_keys(config, OffloadDevices("none", "none"))
     found = [setting for setting in _stages(config) if not (setting.resized and offloads(config))]
     return [setting._replace(keys=setting.keys | on_device) for setting in found]
 
@@ -61,9 +61,9 @@ def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
     """Each stage with what it may have elsewhere, the fewest bytes first: on the host, unless ``device`` is "cpu",
     whose memory that is; on disk where ``config`` names a folder for it; and as ``config`` says."""
     zero = config.zero_optimization
-    own = Tiers(zero.offload_optimizer.device, zero.offload_param.device)
+    own = OffloadDevices(zero.offload_optimizer.device, zero.offload_param.device)
     places = [*(["cpu"] if device != "cpu" else []), *(["nvme"] if _disk(config) else [])]
-    tried = [Tiers(place, "none") for place in places] + [Tiers(place, place) for place in places]
+    tried = [OffloadDevices(place, "none") for place in places] + [OffloadDevices(place, place) for place in places]
     if offloads(config) and own not in tried:
         tried.append(own)
     return [
@@ -97,7 +97,7 @@ def _disk(config: ZeroliteConfig) -> str | None:
     return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
 
 
-def _offload_keys(config: ZeroliteConfig, tiers: Tiers) -> dict[str, Any]:
+def _offload_keys(config: ZeroliteConfig, tiers: OffloadDevices) -> dict[str, Any]:
     """Both blocks as ``config`` has them, for other devices."""
     optimizer, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     disk = _disk(config)
@@ -112,7 +112,7 @@ def _offload_keys(config: ZeroliteConfig, tiers: Tiers) -> dict[str, Any]:
     }
 
 
-def _name(tiers: Tiers, config: ZeroliteConfig) -> str:
+def _name(tiers: OffloadDevices, config: ZeroliteConfig) -> str:
     """As in "optimizer and parameters on the host"."""
     ratio = config.zero_optimization.offload_optimizer.ratio if tiers.optimizer == "cpu" else 1.0
     optimizer = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"

@@ -21,7 +21,7 @@ MADE = "made"
 """An item of the host's memory beside those of an engine: what a model is made in, until one takes it over."""
 
 
-class Place(NamedTuple):
+class TracePoint(NamedTuple):
     """Where a run is."""
 
     phase: str
@@ -34,10 +34,10 @@ class Fullest(NamedTuple):
 
     nbytes: int
     items: dict[str, int]
-    place: Place
+    place: TracePoint
 
 
-_NOWHERE = Place("", "", "")
+_NOWHERE = TracePoint("", "", "")
 
 
 class ModulesAtWork:
@@ -114,7 +114,7 @@ class _Fresh(NamedTuple):
     """The storage that was made last, of which nobody may have said yet whose it is."""
 
     key: int
-    where: Place
+    where: TracePoint
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -196,7 +196,7 @@ class MemoryTracker(TorchDispatchMode):
     def measure_from_here(self) -> None:
         """Begin anew with the fullest moment and the items' largest."""
         self._settle()
-        self._fullest = Fullest(self.nbytes[DEVICE], self._on_device(), Place(self.phase, "", ""))
+        self._fullest = Fullest(self.nbytes[DEVICE], self._on_device(), TracePoint(self.phase, "", ""))
         self._largest = self._now()
 
     def forget_most(self) -> None:
@@ -304,7 +304,7 @@ class MemoryTracker(TorchDispatchMode):
         self.items[place][item] += nbytes
         self.nbytes[place] += nbytes
 
-    def _tell(self, item: str, place: str, nbytes: int, where: Place) -> None:
+    def _tell(self, item: str, place: str, nbytes: int, where: TracePoint) -> None:
         """What has changed, to whatever keeps the most, and to the course of the device."""
         largest = self._largest[place]
         largest[item] = max(largest[item], self.items[place][item])
@@ -316,10 +316,10 @@ class MemoryTracker(TorchDispatchMode):
         if self._events is not None:
             self._events.append((item, nbytes, where.phase, where.module))
 
-    def _here(self) -> Place:
+    def _here(self) -> TracePoint:
         if self._events is None and self.nbytes[DEVICE] <= self._fullest.nbytes:
             return _NOWHERE
-        return Place(self.phase, self.modules.now(), str(self._op))
+        return TracePoint(self.phase, self.modules.now(), str(self._op))
 
     def _in_host_memory(self) -> int:
         return self.nbytes[HOST] + (0 if self._apart else self.nbytes[DEVICE])

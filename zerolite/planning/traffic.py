@@ -13,7 +13,7 @@ MESSAGES = ("send", "receive")
 ON_HOST = "control"  # the tag of the few numbers that hosts tell each other beside all collectives
 
 
-class Call(Protocol):
+class CollectiveLike(Protocol):
     """See :class:`zerolite.comm.CollectiveCall`."""
 
     @property
@@ -36,7 +36,7 @@ class Call(Protocol):
 
 
 def summarize(
-    calls: Iterable[Call], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
+    calls: Iterable[CollectiveLike], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
 ) -> list[Traffic]:
     """One row for each operation, purpose and dimension, in the order of the bytes sent.
 

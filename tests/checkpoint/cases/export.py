@@ -20,7 +20,7 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import boxes_of_range
 from zerolite.checkpoint.checksums import entry_of
 from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
-from zerolite.checkpoint.safetensors import Entry, Header, as_bytes, build_header, read_header, tensor_on
+from zerolite.checkpoint.safetensors import Header, ToStore, as_bytes, build_header, read_header, tensor_on
 from zerolite.engine.whole_model import WholeModel
 
 Tensors = dict[str, torch.Tensor]
@@ -69,7 +69,7 @@ def make_checkpoint(
                 places.append((key, box, f"rank_{rank:05d}.safetensors", name))
     files, starts = {}, {}
     for rank, part in enumerate(parts):
-        header, of_part = build_header([Entry(n, t.dtype, tuple(t.shape)) for n, t in part.items()], {"format": "pt"})
+        header, of_part = build_header([ToStore(n, t.dtype, tuple(t.shape)) for n, t in part.items()], {"format": "pt"})
         files[f"rank_{rank:05d}.safetensors"] = header + b"".join(as_bytes(t) for t in part.values())
         starts.update(zip(part, of_part, strict=True))
     index = {

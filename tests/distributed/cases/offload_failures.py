@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint.cases.resume import differences, facts, make_engine
 from tests.distributed.cases.offload import RUNS, engine_loop
-from zerolite.ops.async_io import AsyncIO, Request
+from zerolite.ops.async_io import AsyncIO, IOTask
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def failing(at: int, count: int = 1) -> Iterator[list[str]]:
     original = AsyncIO._begin
     full, empty = os.open("/dev/full", os.O_WRONLY), os.open("/dev/null", os.O_RDONLY)
 
-    def begin(self: AsyncIO, write: bool, fd: int, *args: Any) -> Request:
+    def begin(self: AsyncIO, write: bool, fd: int, *args: Any) -> IOTask:
         seen.append("write" if write else "read")
         if at <= len(seen) - 1 < at + count:
             fd = full if write else empty
