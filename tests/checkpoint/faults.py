@@ -19,7 +19,7 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.run import Run
+from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.writing import write_checkpoint
 
@@ -184,7 +184,7 @@ def values(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-RUN = Run()
+RUN = TrainingRun()
 
 
 def about(step: int, tag: str | None = None, run: str = RUN.id) -> About:
@@ -204,7 +204,7 @@ def about(step: int, tag: str | None = None, run: str = RUN.id) -> About:
     )
 
 
-def save(save_dir: Path, step: int, tag: str | None = None, run: Run = RUN, **commit: Any) -> Path:
+def save(save_dir: Path, step: int, tag: str | None = None, run: TrainingRun = RUN, **commit: Any) -> Path:
     described = about(step, tag, run.id)
     shards = [
         shard
@@ -242,9 +242,9 @@ def load(save_dir: Path, tag: str | None = None) -> int:
     return step
 
 
-def resumed(save_dir: Path, whole: bool = True) -> Run:
+def resumed(save_dir: Path, whole: bool = True) -> TrainingRun:
     """Of another job, which has loaded the checkpoint that is found, or only its parameters."""
-    run = Run()
+    run = TrainingRun()
     loaded = CheckpointReader(find(save_dir)).manifest.about.head
     run.take_over(save_dir, complete_checkpoints(save_dir), loaded, whole)
     return run

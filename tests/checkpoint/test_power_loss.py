@@ -22,12 +22,12 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.run import Run
+from zerolite.checkpoint.run import TrainingRun
 
 
 def check_next_save(save_dir: Path, found: int) -> None:
     """Another job resumes, if there is a checkpoint, and saves; what was there stays."""
-    faults.save(save_dir, 4, run=faults.resumed(save_dir) if found else Run())
+    faults.save(save_dir, 4, run=faults.resumed(save_dir) if found else TrainingRun())
     assert faults.load(save_dir) == 4 and faults.hidden(save_dir) == []
     tags = [path.name for path in save_dir.iterdir() if (path / "manifest.json").exists()]
     assert not found or found in [faults.load(save_dir, tag) for tag in tags]
@@ -67,7 +67,7 @@ def check_crashes(
         assert done < len(changes) or found == new, "the save had returned"
         count += 1
         if deep and (after / "saved").exists() and faults.hidden(after / "saved"):
-            run = faults.resumed(after / "saved") if found else Run()
+            run = faults.resumed(after / "saved") if found else TrainingRun()
             shutil.copytree(after, after.with_name("again"))
             again = lambda path, run=run: faults.save(path, 5, "best", run=run)  # noqa: E731
             count += check_crashes(after.with_name("again"), again, {found, 5}, 5, 12, 4)

@@ -15,7 +15,7 @@ from tests.pool import Pools
 from zerolite.checkpoint.directory import MANIFEST, complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import read_manifest
-from zerolite.checkpoint.run import Run, run_of_this_job
+from zerolite.checkpoint.run import TrainingRun, run_of_this_job
 
 CASES = "tests.checkpoint.cases.runs"
 REMEDIES = 'call engine.load_checkpoint on that directory before the first save.*another directory.*"overwrite": true'
@@ -36,7 +36,7 @@ def test_another_run_is_not_harmed(ram: Path, more: dict[str, Any], harm: str) -
     faults.save(ram, 3, "best")
     before = {known.tag: known.saved_at for known in complete_checkpoints(ram)}
     with pytest.raises(CheckpointError, match=f"(?s)this save would {harm}.*of another run .*{REMEDIES}"):
-        faults.save(ram, 4, run=Run(), **more)
+        faults.save(ram, 4, run=TrainingRun(), **more)
     assert faults.load(ram) == 3
     after = {known.tag: known.saved_at for known in complete_checkpoints(ram)}
     beside = set() if more.get("tag") == "best" else {more.get("tag", "global_step4")}  # written, and nothing else
@@ -44,19 +44,19 @@ def test_another_run_is_not_harmed(ram: Path, more: dict[str, Any], harm: str) -
     for tag in beside:
         shutil.rmtree(ram / tag)
     faults.save(ram, 4, run=faults.resumed(ram), **more)
-    faults.save(ram, 5, "beside", run=Run(), save_latest=False)  # harms nothing
+    faults.save(ram, 5, "beside", run=TrainingRun(), save_latest=False)  # harms nothing
 
 
 def test_without_the_file_latest_the_newest_counts(ram: Path) -> None:
     faults.save(ram, 1)
     (ram / "latest").unlink()
     with pytest.raises(CheckpointError, match="move 'latest' away from checkpoint 'global_step1'"):
-        faults.save(ram, 2, run=Run())
+        faults.save(ram, 2, run=TrainingRun())
 
 
 def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
     """Also elsewhere: a run saves into two directories, and the next job loads from one of them."""
-    first = Run()
+    first = TrainingRun()
     faults.save(ram / "a", 1, run=first)
     faults.save(ram / "b", 2, "best", run=first)
     second = faults.resumed(ram / "a")
@@ -92,7 +92,7 @@ def test_two_jobs_resume_from_one_checkpoint(ram: Path, earlier: bool) -> None:
 def test_a_save_while_another_job_loads(ram: Path) -> None:
     """What was saved meanwhile is not the loading job's."""
     faults.save(ram, 1)
-    there, late = complete_checkpoints(ram), Run()
+    there, late = complete_checkpoints(ram), TrainingRun()
     winner = faults.resumed(ram)
     faults.save(ram, 2, run=winner)
     late.take_over(ram, there, there[0], resumed=True)
@@ -102,7 +102,7 @@ def test_a_save_while_another_job_loads(ram: Path) -> None:
 
 
 def test_one_job_loads_again_and_saves_over_copies(ram: Path) -> None:
-    run = Run()
+    run = TrainingRun()
     for step in (1, 2):
         faults.save(ram, step, run=run)
     shutil.copytree(ram / "global_step2", ram / "best")
@@ -122,15 +122,15 @@ def test_what_names_no_run_is_replaced(ram: Path) -> None:
     assert later.id
     faults.save(ram, 3, run=later, keep_last=1)
     (ram / "global_step3" / MANIFEST).write_text("{")
-    faults.save(ram, 3, run=Run())
+    faults.save(ram, 3, run=TrainingRun())
 
 
 def test_overwrite(ram: Path) -> None:
     """What is there at the first save; a job that comes later is told all the same."""
     faults.save(ram, 1)
-    run = Run()
+    run = TrainingRun()
     faults.save(ram, 1, run=run, overwrite=True)
-    other = Run()
+    other = TrainingRun()
     faults.save(ram, 2, run=other, overwrite=True)
     with pytest.raises(CheckpointError, match="another run"):
         faults.save(ram, 3, run=run, overwrite=True)
@@ -143,7 +143,7 @@ def test_jobs_race_for_one_directory(ram: Path) -> None:
 
         def job(directory: Path = ram / str(trial), told: list[str] = told) -> None:
             try:
-                faults.save(directory, 1, run=Run())
+                faults.save(directory, 1, run=TrainingRun())
             except CheckpointError as error:
                 told.append(str(error))
 

@@ -20,7 +20,7 @@ from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
 from zerolite.checkpoint.planner import Shard, Target
 from zerolite.checkpoint.reader import CheckpointReader, part_of
-from zerolite.checkpoint.run import Run
+from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.storage import CheckpointStorageReader, CheckpointWriter, Commit, now
 from zerolite.checkpoint.writing import write_checkpoint
 
@@ -32,7 +32,7 @@ def about(tag: str = "a", steps: int = 1) -> About:
 
 
 def commit(directory: Path, tag: str = "a") -> Commit:
-    return Commit(directory, about(tag), STATE, Run())
+    return Commit(directory, about(tag), STATE, TrainingRun())
 
 
 def shards_of(key: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[Shard]:
