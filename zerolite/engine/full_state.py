@@ -331,6 +331,7 @@ def _agree(
         )
         flags[-1] = len(unexpected)
     flags = flags.to(device)
+    # All ranks need the names that rank 0 has, and make the same message of them: no errors are exchanged.
     comm.broadcast(flags, "initial_sync")
     codes = [int(value) for value in host_values(flags)]
     missing = [name for name, code in zip(names, codes, strict=False) if code == 0]

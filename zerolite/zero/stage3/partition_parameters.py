@@ -476,6 +476,7 @@ class GatheredParameters:
             flags[position] = changed.to(torch.int64)
             if same and address(data) != address(handle.view):
                 handle.parameter.data = handle.view
+        # All ranks make the same message of the same flags, so there is no text to exchange.
         self._handles[0].comm.all_reduce_max(flags, "parameters")
         guilty = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]
         if guilty:
