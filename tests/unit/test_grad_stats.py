@@ -51,7 +51,8 @@ def stats_of(parts, used, probes=()):
     flat = torch.full((layout.buckets[0].numel,), math.nan)  # padding must not count
     for slot, part in zip(layout.slots, parts, strict=True):
         flat[slot.start : slot.end] = part
-    collector = StatsCollector(layout, fragments, Communicator(), torch.device("cpu"))
+    collector = StatsCollector(Communicator(), torch.device("cpu"))
+    collector.use(layout, fragments)
     vector = collector.collect([flat], set(used), list(probes))
     return vector, vector.get()
 
@@ -81,7 +82,8 @@ def test_clip_coefficient_is_torchs(norm):
 
 def test_weights_reach_the_device_without_a_copy(monkeypatch):
     layout = PartitionLayout.build([ParameterSpec("w", 4)], 1, 64)
-    collector = StatsCollector(layout, list(layout.fragments(0)), Communicator(), torch.device("cpu"))
+    collector = StatsCollector(Communicator(), torch.device("cpu"))
+    collector.use(layout, list(layout.fragments(0)))
     part = torch.ones(layout.buckets[0].numel)
     collector.collect([part], {0}, [], weighted=True, weight=3.0)
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("values made on the host"))
@@ -91,7 +93,8 @@ def test_weights_reach_the_device_without_a_copy(monkeypatch):
 
 def test_the_squares_of_one_rank_alone_tell_that_it_was_that_one():
     layout = PartitionLayout.build([ParameterSpec("w", 4)], 1, 64)
-    collector = StatsCollector(layout, list(layout.fragments(0)), Communicator(), torch.device("cpu"))
+    collector = StatsCollector(Communicator(), torch.device("cpu"))
+    collector.use(layout, list(layout.fragments(0)))
     part = torch.ones(layout.buckets[0].numel)
     assert collector.collect([part], {0}, []).get().bad_ranks == ()
     part[layout.slots[0].start] = math.nan

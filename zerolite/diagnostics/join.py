@@ -229,8 +229,7 @@ class Join:
         coordinator = self._owner.coordinator
         if coordinator is not None:
             coordinator.comm.guard = lambda op: None if op == "gather_shards" else self._guard(op)
-            coordinator.before_launch = self._before_launch
-            coordinator.before_external = lambda unit, index: self._note(Command.EXTERNAL, unit, index)
+            coordinator.listen(self)
 
     def _remove(self) -> None:
         self._pipeline.commands = self._reducer.commands = unannounced
@@ -238,18 +237,24 @@ class Join:
         self._reducer.share = 1.0
         coordinator = self._owner.coordinator
         if coordinator is not None:
-            coordinator.comm.guard = coordinator.before_launch = coordinator.before_external = None
+            coordinator.comm.guard = None
+            coordinator.listen(None)
             coordinator.schedule.resume()
 
     def _note(self, command: Command, *numbers: int) -> None:
         with self.announce(command, *numbers):
             pass
 
-    def _before_launch(self, keys: Sequence[int]) -> None:
+    def before_launch(self, indices: Sequence[int]) -> None:
+        """Announce gathers that no announced forward or backward implies. Called by the coordinator."""
         coordinator = self._owner.coordinator
         assert coordinator is not None
         if self._finished or not coordinator.busy:
-            self._note(Command.GATHER, *keys)
+            self._note(Command.GATHER, *indices)
+
+    def before_external(self, unit: int, index: int) -> None:
+        """Announce a parameter that a unit gathers from now on. Called by the coordinator."""
+        self._note(Command.EXTERNAL, unit, index)
 
     def _guard(self, op: str) -> None:
         """Before a collective of the engine's communicators."""

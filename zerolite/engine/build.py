@@ -85,6 +85,7 @@ from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.grad_stats import StatsCollector
 from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
 from zerolite.zero.observers import Observers
 from zerolite.zero.publisher import Publisher
@@ -381,7 +382,8 @@ class _Assembly:
         reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index, keep, alone)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         closes = self.window.next_backward_closes
-        resting = RestingGradients(self.tiers, self.transfers)
+        collector = StatsCollector(comm, self.device)
+        resting = RestingGradients(self.tiers, self.transfers, collector.note)
         self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting, self.observers)
         choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
@@ -411,6 +413,7 @@ class _Assembly:
             UnusedParameters(
                 config.zero_optimization.ignore_unused_parameters, functools.partial(_gone, self.model, buffer)
             ),
+            collector,
             self.observers,
         )
 

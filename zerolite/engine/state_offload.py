@@ -91,7 +91,7 @@ class StateOffload:
         self._synchronize()  # before the host's memory goes
         self._out, self._pipeline.away = [], False
         if self._coordinator is not None:
-            self._coordinator.before_launch = None
+            self._coordinator.listen(None)
         for parameter in self._parts.module.parameters():
             take_back(parameter)
 
@@ -127,7 +127,7 @@ class StateOffload:
             self._whole = [handle for handle in self._coordinator.handles if handle.persistent]
             for handle in self._whole:
                 handle.release()
-            self._coordinator.before_launch = lambda keys: self._pipeline.check_here()
+            self._coordinator.listen(_Refusal(self._pipeline))
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
         parts = self._parts
@@ -147,6 +147,19 @@ class StateOffload:
         host must wait, for its own."""
         if self._parts.device.type == "cuda":
             torch.cuda.current_stream(self._parts.device).synchronize()
+
+
+class _Refusal:
+    """Refuses gathers while states are out (:class:`GatherListener`)."""
+
+    def __init__(self, pipeline: StepPipeline) -> None:
+        self._pipeline = pipeline
+
+    def before_launch(self, indices: Sequence[int]) -> None:
+        self._pipeline.check_here()
+
+    def before_external(self, unit: int, index: int) -> None:
+        """Nothing is gathered for it yet."""
 
 
 def _kinds(include: Iterable[Any] | None) -> list[str]:

@@ -23,8 +23,8 @@ class RestingGradients:
     """Of one rank; nothing here is a collective. ``on_leaving(bucket, gradient)`` is called with every mean gradient
     that leaves the device, while it is still there."""
 
-    def __init__(self, tiers: Tiers, transfers: Transfers) -> None:
-        self.on_leaving: Callable[[int, torch.Tensor], None] = lambda bucket, gradient: None
+    def __init__(self, tiers: Tiers, transfers: Transfers, on_leaving: Callable[[int, torch.Tensor], None]) -> None:
+        self._on_leaving = on_leaving
         self.longest = 0  # bytes of a bucket's gradient, at most
         self._tiers = tiers
         self._transfers = transfers
@@ -41,7 +41,7 @@ class RestingGradients:
         """Where ``gradient``, on the device, rests from now on; itself where that is the device."""
         if not self.away(bucket):
             return own(gradient, GRADIENTS)
-        self.on_leaving(bucket, gradient)
+        self._on_leaving(bucket, gradient)
         own(gradient, BUCKETS)
         for leaving in self._leaving.values():
             with contextlib.suppress(OSError):  # it is raised by whoever waits

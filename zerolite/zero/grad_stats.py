@@ -214,15 +214,15 @@ class StatsCollector:
     """Sums squares over what this rank owns and adds over ranks: one small all-reduce a step, and no copy from the
     host in it."""
 
-    def __init__(
-        self,
-        layout: PartitionLayout,
-        fragments: Sequence[Fragment],
-        comm: Communicator,
-        device: torch.device,
-        across: Across | None = None,
-    ) -> None:
-        """comm: the data ranks. across: the others, where the model has parts."""
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        """comm: the data ranks."""
+        self._comm = comm
+        self._device = device
+
+    def use(self, layout: PartitionLayout, fragments: Sequence[Fragment], across: Across | None = None) -> None:
+        """Take a layout, of which this rank owns ``fragments``. across: the ranks that are no data ranks, where the
+        model has parts. Between steps; what has been noted is forgotten."""
+        device = self._device
         self._across = across
         self._inputs: torch.Tensor | None = None  # a hash of what forwards were given since the last step
         self._counted: torch.Tensor | None = None  # 1 for parameters whose squares count
@@ -233,8 +233,6 @@ class StatsCollector:
             self._counted, self._wanted = made[:, 0], made[:, 1]
         self._count = len(layout.slots)
         self._fragments = list(fragments)
-        self._comm = comm
-        self._device = device
         self._launches: dict[tuple[torch.dtype | None, ...], list[_Launch]] = {}
         self._noted: set[int] = set()  # buckets whose gradients have left the device, with their squares here:
         self._squares: torch.Tensor | None = None  # by parameter; each is in one bucket

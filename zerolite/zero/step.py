@@ -117,9 +117,11 @@ class StepPipeline:
         device: torch.device,
         transfers: Transfers,
         unused: UnusedParameters,
+        collector: StatsCollector,
         observers: Observers,
     ) -> None:
         self.unused = unused
+        self._collector = collector
         self._observers = observers
         self._sharded: ShardedParameters | None = None
         self.trace: TraceCheck | None = None  # stage 3's schedule, whose trace the ranks compare
@@ -160,8 +162,7 @@ class StepPipeline:
         """Look at the layout anew: it has other buckets than before. Between steps."""
         layout = self._buffer.layout
         fragments = list(layout.fragments(self._buffer.rank))
-        self._collector = StatsCollector(layout, fragments, self._comm, self._device, self._across)
-        self._reducer.resting.on_leaving = self._collector.note
+        self._collector.use(layout, fragments, self._across)
         self._sweep.plan()
         if self._checks is not None:
             self._checks.replan()

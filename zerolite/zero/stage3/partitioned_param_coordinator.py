@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -59,6 +59,16 @@ class Unit:
     def reset(self) -> None:
         """No use is open any more."""
         self.uses, self.inside = 0, None
+
+
+class GatherListener(Protocol):
+    """What is told of gathers before this rank launches them, on all ranks in the same order."""
+
+    def before_launch(self, indices: Sequence[int]) -> None:
+        """These parameters are about to be gathered, in one launch."""
+
+    def before_external(self, unit: int, index: int) -> None:
+        """From now on ``unit`` gathers a parameter that it turns out to use."""
 
 
 class StepLinks(NamedTuple):
@@ -148,12 +158,15 @@ class PartitionedParameterCoordinator:
         self.thread = threading.get_ident()  # of the last forward
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
         # What engine.join() wants to know of: gathers, and parameters that a unit turns out to use.
-        self.before_launch: Callable[[Sequence[int]], None] | None = None
-        self.before_external: Callable[[int, int], None] | None = None
+        self.listener: GatherListener | None = None
         self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
         self.itself = weakref.ref(self)
         for index, handle in enumerate(self.handles):
             handle.manager, handle.key, handle.clock = self.itself, index + 1, self._clock_of_updates
+
+    def listen(self, listener: GatherListener | None) -> None:
+        """Tell ``listener`` of gathers from now on, instead of the one before; None: nobody."""
+        self.listener = listener
 
     def assign(self, module: torch.nn.Module, unit: Unit) -> None:
         """``module`` is the unit, or part of it."""
@@ -172,8 +185,8 @@ class PartitionedParameterCoordinator:
 
     def _add_parameter(self, unit: int, index: int) -> None:
         if index not in self.schedule.parameters_of(unit):
-            if self.before_external is not None:
-                self.before_external(unit, index)
+            if self.listener is not None:
+                self.listener.before_external(unit, index)
             self.schedule.add_parameter(unit, index)
             if unit in self._tables:  # its values are needed from now on, in a backward that is under way too
                 self._tables.remove(unit)

@@ -384,8 +384,8 @@ def launch(members: Sequence[PartitionedParameter]) -> None:
     manager = members[0].manager() if members[0].manager is not None else None
     if manager is not None:
         manager.schedule.note_gather(members[0].key, len(members))
-        if manager.before_launch is not None:
-            manager.before_launch([member.key - 1 for member in members])
+        if manager.listener is not None:
+            manager.listener.before_launch([member.key - 1 for member in members])
     reader, pending, arrival = members[0].reader, None, None
     try:
         moved = [member for member in members if member.storage is not None]
