@@ -11,7 +11,7 @@ from zerolite.zero.grad_stats import Extra
 from zerolite.zero.spans import Span
 
 
-class StepChecks(Extra, Protocol):
+class UpdateChecks(Extra, Protocol):
     """Numbers that travel with the step's statistics, and what follows from them.
 
     :meth:`note` is called by each rank when it reads the statistics; the others by all ranks in the same place, where

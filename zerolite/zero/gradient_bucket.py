@@ -11,9 +11,10 @@ import torch
 
 from zerolite.comm import Communicator, Pending
 from zerolite.utils.accelerator import address
+from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_items import BUCKETS, GRADIENTS, own
 from zerolite.zero.bucket_filler import BucketFiller, Held, Run, many_small, runs_of
-from zerolite.zero.bucket_state import HALF, BucketPool, ReductionOptions
+from zerolite.zero.bucket_state import BucketPool, ReductionOptions
 from zerolite.zero.buffer import destinations, zero_slot
 from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Bucket, Slot

@@ -19,7 +19,7 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.checks import StepChecks, UpdateLook
+from zerolite.zero.checks import UpdateChecks, UpdateLook
 from zerolite.zero.commands import Command, Commands, bits_of, unannounced
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import (
@@ -147,7 +147,7 @@ class StepPipeline:
         self._agreed = True  # whether all ranks gave the same
         numel = options.update_numel
         self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, transfers, numel)
-        self._checks: StepChecks | None = None
+        self._checks: UpdateChecks | None = None
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
         self._torn = ""  # why masters are not all of one step
         self._across: Across | None = None
@@ -167,7 +167,7 @@ class StepPipeline:
         if self._checks is not None:
             self._checks.replan()
 
-    def check_with(self, checks: StepChecks, look: UpdateLook | None) -> None:
+    def check_with(self, checks: UpdateChecks, look: UpdateLook | None) -> None:
         """Check more than gradients from now on; look: at what updates do. Before the first step."""
         self._checks, self._sweep.look = checks, look
 
