@@ -94,6 +94,14 @@ def test_what_rests_off_the_device(pools: Pools, stage: int, offload: str, preci
     check(pools, 2, "odd", first=False, stage=stage, buckets="small", precision=precision, offload=offload)
 
 
+def test_inputs_of_checkpoints_on_the_host(pools: Pools) -> None:
+    block = {"modules": ["Block"], "cpu_checkpointing": True}
+    setting = {"stage": 1, "buckets": "small", "activation_checkpointing": block}
+    (measured,) = pools(1).run(f"{CASES}:measured", {"kind": "gpt", **setting}, timeout=180)
+    made = planned("gpt", 1, 0, **setting)
+    assert made.host is not None and made.host[ACTIVATIONS] == measured.host[ACTIVATIONS] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("buckets", BUCKETS)
 @pytest.mark.parametrize("kind", MODELS)

@@ -15,7 +15,8 @@ from zerolite.comm.null import NullCommunicator
 from zerolite.comm.wire import DryWire
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
-from zerolite.utils.accelerator import dry_run
+from zerolite.planning.fakes import DryMachine
+from zerolite.utils.accelerator import use_machine
 from zerolite.zero import grad_reducer
 from zerolite.zero.gradient_bucket import GradientBucket
 
@@ -73,7 +74,7 @@ class Simulated(NullCommunicator):
 
 @pytest.fixture(autouse=True)
 def without_ranks() -> Iterator[None]:
-    with dry_run():
+    with use_machine(DryMachine()):
         yield
 
 

@@ -21,7 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from tests.unit.test_launches import UP_AND_DOWN, Simulated, Unordered, make_engine, stack, train
 from zerolite.comm import Pending
-from zerolite.utils.accelerator import dry_run
+from zerolite.planning.fakes import DryMachine
+from zerolite.utils.accelerator import use_machine
 from zerolite.zero.stage3.released_parameter import ArrivingParameter
 
 
@@ -53,7 +54,7 @@ class Late(Simulated):
 
 @pytest.fixture(autouse=True)
 def without_ranks() -> Iterator[None]:
-    with dry_run():
+    with use_machine(DryMachine()):
         yield
 
 

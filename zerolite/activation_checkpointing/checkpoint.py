@@ -25,7 +25,6 @@ from zerolite.activation_checkpointing.kept import Keeper, KeptInput
 from zerolite.activation_checkpointing.memory import DeviceMemory, HostBuffers, MemorySource, OneBuffer
 from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig
-from zerolite.utils.accelerator import is_dry_run
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # of torch's checkpoint
 
@@ -74,7 +73,7 @@ class Checkpointing:
             source = HostBuffers(cuda, copies.finish)
         if settings.contiguous_memory_optimization and settings.number_checkpoints is not None:
             source = OneBuffer(source, settings.number_checkpoints)
-        cuts = _Cuts(group) if settings.partition_activations else _no_cut
+        cuts = _Cuts(group if settings.partition_activations else lambda: None)
         return Keeper(self._device, source, cuts, copies, self.clock)
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,16 +141,12 @@ class _Cuts:
         self._latest: tuple[Communicator, ActivationShards] | None = None
 
     def __call__(self) -> ActivationShards | None:
-        comm = None if is_dry_run() else self._group()
+        comm = self._group()
         if comm is None or comm.world_size == 1:
             return None
         if self._latest is None or self._latest[0] is not comm:
             self._latest = (comm, ActivationShards(comm))
         return self._latest[1]
-
-
-def _no_cut() -> ActivationShards | None:
-    return None
 
 
 class _Call:

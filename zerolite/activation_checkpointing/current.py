@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -46,6 +48,18 @@ def replace_configured(settings: ActivationCheckpointingConfig | None, group: Co
     _group = group
     device = default_device(local_rank())
     _configured = None if settings is None else Checkpointing(settings, device, group_of_parts, tell, counts=True)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, calls outside of engines keep inputs in memory of their own, whole and untold: those of a dry run."""
+    global _configured, _group
+    before = _configured, _group
+    replace_configured(None if _configured is None else _configured.settings, None, lambda step, times: None)
+    try:
+        yield
+    finally:
+        _configured, _group = before
 
 
 def group_of_parts() -> Communicator | None:

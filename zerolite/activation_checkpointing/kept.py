@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerolite.activation_checkpointing.clock import GATHER, TO_DEVICE, TO_HOST, CheckpointClock, span
 from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
 from zerolite.activation_checkpointing.cut import ActivationShards, checksum
 from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
-from zerolite.utils.accelerator import is_fake
 from zerolite.utils.memory_items import HOST
 
 SMALLEST = 4096
@@ -87,7 +87,7 @@ class Keeper:
         """Whether ``value`` is kept here. Not: parameters and other leaves, which are there all the time; what is
         elsewhere, small, or not dense."""
         return (
-            (type(value) is torch.Tensor or (isinstance(value, torch.Tensor) and is_fake(value)))
+            type(value) in (torch.Tensor, FakeTensor)
             and not isinstance(value, torch.nn.Parameter)
             and not (value.requires_grad and value.is_leaf)
             and value.device == self._device

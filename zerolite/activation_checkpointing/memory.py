@@ -9,9 +9,8 @@ from typing import Protocol
 
 import torch
 
-from zerolite.utils.accelerator import is_dry_run
+from zerolite.utils.accelerator import machine
 from zerolite.utils.memory_items import ACTIVATIONS, DEVICE, HOST, own
-from zerolite.utils.pinned_memory import host_memory
 
 logger = logging.getLogger("zerolite")
 
@@ -74,8 +73,6 @@ class HostBuffers:
         weakref.finalize(self, quiet).atexit = False
 
     def take(self, nbytes: int) -> BorrowedMemory:
-        if is_dry_run():
-            return BorrowedMemory(own(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), ACTIVATIONS, HOST))
         length = -(-nbytes // _BLOCK) * _BLOCK
         fitting = [index for index, memory in enumerate(self._free) if memory.numel() >= length]
         if fitting:
@@ -85,7 +82,7 @@ class HostBuffers:
                 self._quiet()
                 self._free.pop()
             with torch.inference_mode(False):
-                memory = own(host_memory(length, self._pin), ACTIVATIONS, HOST)
+                memory = own(machine().host_memory(length, self._pin), ACTIVATIONS, HOST)
         return _returning(memory, self._give_back)
 
     def memory(self) -> list[torch.Tensor]:
@@ -103,15 +100,12 @@ class OneBuffer:
         self.place = source.place
         self._source = source
         self._number = number
-        self._dry = is_dry_run()  # its tensors are of no use elsewhere, and the other way round
         self._slot = 0  # bytes
         self._whole: BorrowedMemory | None = None
         self._free: list[torch.Tensor] = []
         self._told = False
 
     def take(self, nbytes: int) -> BorrowedMemory:
-        if is_dry_run() is not self._dry:
-            return self._source.take(nbytes)
         if nbytes > self._slot and not self._in_use():
             self._make(-(-nbytes // _BLOCK) * _BLOCK)
         if nbytes <= self._slot and self._free:

@@ -102,7 +102,7 @@ class Communicator:
         """wire: what the collectives go over; none for one process on its own."""
         self.wire: Wire = DryWire(0, 1) if wire is None else wire
         self.rank, self.world_size = self.wire.rank, self.wire.world_size
-        self.main = self.wire.main  # whether this is the job's first rank, which speaks for all
+        self.main = wire is None or wire.main  # whether this is the job's first rank, which speaks for all
         self.peers_agree = wire is not None and wire.peers_agree  # the others are taken for copies of this rank
         self.guard: Callable[[str], None] | None = None  # called with its name before every collective
         self.flight = Flight()

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from zerolite.comm.arrival import meet, open_store
 from zerolite.comm.flight import blocked
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
-from zerolite.utils.accelerator import default_device, is_dry_run, make_current
+from zerolite.utils.accelerator import default_device, machine, make_current
 from zerolite.utils.listening import is_loopback, loopback_interface
 from zerolite.utils.network import GLOO_VARIABLE, interface_towards
 
@@ -160,7 +160,7 @@ def init_distributed(
     Called on all ranks; ``zerolite.initialize`` calls it first.
     """
     global _started_here
-    if dist.is_initialized() or is_dry_run():
+    if dist.is_initialized() or not machine().joins_jobs:
         return
     if not dist.is_available():
         raise RuntimeError("init_distributed: this build of torch has no torch.distributed; install one that has it")

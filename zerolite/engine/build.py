@@ -80,7 +80,7 @@ from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.precision.loss_scaler import LossScaler
-from zerolite.utils.accelerator import host_value, is_dry_run
+from zerolite.utils.accelerator import host_value
 from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.buffer import ParameterBuffer
@@ -162,7 +162,7 @@ def build_engine(
     chosen = choose_optimizer(optimizer, resolved, policy, groups, topology.tensor.world_size > 1)
     if chosen.made is not None and chosen.made is not optimizer:  # a function has made it just now
         check_made_optimizer(chosen.made, model, comm, device)
-    if chosen.untested and comm.main and not is_dry_run():
+    if chosen.untested and comm.main:
         logger.warning(
             "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "
             "more than the element's own gradient and state (norms, rows and columns), its results are wrong"
@@ -216,7 +216,7 @@ class _Assembly:
         self.observers = Observers()
         self.tiers = tiers_of(config, device, kind, comm)
         self.transfers = Transfers(self.tiers)
-        if comm.main and not is_dry_run():
+        if comm.main:
             warn_of_few_threads(self.tiers, os.environ)
 
     def make_parts(self, make_inner: Any, groups: Groups) -> None:
@@ -367,7 +367,7 @@ class _Assembly:
         else:
             numel = bucket_numel(self.specs, config, comm.world_size)
             layout = PartitionLayout.build(self.specs, comm.world_size, numel)
-            if self.whole and comm.main and not is_dry_run():
+            if self.whole and comm.main:
                 _warn_of_padding(layout)
             self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer, self.tiers)
             fill_buckets(self.buffer, precision, comm, device)

@@ -37,7 +37,7 @@ class EvaluationPipeline(StepPipeline):
         assert self.trace is not None
         vote = trace_vote(self.trace)
         highest, lowest = vote, -vote
-        if self._comm.world_size > 1 and not self._comm.peers_agree:
+        if self._comm.world_size > 1:
             highest, lowest = largest([vote, -vote], self._comm, self._device, "stats")
         self._agreed, self._last_vote = lowest == -highest, vote
         self._decide_on_trace()

@@ -12,7 +12,6 @@ from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.agreement import check_agreement, describe_config, describe_process, joined
 from zerolite.engine.full_state import guard_parts
-from zerolite.utils.accelerator import is_dry_run
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import Staged
@@ -50,14 +49,11 @@ def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, dev
     from zerolite.tensor_parallel.plan import unmatched
 
     stages = topology.pipe.world_size
-    if stages == 1 or is_dry_run():
-        tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=stages > 1)
-        return
     unused = RaiseTogether(HostGroup(topology.pipe, "parts"), "zerolite.initialize", ValueError).gather(
-        lambda: tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=True)
+        lambda: tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=stages > 1)
     )
     nowhere = set.intersection(*map(set, unused))
-    if nowhere:
+    if nowhere and len(unused) == stages > 1:  # a dry run hears of one
         raise ValueError(f"tensor_parallel.plan: {unmatched(min(nowhere), ())}, on any stage")
 
 
@@ -74,7 +70,7 @@ def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topolog
     if not any(wanted.values()):
         return config
     here = {key: frozenset(p for p in patterns if _some_match(model, p)) for key, patterns in wanted.items()}
-    told = HostGroup(topology.pipe, "parts").gather(here) if not is_dry_run() else [here]
+    told = HostGroup(topology.pipe, "parts").gather(here)
     everywhere = {key: frozenset().union(*(of_stage[key] for of_stage in told)) for key in wanted}
     errors = [
         (key, f'expected patterns of modules in the model, got "{pattern}", which matches none on any stage')
@@ -82,7 +78,7 @@ def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topolog
         for pattern in patterns
         if pattern not in everywhere[key]
     ]
-    if errors and not is_dry_run():
+    if errors and len(told) == topology.pipe.world_size:  # a dry run hears of one stage
         raise ConfigError(errors)
     kept = {key: tuple(p for p in patterns if p in here[key]) for key, patterns in wanted.items()}
     checkpointing = {"modules": kept["activation_checkpointing.modules"]}

@@ -15,9 +15,9 @@ from zerolite.comm import Communicator, HostGroup, RaiseTogether
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zerolite.offload.swap_file import SwapFile
-from zerolite.offload.tiers import DiskTier, DryFile, HostTier, Tier, Tiers
+from zerolite.offload.tiers import DiskTier, HostTier, Tier, Tiers
 from zerolite.ops.async_io import AsyncIO
-from zerolite.utils.accelerator import is_dry_run
+from zerolite.utils.accelerator import machine
 from zerolite.utils.memory_items import DEVICE
 
 logger = logging.getLogger("zerolite")
@@ -27,7 +27,7 @@ def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Comm
     """The tiers that ``zero_optimization`` asks for. kind: type of the device for which memory is managed. Raises
     OSError on all ranks if one of them cannot make a file where ``nvme_path`` says. Called on all ranks."""
     zero = config.zero_optimization
-    if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device) or is_dry_run():
+    if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device):
         return _make(config, device, kind, comm.rank)
     ranks = RaiseTogether(HostGroup(comm, "offload"), "zerolite.initialize", OSError)
     return ranks.run(lambda: _make(config, device, kind, comm.rank))
@@ -88,6 +88,7 @@ class _Disk:
         self._io: AsyncIO | None = None
 
     def file(self, directory: str, key: str) -> SwapFile:
+        _warn_of_memory(directory, key)
         if self._io is None:
             self._io = AsyncIO(
                 block_size=self._aio.block_size,
@@ -104,12 +105,9 @@ def _tier(block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.devi
     if not block.enabled:
         return Tier(device)
     if block.device == "cpu":
-        return HostTier(pin, fake=is_dry_run())
+        return HostTier(pin)
     directory, key = os.path.expanduser(str(block.nvme_path)), f"zero_optimization.{name}.nvme_path"
-    if is_dry_run():
-        return DiskTier(DryFile(), pin)
-    _warn_of_memory(directory, key)
-    return DiskTier(disk.file(directory, key), pin)
+    return DiskTier(machine().file(lambda: disk.file(directory, key)), pin)
 
 
 @functools.cache

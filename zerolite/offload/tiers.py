@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
+from zerolite.utils.accelerator import machine
 from zerolite.utils.memory_items import DEVICE, DISK, HOST, own
-from zerolite.utils.pinned_memory import host_memory
 
 SPAN_ALIGNMENT = 4096
 """Parts of a shard that are moved by themselves begin at multiples of so many elements: whole blocks of a disk in every
@@ -62,39 +62,13 @@ class HostTier(Tier):
 
     place = HOST
 
-    def __init__(self, pin: bool, fake: bool = False) -> None:
-        """fake: of a dry run."""
+    def __init__(self, pin: bool) -> None:
         super().__init__(torch.device("cpu"))
         self.pin = pin
-        self._fake = fake
 
     def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
-        if self._fake:
-            return super().zeros(numel, dtype, item)
-        return own(host_memory(numel * dtype.itemsize, self.pin).view(dtype), item, self.place)
-
-
-class _Ended:
-    def wait(self) -> None:
-        return
-
-
-class DryFile:
-    """A file of a dry run, which has no bytes."""
-
-    def zeros(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> FileTransfer:
-        into.copy_(resting)
-        return _Ended()
-
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> FileTransfer:
-        resting.copy_(source)
-        return _Ended()
-
-    def forget_cached(self) -> None:
-        return
+        memory = machine().host_memory(numel * dtype.itemsize, self.pin)
+        return own(memory.view(dtype), item, self.place)
 
 
 class DiskTier(Tier):
@@ -165,7 +139,7 @@ class Tiers:
         if isinstance(tier, DiskTier) and (stays or numel <= self.max_in_host):
             if not stays:
                 self.max_in_host -= numel
-            return HostTier(tier.pin, fake=isinstance(tier.file, DryFile))
+            return HostTier(tier.pin)
         return tier
 
     def updates_on_host(self, bucket: int) -> bool:

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from zerolite.offload.tiers import DiskTier, FileTransfer, Tier, Tiers
-from zerolite.utils.accelerator import is_dry_run
+from zerolite.utils.accelerator import machine
 from zerolite.utils.memory_items import HOST, STAGING, own
-from zerolite.utils.pinned_memory import host_memory
 
 _BLOCK = 4096  # bytes: what is written to disk directly ends at a multiple
 _LARGER = 4  # a buffer may be so many times larger than what is asked of it,
@@ -140,17 +139,11 @@ class StagingPool:
             self._free = [other for other in self._free if other is not memory]
         else:
             with torch.inference_mode(False):  # whose tensors could not be written later
-                memory = own(self._make(nbytes, like), STAGING, HOST)
+                memory = own(machine().host_memory(nbytes, self._pin, like), STAGING, HOST)
             storage = memory.untyped_storage()
             key = storage._cdata
             self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
-
-    def _make(self, nbytes: int, like: torch.Tensor | None) -> torch.Tensor:
-        if not is_dry_run():
-            return host_memory(nbytes, self._pin)
-        make = torch.empty if like is None else like.new_empty
-        return make(nbytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """A tensor of :meth:`take` is not used any more."""

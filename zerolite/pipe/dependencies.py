@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.utils.accelerator import FakeMode, is_dry_run
+from zerolite.utils.accelerator import FakeMode, fake_mode
 from zerolite.utils.nested import find_tensors
+from zerolite.zero.sharded_grad import written_arguments
 
 Labels = frozenset[str]
 NOTHING: Labels = frozenset()
@@ -27,8 +28,8 @@ NOTHING: Labels = frozenset()
 @contextlib.contextmanager
 def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
     """Inside, the parameters and buffers of a skeleton's ``model`` are fake tensors on ``device``, floating parameters
-    in ``dtype`` (None: their own). Gives the mode, None inside a dry run, which has one."""
-    mode = None if is_dry_run() else FakeMode()
+    in ``dtype`` (None: their own). Gives the mode, None inside one of a dry run."""
+    mode = None if fake_mode() is not None else FakeMode()
     places = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
     before = [dict(tensors) for tensors in places]
     made: dict[int, torch.Tensor] = {}
@@ -95,19 +96,9 @@ class Labelling(TorchDispatchMode):
             for tensor in find_tensors(outputs):
                 self.mark(tensor, labels)
             if labels and func._schema.is_mutable:
-                for tensor in _written(func, args, kwargs):
+                for tensor in written_arguments(func, args, kwargs):
                     self.mark(tensor, labels)
         return outputs
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operator writes into."""
-    written = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written += find_tensors(value)
-    return written
 
 
 @dataclass

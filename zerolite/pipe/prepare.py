@@ -23,7 +23,7 @@ from zerolite.pipe.runner import PipelineRunner, RunnerParts
 from zerolite.pipe.split import split_by_names
 from zerolite.pipe.stage import FOLDED, schedule_class
 from zerolite.tensor_parallel.cuts import set_names
-from zerolite.utils.accelerator import is_dry_run
+from zerolite.utils.accelerator import fake_mode
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,9 @@ def prepare(
     chunks, homes = _agreed(host, divide)
     vars(model)[_STAGED] = stages > 1
     ties = _ties(homes, ranks, topology.pipe.rank)
-    if not is_dry_run():
-        shared_by = {tie.ranks for tie in ties}
-        make_stage_groups(topology, sorted(shared_by.union(*host.gather(shared_by))))
-    for tie in ties if not is_dry_run() else ():
+    shared_by = {tie.ranks for tie in ties}
+    make_stage_groups(topology, sorted(shared_by.union(*host.gather(shared_by))))
+    for tie in ties:
         shared = stages_communicator(topology, tie.ranks, device)
         synchronize_tensors([tie.parameter], shared, device, "initial_sync")
     return Staged(model, loss_fn, ties, chunks, len(ranks), settings.schedule)
@@ -195,7 +194,7 @@ def _bounds(model: PipelineModule, host: HostGroup, device: torch.device, parts:
 
 def _bounds_here(model: PipelineModule, device: torch.device, parts: int) -> list[int]:
     method = str(model.partition_method)
-    if method == "profile" and is_dry_run():
+    if method == "profile" and fake_mode() is not None:  # nothing takes time
         method = "parameters"
     seconds = seconds_of_layers(model, device) if method == "profile" and parts > 1 else None
     return bounds_of(method, model.specs, model.class_names(), parts, seconds)

@@ -15,7 +15,7 @@ from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.stage import ChunkStage, Step, make_schedule
 from zerolite.precision.dtypes import GraphBoundary, Precision
-from zerolite.utils.accelerator import is_dry_run, is_fake
+from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.zero.accumulation import AccumulationWindow
@@ -186,7 +186,7 @@ class _Work:
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         with self._parts.precision.autocast_context(self._parts.device):
             outputs = chunk.forward(received, single, self._batches[index])
-        if any(is_fake(tensor) for tensor in find_tensors(outputs)) and not is_dry_run():
+        if fake_mode() is None and any(map(is_fake, find_tensors(outputs))):
             raise RuntimeError(WITHOUT_VALUES)
         return outputs
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.activation_checkpointing.current import apart
 from zerolite.comm import Recorder, Topology, dry_communicator, dry_topology, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
 from zerolite.data.micro_batch import MicroBatch
@@ -21,7 +22,7 @@ from zerolite.engine.parts import part_of_model
 from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.monitor.flop_count import count_flops
 from zerolite.planning.failures import explained, refusals
-from zerolite.planning.fakes import WithoutMemory, on_the_cpu, without_memory
+from zerolite.planning.fakes import DryMachine, WithoutMemory, on_the_cpu, without_memory
 from zerolite.planning.flops import Flops, StepFlops
 from zerolite.planning.places import Grid
 from zerolite.planning.skeleton import DrySkeleton
@@ -29,8 +30,9 @@ from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, trai
 from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.tensor_parallel.cuts import cut_of
-from zerolite.utils.accelerator import collector_off, dry_run, is_fake
+from zerolite.utils.accelerator import collector_off, is_fake, use_machine
 from zerolite.utils.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
+from zerolite.utils.nested import map_tensors
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
 
 if TYPE_CHECKING:
@@ -152,7 +154,8 @@ def _without_ranks(job: Job, rehearsal: Rehearsal | None) -> Iterator[WithoutMem
         stack.enter_context(_one_at_a_time)
         stack.enter_context(_without_warnings())
         stack.enter_context(_as_in_a_loop())
-        stack.enter_context(dry_run())
+        stack.enter_context(use_machine(DryMachine()))
+        stack.enter_context(apart())
         stack.enter_context(unrecorded())
         if rehearsal is not None:
             stack.enter_context(rehearsal.running())
@@ -306,7 +309,7 @@ class _Run:
     def _batch(self) -> Any:
         if self._job.batch is None:
             return torch.zeros(())
-        return without_memory(self._job.batch())
+        return map_tensors(without_memory, self._job.batch())
 
     @contextlib.contextmanager
     def _phase(self, phase: str) -> Iterator[None]:

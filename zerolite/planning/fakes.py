@@ -1,16 +1,17 @@
-"""Conversion of real and meta tensors to fake CPU tensors."""
+"""Simulated backend of a dry run: tensors without memory, and a machine without files and other ranks."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter, unset_fake_temporarily
 
-from zerolite.utils.accelerator import FakeMode, is_fake
-from zerolite.utils.nested import map_tensors
+from zerolite.offload.tiers import FileTransfer
+from zerolite.offload.transfers import DONE
+from zerolite.utils.accelerator import FakeMode, Machine, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _NUMBERS = {
@@ -80,11 +81,6 @@ class WithoutMemory(FakeMode):
         return out
 
 
-def without_memory(values: Any) -> Any:
-    """``values`` (nested) with fake tensors on the CPU in place of all others. Inside a FakeTensorMode."""
-    return map_tensors(_fake, values)
-
-
 def on_the_cpu(model: torch.nn.Module) -> None:
     """Fake parameters and buffers of ``model`` that are on the meta device, to the CPU. Tied ones stay tied. Inside a
     FakeTensorMode."""
@@ -93,17 +89,62 @@ def on_the_cpu(model: torch.nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and handle_of(parameter) is None and parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = torch.nn.Parameter(_fake(parameter), parameter.requires_grad)
+                    made[id(parameter)] = torch.nn.Parameter(without_memory(parameter), parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(id(buffer), _fake(buffer))
+                module._buffers[name] = made.setdefault(id(buffer), without_memory(buffer))
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:  # what was made of numbers (torch.tensor(0.5)) remembers them, with the dtype that it had
         tensor.constant = None
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` if it is fake and on the CPU, or one like it. Inside a FakeTensorMode."""
     if is_fake(tensor) and tensor.device.type == "cpu":
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+class DryMachine(Machine):
+    """Where a rank is played of a job that does not run."""
+
+    joins_jobs = False
+
+    def device(self, local_rank: int) -> torch.device:
+        """Return the CPU."""
+        return torch.device("cpu")
+
+    def host_memory(self, nbytes: int, pin: bool, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [nbytes] of torch's own memory, or of none."""
+        make = torch.empty if like is None else like.new_empty
+        return make(nbytes, dtype=torch.uint8, device="cpu")
+
+    def file(self, make: Callable[[], Any]) -> Any:
+        """Return a file that nothing is written to."""
+        return DryFile()
+
+    def read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return zeros for a tensor without memory."""
+        if not is_fake(tensor):
+            return super().read(tensor)
+        with unset_fake_temporarily():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None
+
+
+class DryFile:
+    """A file of a dry run, which has no bytes."""
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> FileTransfer:
+        into.copy_(resting)
+        return DONE
+
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> FileTransfer:
+        resting.copy_(source)
+        return DONE
+
+    def forget_cached(self) -> None:
+        return

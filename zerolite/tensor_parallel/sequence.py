@@ -21,7 +21,7 @@ from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from zerolite.tensor_parallel.owners import Owner
 from zerolite.tensor_parallel.plan import PlanError, is_container
 from zerolite.tensor_parallel.regions import FirstForward, Region
-from zerolite.utils.nested import map_tensors
+from zerolite.utils.nested import find_tensors, map_tensors
 
 DIM = 1
 """Of hidden states, [batch, sequence, width]: the one that is cut."""
@@ -170,17 +170,11 @@ class _Edge:
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Make the first floating output that has a sequence whole."""
-        hidden = _hidden([output] if isinstance(output, Tensor) else list(_members(output)))
+        hidden = _hidden(find_tensors(output))
         if hidden is None:
             return output
         whole = functions.gather(hidden, self.comm, DIM)
         return map_tensors(lambda x: whole if x is hidden else x, output)
-
-
-def _members(output: Any) -> Any:
-    if isinstance(output, Mapping):
-        return output.values()
-    return output if isinstance(output, (tuple, list)) else ()
 
 
 def _hidden(values: Sequence[object]) -> Tensor | None:

@@ -11,11 +11,13 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from zerolite.utils.pinned_memory import host_memory
 
 
 @contextlib.contextmanager
@@ -30,30 +32,57 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-_dry_runs = 0
+class Machine:
+    """What this process runs on: its device, host memory and files. A dry run puts a simulated one in place."""
+
+    joins_jobs = True  # whether torch.distributed may be started
+
+    def device(self, local_rank: int) -> torch.device:
+        """``cuda:<local_rank>`` (modulo the visible devices) where CUDA is usable, otherwise ``cpu``."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    def host_memory(self, nbytes: int, pin: bool, like: torch.Tensor | None = None) -> torch.Tensor:
+        """As :func:`zerolite.utils.pinned_memory.host_memory`. like: if it has no memory, the result has none."""
+        return host_memory(nbytes, pin)
+
+    def file(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives: a file for parts of shards."""
+        return make()
+
+    def read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """A copy on the host, and the event after which it is there, None if it is."""
+        if not tensor.is_cuda:
+            return tensor.clone(), None
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensor.device))
+        return host, event
+
+
+_machines = [Machine()]
+
+
+def machine() -> Machine:
+    """Return the one that is in place."""
+    return _machines[-1]
 
 
 @contextlib.contextmanager
-def dry_run() -> Iterator[None]:
-    """Inside, this process plays a rank of a job that does not run: nothing starts torch.distributed, and the device is
-    the CPU, where tensors without memory work everywhere."""
-    global _dry_runs
-    _dry_runs += 1
+def use_machine(other: Machine) -> Iterator[None]:
+    """Inside, ``other`` is in place."""
+    _machines.append(other)
     try:
         yield
     finally:
-        _dry_runs -= 1
-
-
-def is_dry_run() -> bool:
-    return _dry_runs > 0
+        _machines.remove(other)
 
 
 def default_device(local_rank: int) -> torch.device:
     """``cuda:<local_rank>`` (modulo the visible devices) where CUDA is usable, otherwise ``cpu``."""
-    if torch.cuda.is_available() and not is_dry_run():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
+    return machine().device(local_rank)
 
 
 def make_current(device: torch.device) -> None:
@@ -66,6 +95,12 @@ def make_current(device: torch.device) -> None:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has no memory: that of a dry run."""
     return type(tensor) is FakeTensor
+
+
+def fake_mode() -> FakeTensorMode | None:
+    """Return the mode that makes tensors without memory now; None where they have it."""
+    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode
 
 
 class FakeMode(FakeTensorMode):
@@ -112,21 +147,10 @@ def address(tensor: torch.Tensor) -> int:
 
 class HostRead:
     """A tensor on its way to the host. On CUDA the copy runs behind the work queued so far; ``get()`` waits for it
-    alone. What is read of a fake tensor is zeros."""
+    alone. The machine of a dry run says what is read of a tensor without memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        tensor = tensor.detach()
-        self._event: torch.cuda.Event | None = None
-        if type(tensor) is FakeTensor:
-            with unset_fake_temporarily():
-                self._host = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-        elif tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._host = tensor.clone()
+        self._host, self._event = machine().read(tensor.detach())
 
     def get(self) -> torch.Tensor:
         """The values, as a CPU tensor."""
@@ -138,7 +162,7 @@ class HostRead:
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of ``values``, on the CPU, for which the host does not wait; ``values`` itself if that is the device."""
-    if device.type == "cuda" and type(values) is not FakeTensor:
+    if device.type == "cuda":
         values = values.pin_memory()  # CUDA's host allocator keeps it until it has been copied
     return values.to(device, non_blocking=True)
 

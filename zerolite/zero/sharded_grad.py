@@ -224,7 +224,7 @@ def _read_only(view: torch.Tensor) -> torch.Tensor:
 def _on_parts(function: Any, args: Any, kwargs: Any) -> Any:
     """An elementwise operation, on this rank's part; NotImplemented where it needs other elements."""
     gradients = find_tensors((args, kwargs), ShardedGradient)
-    place, written = gradients[0].place, _written(function, args, kwargs)
+    place, written = gradients[0].place, written_arguments(function, args, kwargs)
     others = find_tensors((args, kwargs))
     if any(g.place is not place for g in gradients) or not all(place.fits(other) for other in others):
         return NotImplemented
@@ -253,7 +253,7 @@ def _on_lists(function: Any, args: Any, kwargs: Any) -> Any:
                 return NotImplemented
             argument = [_part_at(place)(item) for item, place in zip(argument, places, strict=True)]
         rest.append(argument)
-    if not _written(function, args, kwargs):
+    if not written_arguments(function, args, kwargs):
         results = function([target.read() for target in targets], *rest, **kwargs)
         return [ShardedGradient.of(place, r, r) for place, r in zip(places, results, strict=True)]
     parts = [target.open() for target in targets]
@@ -289,7 +289,7 @@ def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
     result = function(*map_tensors(_replaced(wholes), args), **map_tensors(_replaced(wholes), kwargs))
     if function.namespace == "c10d":  # a collective of the user's own, which writes until it has ended
         wait_for_result(result)
-    for gradient in _written(function, args, kwargs):
+    for gradient in written_arguments(function, args, kwargs):
         if isinstance(gradient, ShardedGradient):
             gradient.store(wholes[id(gradient)])
     back = {id(whole): g for whole, g in zip(wholes.values(), gradients, strict=True)}
@@ -328,7 +328,7 @@ def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[Any], Any]:
     return lambda item: wholes.get(id(item), item)
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_arguments(function: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operation writes to."""
     arguments = function._schema.arguments
     values = [*args, *(kwargs[a.name] for a in arguments[len(args) :] if a.name in kwargs)]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.cases.collectives import UNITS, pair, transport
 from zerolite.comm import Communicator, Pending, dry_communicator, gloo, record
 from zerolite.utils import memory_items
+from zerolite.utils.nested import find_tensors
 
 KINDS = {"native": "nccl", "messages": "gloo", "shared memory": "shared_memory"}
 SMALL = 1024  # bytes: what ranks tell each other is not counted
@@ -31,8 +32,8 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
-        for tensor in tensors_in(out):
+        given = {storage_of(tensor) for tensor in find_tensors((args, kwargs))}
+        for tensor in find_tensors(out):
             nbytes = tensor.untyped_storage().nbytes()
             if storage_of(tensor) not in given and nbytes > SMALL:
                 self.made.append(nbytes)
@@ -57,10 +58,6 @@ class Allocations(TorchDispatchMode):
 
 def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def staged(comm: Communicator, numel: int) -> Tensor:

@@ -22,7 +22,7 @@ from zerolite.offload.from_config import tiers_of
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.tiers import HostTier, Tier, Tiers
 from zerolite.offload.transfers import Transfers
-from zerolite.utils.accelerator import default_device, is_dry_run
+from zerolite.utils.accelerator import default_device
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, partition_model, take_rank0, unseen
 from zerolite.zero.stage3.partitioned_parameter import Home, handle_of
 
@@ -168,7 +168,7 @@ def _home(
             )
     if chosen == "none":
         return None
-    host = HostTier(pin=False, fake=is_dry_run())  # the engine gives them other memory
+    host = HostTier(pin=False)  # the engine gives them other memory
     tiers = Tiers(device, Tier(device), host, apart=device.type != "cpu")
     if chosen == "nvme" and config is not None:
         tiers = tiers_of(_only_parameters(config), device, device.type, comm)

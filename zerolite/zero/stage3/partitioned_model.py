@@ -12,7 +12,6 @@ from zerolite.comm import Communicator
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.tiers import HostTier, Tiers
 from zerolite.offload.transfers import Transfers
-from zerolite.utils.accelerator import is_dry_run
 from zerolite.utils.memory_items import COMPUTE, DEVICE
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.fetch_plan import FetchLimits
@@ -56,7 +55,7 @@ class PartitionedModel:
         self.model = model
         self.reader = ShardReader(tiers, transfers)
         away = tiers.parameters.place != DEVICE
-        on_host = HostTier(pin=False, fake=is_dry_run())  # on the way to their tier: the device has no room to spare
+        on_host = HostTier(pin=False)  # on the way to their tier: the device has no room to spare
         partition_model(model, comm, device, home=(lambda _: (on_host, self.reader)) if away else None)
         self.parameters = list(model.parameters())
         self.handles: list[PartitionedParameter] = []
