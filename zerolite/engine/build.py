@@ -278,7 +278,7 @@ class _Assembly:
             loss_fn=loss_fn,
             scheduler=scheduler,
         )
-        engine = _engine_class(self.trains, self.staged is not None)(components)
+        engine = _engine_class(self.trains, components.runner is not None)(components)
         monitoring.end_with(engine)
         self._end_with(engine, offload, hooks)
         if check_is_wanted(self.config.check_collectives):
