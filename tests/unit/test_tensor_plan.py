@@ -39,6 +39,7 @@ class Plain(nn.Module):
 def cut(model: nn.Module, plan: Any = "auto", size: int = 2, rank: int = 0, **others: Any) -> nn.Module:
     stage = others.pop("stage", False)
     comm = dry_communicator("gloo", rank, size)
+    comm.main = True  # a dry run says nothing by itself
     apply(model, Settings(size, plan, **others), comm, CPU, stage=stage)
     return model
 
