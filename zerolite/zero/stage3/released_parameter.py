@@ -215,11 +215,11 @@ def _name(parameter: Any) -> str:
 
 def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
     """Set ``parameter.grad``, in the shape of the whole parameter, whether its values are here or not."""
-    if type(parameter) is torch.nn.Parameter and (gradient is None or parameter.shape == gradient.shape):
+    handle = vars(parameter).get("_zero_handle")
+    if handle is None and type(parameter) is torch.nn.Parameter:
         parameter.grad = gradient
         return
     with opened():
-        handle = vars(parameter).get("_zero_handle")
         if gradient is None or handle is None or parameter.shape == handle.view.shape:
             parameter.grad = gradient
             return
