@@ -49,6 +49,7 @@ class ShownGradients:
     def use(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
         """Take a layout that begins with the parameters there are."""
         self._layout, self._strides = layout, strides
+        self._partitioned = any(bucket.rows for bucket in layout.buckets)  # parameters may be released
         more: list[None] = [None] * (len(layout.slots) - len(self._made))
         self._made += more
         self._shown += more
@@ -61,7 +62,10 @@ class ShownGradients:
             held = self._made[slot.index] = ShardedGradient.of(self._place(slot, parameter), parameter)
             self._references[slot.index] = _OWN_REFERENCES
         self._shown[slot.index] = held
-        set_grad(parameter, held)
+        if self._partitioned:
+            set_grad(parameter, held)
+        else:
+            parameter.grad = held
 
     def made(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
         """Return what :meth:`put` shows of each of these parameters, which stays the same until :meth:`renewed`; None
