@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
 from zerolite.zero.pieces import Hand, Piece, State
 from zerolite.zero.spans import Span
+from zerolite.zero.stage3.partitioned_parameter import whole_shape
 
 
 class PiecewiseUpdate:
@@ -42,6 +44,9 @@ class PiecewiseUpdate:
         self._new_states: dict[int, torch.Tensor] = {}  # of those, pieces that had no state before, by index
         # States on disk, by bucket and name, laid out like the masters; those of the pieces are views of them.
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
+        # Memory of states that do not exist yet, by index of the parameter: see _reserve.
+        self._reserved: dict[int, list[torch.Tensor]] = {}
+        self._known_states: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
         step: Any = type(inner).step
         # Without torch's wrapper: hooks on the user's optimizer are of a whole step.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -56,6 +61,7 @@ class PiecewiseUpdate:
             self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
             self._unbind(bucket)
             self._rest_states(members)
+            self._reserve(members)
 
     def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
         """See :class:`UpdateMethod`."""
@@ -112,6 +118,9 @@ class PiecewiseUpdate:
                 for piece in here:
                     piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
             pieces += here
+        if self._reserved:  # torch makes the states now
+            for piece in pieces:
+                self._reserved.pop(piece.fragment.slot.index, None)
         if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
             torch._foreach_mul_(exact, factor)
         try:
@@ -156,13 +165,16 @@ class PiecewiseUpdate:
         return dict(self._inner.state.get(piece.tensor) or {})
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """The states' tensors."""
+        """The states' tensors, and the memory that is reserved for those that do not exist yet."""
+        for tensors in self._reserved.values():
+            yield from tensors
         for pieces in self._pieces:
             for piece in pieces:
                 state = self._inner.state.get(piece.tensor) or {}
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        self._reserved.pop(piece.fragment.slot.index, None)
         self._inner.state.pop(piece.tensor, None)
         if state:
             device = self._device_of(piece)
@@ -180,6 +192,7 @@ class PiecewiseUpdate:
         self, piece: Piece, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
         """See :class:`UpdateMethod`."""
+        self._reserved.pop(piece.fragment.slot.index, None)
         group = self._inner.param_groups[piece.group]
         device = self._device_of(piece)
         parameter = self._buffer.parameters[piece.fragment.slot.index]
@@ -203,6 +216,47 @@ class PiecewiseUpdate:
             self._rest_states([piece])
             places = {name: state[name] for name in places}
         return places
+
+    def _reserve(self, pieces: Iterable[Piece]) -> None:
+        """Take the memory of the states that torch's optimizers make in their first update, so that a job that cannot
+        fit fails at once; it is given back right before that update. Making the states early would change numbers:
+        some of them start from the first gradient, or from the learning rate of that step."""
+        for piece in pieces:
+            numel, bucket = piece.fragment.numel, piece.fragment.slot.bucket
+            if not numel or self._inner.state.get(piece.tensor):
+                continue
+            tier, device = self._buffer.tiers.of_optimizer(bucket), self._device_of(piece)
+            for name, dtype in self._states_to_come(piece, device).items():
+                if tier.place == DISK:
+                    self._disk_flat(bucket, name, dtype)  # stays: the state will rest there
+                else:
+                    memory = own(torch.empty(numel, dtype=dtype, device=device), STATES, tier.place)
+                    self._reserved.setdefault(piece.fragment.slot.index, []).append(memory)
+
+    def _states_to_come(self, piece: Piece, device: torch.device) -> dict[str, torch.dtype]:
+        """States that have a value for each element, learnt from an update of a tiny tensor. Empty for classes that are
+        neither torch's nor zerolite's: a step of a copy could change what it shares with the original."""
+        inner, kind = self._inner, type(self._inner)
+        slot = piece.fragment.slot
+        dims = len(whole_shape(self._buffer.parameters[slot.index])) if self._buffer.keeps_shape(slot) else 1
+        shape = [2] * max(1, dims)
+        key = piece.group, self._update_dtypes[slot.bucket], len(shape)
+        if key not in self._known_states:
+            tiny = torch.ones(shape, dtype=key[1], device=device).requires_grad_()
+            tiny.grad = torch.zeros_like(tiny)
+            copy = object.__new__(kind)
+            vars(copy).update(vars(inner), state=defaultdict(dict))
+            copy.param_groups = [{**inner.param_groups[piece.group], "params": [tiny]}]
+            if kind.__module__.split(".")[0] in ("torch", "zerolite"):
+                with torch.no_grad():
+                    self._step(copy)
+            states = copy.state[tiny].items()
+            self._known_states[key] = {
+                name: state.dtype
+                for name, state in states
+                if isinstance(state, torch.Tensor) and state.shape == tiny.shape
+            }
+        return self._known_states[key]
 
     def _device_of(self, piece: Piece) -> torch.device:
         """Where the piece is updated."""
