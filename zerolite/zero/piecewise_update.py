@@ -248,7 +248,8 @@ class PiecewiseUpdate:
             vars(copy).update(vars(inner), state=defaultdict(dict))
             copy.param_groups = [{**inner.param_groups[piece.group], "params": [tiny]}]
             if kind.__module__.split(".")[0] in ("torch", "zerolite"):
-                with torch.no_grad():
+                # What it cannot do is said by a check of its own, or by the first update.
+                with torch.no_grad(), contextlib.suppress(AssertionError, RuntimeError, TypeError, ValueError):
                     self._step(copy)
             states = copy.state[tiny].items()
             self._known_states[key] = {
