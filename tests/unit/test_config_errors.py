@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zerolite.config import ConfigError, load_config
-from zerolite.config.known_keys import ALIASES, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, unsupported_paths
+from zerolite.config.known_keys import ALIASES, GROUPS, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, unsupported_paths
 from zerolite.config.load import supported_paths
 from zerolite.config.nearest import nearest_keys
 
@@ -338,20 +338,20 @@ def test_a_wrong_value_causes_no_second_error() -> None:
 
 # ------------------------------------------------------------------ known, not supported yet
 
-UNSUPPORTED_PATHS = list(unsupported_paths())
+KEYS = [(path, entry) for path, entry in UNSUPPORTED.items() if isinstance(entry, Key)]
+BLOCKS = [(path, entry) for path, entry in UNSUPPORTED.items() if isinstance(entry, Block)]
+WITHIN = [(f"{path}.{name}", entry) for path, entry in BLOCKS for name in entry.names]
 
 
 def test_no_key_is_both_supported_and_not() -> None:
     supported = set(supported_paths())
-    assert not supported & {path for path, _ in UNSUPPORTED_PATHS}
-    assert not supported & set(RENAMED)
-    assert not {path for path, _ in UNSUPPORTED_PATHS} & set(RENAMED)
+    assert not supported & (set(UNSUPPORTED) | set(RENAMED))
+    assert not set(unsupported_paths()) & set(RENAMED)
     assert set(ALIASES.values()) <= supported
-    assert set(UNSUPPORTED) - {""} <= supported
 
 
-@pytest.mark.parametrize(("path", "entry"), [(p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Key)])
-def test_unsupported_keys_are_known_by_name(path: str, entry: Key) -> None:
+@pytest.mark.parametrize(("path", "entry"), KEYS + WITHIN)
+def test_unsupported_keys_are_known_by_name(path: str, entry: Key | Block) -> None:
     """A value no feature has: the error is at the key or at the block it belongs to, and never says unknown."""
     try:
         load_config(nested(path, 12345))
@@ -360,34 +360,20 @@ def test_unsupported_keys_are_known_by_name(path: str, entry: Key) -> None:
             assert path == where or path.startswith(where + ".")
             assert "known to zerolite but not supported yet" in sentence
     else:
-        assert entry.free or entry.ignored or entry.stage3 or _under_a_switch_that_is_off(path)
+        within = isinstance(entry, Block)
+        assert not entry.on_by_default if within else entry.free or entry.ignored or entry.stage3
 
 
-def _under_a_switch_that_is_off(path: str) -> bool:
-    parents = {path.rsplit(".", depth)[0] for depth in range(1, path.count(".") + 1)}
-    entries = [entry for where, entry in UNSUPPORTED_PATHS if where in parents]
-    return any(isinstance(entry, Block) and entry.switch and not entry.on_by_default for entry in entries)
-
-
-@pytest.mark.parametrize(("path", "entry"), [(p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Key) and e.inert])
+@pytest.mark.parametrize(("path", "entry"), [(path, entry) for path, entry in KEYS if entry.inert])
 def test_inert_values_are_accepted(path: str, entry: Key) -> None:
     without = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
     for value in (*entry.inert, "auto"):
-        try:
-            assert load_config(nested(path, value)) == load_config(without)
-        except ConfigError as error:
-            # Only where an outer block is on by being there.
-            assert all(path.startswith(where + ".") for where, _ in error.errors)
+        assert load_config(nested(path, value)) == load_config(without)
 
 
-SWITCHED = [
-    (p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Block) and e.switch and not _under_a_switch_that_is_off(p)
-]
-
-
-@pytest.mark.parametrize(("path", "entry"), SWITCHED)
+@pytest.mark.parametrize(("path", "entry"), [(path, entry) for path, entry in BLOCKS if entry.switch])
 def test_blocks_with_a_switch(path: str, entry: Block) -> None:
-    others = dict.fromkeys((name for name in entry.keys if name != entry.switch), "anything")
+    others = dict.fromkeys((name.split(".")[0] for name in entry.names if name != entry.switch), "anything")
     for off in entry.off:
         load_config(nested(path, {entry.switch: off, **others}))
     errors = errors_of(nested(path, {entry.switch: "on", **others}))
@@ -401,14 +387,10 @@ def test_blocks_with_a_switch(path: str, entry: Block) -> None:
     assert list(misspelled) == [f"{path}.zzzzzz"]
 
 
-@pytest.mark.parametrize(("path", "entry"), [(p, e) for p, e in UNSUPPORTED_PATHS if isinstance(e, Block)])
-def test_null_and_auto_blocks_are_absent(path: str, entry: Block) -> None:
-    for value in (None, "auto"):
-        try:
-            load_config(nested(path, value))
-        except ConfigError as error:
-            # Only where an outer block is on by being there.
-            assert all(path.startswith(where + ".") for where, _ in error.errors)
+@pytest.mark.parametrize("path", [path for path, _ in BLOCKS] + sorted(GROUPS))
+def test_null_and_auto_blocks_are_absent(path: str) -> None:
+    if not path.startswith("optimizer"):
+        assert load_config(nested(path, None)) == load_config(nested(path, "auto")) == load_config({})
 
 
 @pytest.mark.parametrize(
@@ -540,7 +522,7 @@ def test_deprecated_spellings_name_todays_key(old: str, new: str) -> None:
     errors = errors_of(nested(old, True))
     assert list(errors) == [old]
     assert f"use {new}" in errors[old] or old in TO_WRITE
-    known = {*supported_paths(), *(path for path, _ in UNSUPPORTED_PATHS)}
+    known = {*supported_paths(), *unsupported_paths()}
     assert new.split(" ")[0] in known
 
 

@@ -353,7 +353,7 @@ def test_names_and_defaults_are_deepspeeds() -> None:
         ("csv_monitor", "output_path", None, "expected a path, got null; write one in quotes"),
         ("tensorboard", "output_path", 3, "expected a path, got 3; write one in quotes"),
         ("jsonl_monitor", "job_name", "", 'expected a non-empty string, got the string ""; write a name'),
-        ("wandb", "team", 1, "expected a non-empty string, got 1; write a name"),
+        ("wandb", "team", 1, "expected a non-empty string or null, got 1; write a name"),
         ("wandb", "project", None, "expected a non-empty string, got null; write a name"),
         ("wandb", "entity", "x", "expected a key of wandb, got an unknown one"),
     ],

@@ -4,30 +4,7 @@ from __future__ import annotations
 
 from .errors import ConfigError
 from .load import load_config
-from .models import (
-    DataTypesConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    ZeroliteConfig,
-)
-from .offload import ActivationCheckpointingConfig, AioConfig, OffloadOptimizerConfig, OffloadParamConfig
-from .precision import Bf16Config, Fp16Config, TorchAutocastConfig
-from .zero import LeafModuleConfig, ZeroConfig
+from .models import ZeroliteConfig
+from .offload import ActivationCheckpointingConfig
 
-__all__ = [
-    "ActivationCheckpointingConfig",
-    "AioConfig",
-    "Bf16Config",
-    "ConfigError",
-    "DataTypesConfig",
-    "Fp16Config",
-    "LeafModuleConfig",
-    "OffloadOptimizerConfig",
-    "OffloadParamConfig",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "TorchAutocastConfig",
-    "ZeroConfig",
-    "ZeroliteConfig",
-    "load_config",
-]
+__all__ = ["ActivationCheckpointingConfig", "ConfigError", "ZeroliteConfig", "load_config"]

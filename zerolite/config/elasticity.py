@@ -1,6 +1,6 @@
-"""Arithmetic of the `elasticity` block: one global batch that does not depend on the world size.
+"""The `elasticity` block and its arithmetic: one global batch that does not depend on the world size.
 
-Pure arithmetic on plain integers. A world size *fits* a batch if the batch is micro-batch x accumulation x world size
+A world size *fits* a batch if the batch is micro-batch x accumulation x world size
 with one of the micro-batch sizes that the block allows. All sizes are in samples; a world size is a number of ranks.
 """
 
@@ -11,11 +11,26 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from .batch import BatchSizeError, BatchSizes, divisors
+from .values import Block, Bool, Count, Finite, Hint, Natural, Sizes
 
 MAX_CHOICE = 1_000_000
 """The largest batch size among which one is chosen, and the largest world size."""
+
+Size = Annotated[Count, Field(le=MAX_CHOICE)]
+
+
+def _version(value: float) -> float:
+    if value not in (0.1, 0.2):
+        raise ValueError(f"expected 0.1 or 0.2, got {value:g}; write one of these or leave the key out")
+    return value
+
+
+Version = Annotated[Finite, AfterValidator(_version), Hint("0.1 or 0.2", "write one of these or leave the key out")]
 
 
 @dataclass(frozen=True)
@@ -168,3 +183,46 @@ def _range(elasticity: Elasticity) -> str:
 
 def _words(values: Iterable[int]) -> str:
     return " or ".join(str(value) for value in sorted(set(values)))
+
+
+class ElasticityConfig(Block):
+    """One global batch, whatever the number of ranks: a job that goes on with fewer or more of them takes the same
+    steps. See [Batch sizes](#batch-sizes)."""
+
+    enabled: Bool = False
+    """Choose the batch sizes from this block. The other keys are without effect if false."""
+    max_train_batch_size: Annotated[Size, Hint(null="train_batch_size is given")] | None = None
+    """The global batch is chosen among the sizes up to this one, in samples: the one that the most numbers of ranks can
+    split. Needed unless `train_batch_size` is given, which is then the global batch."""
+    micro_batch_sizes: Sizes | None = None
+    """The micro-batch sizes, in samples, that are allowed. Needed."""
+    min_gpus: Size = 1
+    """Smallest number of ranks that the job may have."""
+    max_gpus: Size = 10_000
+    """Largest number of ranks that the job may have."""
+    num_gpus_per_node: Size = 1
+    """Numbers of ranks are multiples of this one: ranks come and go by whole nodes."""
+    prefer_larger_batch: Bool = True
+    """Of global batches that equally many numbers of ranks can split, the largest; false: the smallest. So too of the
+    micro-batch sizes that fit."""
+    ignore_non_elastic_batch_info: Bool = False
+    """Ignore `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`. false: the first
+    is the global batch, and the other two are errors."""
+    min_time: Natural = 0
+    """Accepted, without effect: it tells a scheduler how long not to change the job."""
+    version: Version = 0.2
+    """Accepted, without effect: there is one way to choose."""
+    model_parallel_size: Annotated[Count, Field(le=1), Hint("1")] = 1
+    """Only 1 is possible: zerolite has no model parallelism."""
+
+    def terms(self, train_batch_size: int | None) -> Elasticity:
+        """What the block asks for, beside a global batch that may be given (in samples)."""
+        return Elasticity(
+            micros=self.micro_batch_sizes or (),
+            min_gpus=self.min_gpus,
+            max_gpus=self.max_gpus,
+            num_gpus_per_node=self.num_gpus_per_node,
+            prefer_larger=self.prefer_larger_batch,
+            max_train=self.max_train_batch_size,
+            train=None if self.ignore_non_elastic_batch_info else train_batch_size,
+        )

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from .batch import MICRO, TRAIN
 from .errors import ConfigError
-from .known_keys import ALIASES, OFF_IF_FALSE, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, same, unsupported_paths
+from .known_keys import ALIASES, GROUPS, OFF_IF_FALSE, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, unsupported_paths
 from .models import ZeroliteConfig
 from .nearest import nearest_keys
-from .rules import IntegerOrAuto, shorten, show
 from .source import read_source
+from .values import as_number, hint, sentence, shorten, show
 from .without_effect import leave_out, needs_stage_3
-from .zero import MAX_ZERO_STAGE
-
-AUTO = "auto"
 
 # "auto" without a default: resolve() derives the first two or raises; a missing type is an error there too, and the
 # stage is chosen where the model and the device are known.
@@ -29,7 +27,7 @@ _AUTO_AT_RESOLVE = frozenset({TRAIN, MICRO})
 _AUTO_KEPT = frozenset({"optimizer.type", "scheduler.type", "zero_optimization.stage"})
 
 _MOST_HINTS = 20
-"""Unknown keys for which the nearest known one is looked for."""
+"""Unknown keys for which the nearest known one is looked for: each search takes milliseconds."""
 
 _LONGEST_HINT = 100
 """Characters: no known key is near a longer one."""
@@ -39,6 +37,8 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _PIN_MEMORY = "zero_optimization.cpu_offload_use_pin_memory"
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+_NOT_YET = "known to zerolite but not supported yet"
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:
@@ -53,138 +53,117 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteCon
     if isinstance(source, ZeroliteConfig):
         return source
     try:
-        return _load(source)
+        raw = read_source(source)
+        loader = _Loader(raw.values)
+        config = loader.load(raw.values)
     except RecursionError:
         raise ConfigError([("", "expected a configuration, got values nested too deeply to be one")]) from None
+    if raw.duplicates or loader.errors or config is None:
+        raise ConfigError(
+            raw.duplicates + [(loader.as_spelled(path), text) for path, text in loader.errors], raw.origin
+        )
+    return leave_out(config, loader.without_effect)
 
 
-def _load(source: Mapping[str, Any] | str | os.PathLike[str]) -> ZeroliteConfig:
-    raw = read_source(source)
-    cleaner = _Cleaner(_stage(raw.values))
-    clean = cleaner.block(ZeroliteConfig, raw.values, "")
-    errors = list(cleaner.errors)
-    config, found = _validate(clean, cleaner.auto, {path for path, _ in errors})
-    errors = raw.duplicates + [(_as_spelled(path, raw.values), sentence) for path, sentence in errors + found]
-    if errors or config is None:
-        raise ConfigError(errors, raw.origin)
-    return leave_out(config, cleaner.without_effect)
+class _Loader:
+    """Walks the raw values beside the models, and has pydantic validate what is known by name and not "auto"."""
 
-
-def _stage(values: Mapping[Any, Any]) -> int | None:
-    """The ZeRO stage, None where the configuration leaves it open or says it wrongly."""
-    zero = values.get("zero_optimization")
-    try:
-        stage = IntegerOrAuto(0, MAX_ZERO_STAGE)(zero.get("stage", 0) if isinstance(zero, Mapping) else 0)
-    except ValueError:
-        return None
-    return stage if isinstance(stage, int) else None
-
-
-def _validate(
-    clean: dict[str, Any], auto: set[str], invalid: set[str]
-) -> tuple[ZeroliteConfig | None, list[tuple[str, str]]]:
-    """Validate; where values are wrong, drop them and look for contradictions among the rest."""
-    try:
-        return ZeroliteConfig.model_validate(clean, context={"auto": auto, "invalid": invalid}), []
-    except ValidationError as error:
-        errors = [(path, sentence) for path, sentence in _sentences(error) if path not in invalid]
-        for details in error.errors(include_url=False, include_context=False):
-            _drop(clean, details["loc"])
-    try:
-        ZeroliteConfig.model_validate(clean, context={"invalid": invalid | {path for path, _ in errors}})
-    except ValidationError as error:
-        errors += _sentences(error)
-    return None, errors
-
-
-def _drop(values: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Remove a wrong value, so that its default takes its place; the whole block where there is no default."""
-    model: type[BaseModel] | None = ZeroliteConfig
-    for depth, part in enumerate(location):
-        name = str(part)
-        info = model.model_fields.get(name) if model is not None else None
-        model = block_model(info.annotation) if info is not None else None
-        following = model.model_fields.get(str(location[depth + 1])) if model and depth + 1 < len(location) else None
-        if following is None or following.is_required():
-            values.pop(name, None)
-            return
-        values = values.get(name, {})
-
-
-def _as_spelled(path: str, values: Mapping[str, Any]) -> str:
-    """The path with the user's own spelling of the block."""
-    head, dot, rest = path.partition(".")
-    for alias, name in ALIASES.items():
-        if head == name and name not in values and alias in values:
-            return alias + dot + rest
-    return path
-
-
-def _sentences(error: ValidationError) -> list[tuple[str, str]]:
-    sentences: list[tuple[str, str]] = []
-    for details in error.errors(include_url=False):
-        path = ".".join(str(part) for part in details["loc"])
-        cause = details.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            sentences += cause.errors
-        elif details["type"] == "missing":
-            sentences.append((path, f"expected a name, got nothing; add the key, such as {_example(path)}"))
-        else:
-            sentences.append((path, str(cause) if cause is not None else details["msg"]))
-    return sentences
-
-
-def _example(path: str) -> str:
-    return '"type": "WarmupLR"' if path.startswith("scheduler") else '"type": "AdamW"'
-
-
-class _Cleaner:
-    """Walks the raw values beside the models: what is left is known by name and not "auto"."""
-
-    def __init__(self, stage: int | None) -> None:
-        self.stage = stage
+    def __init__(self, values: Mapping[Any, Any]) -> None:
         self.errors: list[tuple[str, str]] = []
         self.without_effect: list[tuple[str, str]] = []
         self.auto: set[str] = set()
         self.hints = _MOST_HINTS
+        self.spelled: dict[str, str] = {}  # blocks by another name
+        # By path: the field, and the object that holds its value under that name.
+        self.leaves: dict[str, tuple[FieldInfo, dict[str, Any], str]] = {}
+        zero = values.get("zero_optimization")
+        stage = as_number(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
+        known = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
+        self.stage: int | None = stage if known else None  # None where it is open, or wrong
 
-    def block(self, model: type[BaseModel], values: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    def load(self, values: Mapping[Any, Any]) -> ZeroliteConfig | None:
+        """The configuration. Where values are wrong, contradictions are looked for among the rest."""
+        clean = self._block(ZeroliteConfig, values, "")
+        config = None
+        for _ in range(2):
+            context = {"auto": self.auto, "invalid": {path for path, _ in self.errors}}
+            try:
+                config = ZeroliteConfig.model_validate(clean, context=context)
+                break
+            except ValidationError as error:
+                for details in error.errors(include_url=False, include_input=False):
+                    self._invalid(details, clean)
+        return config
+
+    def _invalid(self, details: Mapping[str, Any], clean: dict[str, Any]) -> None:
+        """Note an error, and drop the value, so that its default takes its place; the block if there is none."""
+        parts = [str(part) for part in details["loc"]]
+        paths = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        cause = details.get("ctx", {}).get("error")
+        path = next((path for path in paths if path in self.leaves), None)
+        if isinstance(cause, ConfigError):
+            self.errors += cause.errors
+        elif path is None:
+            example = "WarmupLR" if parts[0] == "scheduler" else "AdamW"
+            said = f'expected a name, got nothing; add the key, such as "type": "{example}"'
+            clean.pop(parts[0], None)
+            if all(known != paths[0] for known, _ in self.errors):
+                self.errors.append((paths[0], said))
+        else:
+            info, holder, name = self.leaves[path]
+            if name not in holder:  # another error of the same value
+                return
+            self.errors.append((path, sentence(info, holder.pop(name), details)))
+            if info.is_required():
+                clean.pop(parts[0], None)
+
+    def as_spelled(self, path: str) -> str:
+        """The path with the user's own spelling of the block."""
+        head, dot, rest = path.partition(".")
+        return self.spelled.get(head, head) + dot + rest
+
+    # ---------------------------------------------------------------- the walk
+
+    def _block(self, model: type[BaseModel], values: Mapping[Any, Any], path: str) -> dict[str, Any]:
         clean: dict[str, Any] = {}
         for key, value in values.items():
             if not isinstance(key, str):
                 self.errors.append((_join(path, key), _not_a_key(key)))
                 continue
             name = key if path else ALIASES.get(key, key)
-            here = _join(path, name)
             if name != key and name in values:
-                sentence = f"expected one spelling, got {name} and {key}, which are the same block; keep {name}"
-                self.errors.append((key, sentence))
-            elif name in model.model_fields:
-                self._known(model, name, value, here, clean)
+                said = f"expected one spelling, got {name} and {key}, which are the same block; keep {name}"
+                self.errors.append((key, said))
+                continue
+            if name != key:
+                self.spelled[name] = key
+            if name in model.model_fields:
+                self._known(model.model_fields[name], name, value, _join(path, name), clean)
             else:
-                self._not_in_model(path, key, value, here)
+                self._not_in_model(path, key, value)
         return clean
 
-    def _known(self, model: type[BaseModel], name: str, value: Any, here: str, clean: dict[str, Any]) -> None:
-        if value == AUTO and isinstance(value, str) and here not in _AUTO_KEPT:
+    def _known(self, info: FieldInfo, name: str, value: Any, here: str, clean: dict[str, Any]) -> None:
+        if isinstance(value, str) and value == "auto" and here not in _AUTO_KEPT:
             if here in _AUTO_AT_RESOLVE:
                 self.auto.add(here)
             return
-        inner = block_model(model.model_fields[name].annotation)
+        inner = block_model(info.annotation)
         if inner is not None:
-            if value is None or value is False:
-                return
             if isinstance(value, Mapping):
-                clean[name] = self.block(inner, value, here)
-            else:
+                clean[name] = self._block(inner, value, here)
+            elif value is not None and value is not False:
                 self.errors.append((here, _not_an_object(here, value)))
-        elif name == "params" and isinstance(value, Mapping):
-            clean[name] = self._params(value, here)
-        else:
-            problems = _unusable_texts(value, here)
+            return
+        if name == "params" and isinstance(value, Mapping):
+            value = self._params(value, here)
+        elif problems := list(_problems(value, here, _unusable_text)):
             self.errors += problems
-            if not problems:
-                clean[name] = value
+            return
+        elif value is None and hint(info).null and type(None) not in get_args(info.annotation):
+            value = info.default
+        clean[name] = value
+        self.leaves[here] = (info, clean, name)
 
     def _params(self, values: Mapping[Any, Any], path: str) -> dict[str, Any]:
         """Constructor arguments are free; only what no constructor can want is refused here."""
@@ -195,71 +174,108 @@ class _Cleaner:
                 self.errors.append((here, _not_a_key(key)))
             elif here in RENAMED:
                 self._renamed(here, value)
-            elif not (isinstance(value, str) and value == AUTO):
-                self.errors += _non_finite(value, here) + _unusable_texts(key, here) + _unusable_texts(value, here)
+            elif not (isinstance(value, str) and value == "auto"):
+                self.errors += _problems(key, here, _unusable_text)
+                self.errors += _problems(value, here, lambda leaf: _unusable_number(leaf) or _unusable_text(leaf))
                 clean[key] = value
         return clean
 
-    def _not_in_model(self, block: str, key: str, value: Any, here: str) -> None:
-        entry = UNSUPPORTED.get(block, {}).get(key)
+    # ---------------------------------------------------------------- keys that no model has
+
+    def _not_in_model(self, block: str, key: Any, value: Any) -> None:
+        here = _join(block, key)
+        entry = UNSUPPORTED.get(here) if isinstance(key, str) and "." not in key else None
+        off = value is None or value is False or (isinstance(value, str) and value == "auto")
         if here in RENAMED:
             self._renamed(here, value)
-        elif entry is not None:
+        elif isinstance(entry, Key):
             self._unsupported(entry, value, here)
-        else:
-            self.errors.append((here, self._unknown(block, key)))
+        elif entry is None and (here not in GROUPS or not isinstance(key, str) or "." in key):
+            self.errors.append((here, self._unknown(block, _name(key))))
+        elif isinstance(value, Mapping):
+            self._unsupported_block(entry, value, here)
+        elif not off:
+            note = _not_yet(entry.note if entry else "", ())
+            self.errors.append((here, f"{_not_an_object(here, value)}; {note}"))
 
     def _renamed(self, here: str, value: Any) -> None:
         off = value is None or (here in OFF_IF_FALSE and isinstance(value, (bool, int, float)) and not value)
+        to_write = TO_WRITE.get(here, {}).get(value) if isinstance(value, bool) else None
         if here == _PIN_MEMORY and value is False:  # DeepSpeed has no use for it either
-            self.without_effect.append((here, f"got false under a deprecated name; {TO_WRITE[here][False]}"))
+            self.without_effect.append((here, f"got false under a deprecated name; {to_write}"))
         elif not off:
-            self.errors.append((here, _renamed(here, value)))
+            remedy = to_write or f"use {RENAMED[here]}"
+            self.errors.append((here, f"expected today's name of the key, got a deprecated one; {remedy}"))
 
-    def _unknown(self, block: str, key: str) -> str:
-        """The sentence, which looks for the key that was meant only so often: each search takes milliseconds."""
-        self.hints -= 1
-        return _unknown(block, key, hint=self.hints >= 0)
-
-    def _unsupported(self, entry: Key | Block, value: Any, here: str) -> None:
-        if isinstance(entry, Key):
-            if value is None or entry.free or _inert(entry.inert, value):
-                return
-            below = entry.stage3 and self.stage is not None and self.stage < 3
-            if below and self.stage is not None:
-                self.without_effect.append((here, needs_stage_3(self.stage, value)))
-            elif entry.ignored:
-                self.without_effect.append((here, f"got {show(value)}, which changes nothing: {entry.ignored}"))
-            else:
-                self.errors.append((here, _not_yet(entry, entry.inert)))
+    def _unsupported(self, entry: Key, value: Any, here: str) -> None:
+        if value is None or entry.free or _inert(entry.inert, value):
             return
-        if value is None or value is False or (isinstance(value, str) and value == AUTO):
-            return
-        if entry.off_if_empty and isinstance(value, Mapping) and not value:
-            return
-        if not isinstance(value, Mapping):
-            self.errors.append((here, f"{_not_an_object(here, value)}; {_not_yet(entry, ())}"))
-        elif entry.switch or entry.on_by_default:
-            self._names(entry, value, here)
-            on = not _inert(entry.off, value[entry.switch]) if entry.switch in value else entry.on_by_default
-            if on:
-                self.errors.append((here, _not_yet(entry, entry.off, entry.switch)))
+        if entry.stage3 and self.stage is not None and self.stage < 3:
+            self.without_effect.append((here, needs_stage_3(self.stage, value)))
+        elif entry.ignored:
+            self.without_effect.append((here, f"got {show(value)}, which changes nothing: {entry.ignored}"))
         else:
-            for key, item in value.items():
-                inner = entry.keys.get(key)
-                if inner is None:
-                    self.errors.append((_join(here, key), self._unknown(here, _name(key))))
-                else:
-                    self._unsupported(inner, item, _join(here, key))
+            self.errors.append((here, _not_yet(entry.note, entry.inert)))
 
-    def _names(self, entry: Block, value: Mapping[Any, Any], here: str) -> None:
+    def _unsupported_block(self, entry: Block | None, value: Mapping[Any, Any], here: str) -> None:
+        """entry: None where each key is judged by itself."""
+        if entry is None:
+            for key, item in value.items():
+                self._not_in_model(here, key, item)
+        elif value or not entry.off_if_empty:
+            self._names(entry, value, here, "")
+            switch = value.get(entry.switch)
+            on = not _inert(entry.off, switch) if entry.switch in value else entry.on_by_default
+            if on:
+                self.errors.append((here, _not_yet(entry.note, entry.off, entry.switch)))
+
+    def _names(self, entry: Block, value: Mapping[Any, Any], path: str, prefix: str) -> None:
         """Only that every key exists, at every depth that the table describes."""
         for key, item in value.items():
-            inner = entry.keys.get(key)
-            if inner is None:
-                self.errors.append((_join(here, key), self._unknown(here, _name(key))))
-            elif isinstance(inner, Block) and isinstance(item, Mapping):
-                self._names(inner, item, _join(here, key))
+            name = prefix + _name(key)
+            holds_keys = any(other.startswith(f"{name}.") for other in entry.names)
+            if isinstance(key, str) and "." not in key and holds_keys:
+                self._names(entry, item if isinstance(item, Mapping) else {}, _join(path, key), f"{name}.")
+            elif name not in entry.names or "." in key:
+                self.errors.append((_join(path, key), self._unknown(path, _name(key))))
+
+    def _unknown(self, block: str, key: str) -> str:
+        said = f"expected a key of {block or 'the configuration'}, got an unknown one"
+        supported, unsupported = _all_paths()
+        if not block and "." in key and key in supported:
+            nested = key.replace(".", '": {"')
+            return f'{said}; write it nested: "{nested}": ...' + "}" * key.count(".")
+        if block in ("optimizer", "scheduler"):
+            return f"{said}; arguments of the constructor belong into {block}.params"
+        if block and key in supported:
+            return f"{said}; did you mean {key}? It belongs to the top level: move it out of {block}"
+        self.hints -= 1
+        search = self.hints >= 0 and len(key) < _LONGEST_HINT
+        near = nearest_keys(block, key, supported, unsupported) if search else []
+        return f"{said}; did you mean {' or '.join(near)}?" if near else f"{said}; remove it"
+
+
+def block_model(annotation: Any) -> type[BaseModel] | None:
+    """The model behind a field's annotation (`Block` or `Block | None`), if it is one."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def supported_paths(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterator[str]:
+    """The full path of every supported key, blocks before what they hold."""
+    for name, info in model.model_fields.items():
+        yield _join(prefix, name)
+        inner = block_model(info.annotation)
+        if inner is not None:
+            yield from supported_paths(inner, _join(prefix, name))
+
+
+@lru_cache(maxsize=1)
+def _all_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    supported = tuple(supported_paths())
+    return supported, tuple(path for path in unsupported_paths() if path not in supported)
 
 
 def _name(key: object) -> str:
@@ -276,113 +292,58 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{_name(key)}" if path else _name(key)
 
 
-def block_model(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field's annotation (`Block` or `Block | None`), if it is one."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def supported_paths(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterable[str]:
-    """The full path of every supported key, blocks before what they hold."""
-    for name, info in model.model_fields.items():
-        path = _join(prefix, name)
-        yield path
-        inner = block_model(info.annotation)
-        if inner is not None:
-            yield from supported_paths(inner, path)
-
-
-@lru_cache(maxsize=1)
-def _all_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return tuple(supported_paths()), tuple(path for path, _ in unsupported_paths())
-
-
 def _inert(accepted: tuple[object, ...], value: object) -> bool:
-    if isinstance(value, str) and value == AUTO:
+    """Whether a value is one of these. Booleans and numbers differ, unlike in Python."""
+    if isinstance(value, str) and value == "auto":
         return bool(accepted)
-    return any(same(value, other) for other in accepted)
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted)
 
 
 def _not_an_object(path: str, value: object) -> str:
     if path == "zero_optimization" and value is True:
-        return f'expected an object, got {show(value)}, an old spelling; write {{"stage": {int(value)}}}'
+        return 'expected an object, got true, an old spelling; write {"stage": 1}'
     return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
-
-
-def _renamed(path: str, value: Any) -> str:
-    to_write = TO_WRITE.get(path, {}).get(value) if isinstance(value, bool) else None
-    return f"expected today's name of the key, got a deprecated one; {to_write or f'use {RENAMED[path]}'}"
-
-
-def _not_yet(entry: Key | Block, accepted: tuple[object, ...], switch: str = "") -> str:
-    sentence = "known to zerolite but not supported yet"
-    if entry.note:
-        sentence += f" ({entry.note})"
-    if not accepted:
-        return f"{sentence}; leave it out"
-    values = " or ".join(dict.fromkeys(show(value).removeprefix("the string ") for value in accepted))
-    subject = f"{switch} = {values}" if switch else values
-    return f"{sentence}; leave it out (only {subject} is accepted)"
 
 
 def _not_a_key(key: object) -> str:
     return f"expected a string as the key, got {show(key)}; write it in quotes"
 
 
-def _unknown(block: str, key: str, hint: bool) -> str:
-    where = f"a key of {block}" if block else "a key of the configuration"
-    sentence = f"expected {where}, got an unknown one"
-    supported, unsupported = _all_paths()
-    if not block and "." in key and key in supported:
-        nested = key.replace(".", '": {"')
-        return f'{sentence}; write it nested: "{nested}": ...' + "}" * key.count(".")
-    if block in ("optimizer", "scheduler"):
-        return f"{sentence}; arguments of the constructor belong into {block}.params"
-    if block and key in supported:
-        return f"{sentence}; did you mean {key}? It belongs to the top level: move it out of {block}"
-    near = nearest_keys(block, key, supported, unsupported) if hint and len(key) <= _LONGEST_HINT else []
-    return f"{sentence}; did you mean {' or '.join(near)}?" if near else f"{sentence}; remove it"
+def _not_yet(note: str, accepted: tuple[object, ...], switch: str = "") -> str:
+    said = f"{_NOT_YET} ({note})" if note else _NOT_YET
+    values = " or ".join(dict.fromkeys(show(value).removeprefix("the string ") for value in accepted))
+    only = f" (only {switch + ' = ' if switch else ''}{values} is accepted)" if accepted else ""
+    return f"{said}; leave it out{only}"
 
 
-def _non_finite(value: Any, path: str) -> list[tuple[str, str]]:
+def _unusable_number(leaf: Any) -> str | None:
     """JSON has no NaN and no infinity, and no constructor argument is meant to be one. Beyond float32, torch's updates
     fail with an exception of their own."""
-
-    def problem(leaf: Any) -> str | None:
-        if isinstance(leaf, float) and not math.isfinite(leaf):
-            return f"expected a finite number, got {show(leaf)}; write one"
-        if isinstance(leaf, (int, float)) and abs(leaf) > _LARGEST_FLOAT32:
-            return f"expected a number that float32 can hold, at most 3.4e38, got {show(leaf)}; write a smaller one"
-        return None
-
-    return _problems(value, path, problem)
+    if isinstance(leaf, float) and not math.isfinite(leaf):
+        return f"expected a finite number, got {show(leaf)}; write one"
+    if isinstance(leaf, (int, float)) and abs(leaf) > _LARGEST_FLOAT32:
+        return f"expected a number that float32 can hold, at most 3.4e38, got {show(leaf)}; write a smaller one"
+    return None
 
 
-def _unusable_texts(value: Any, path: str) -> list[tuple[str, str]]:
+def _unusable_text(leaf: Any) -> str | None:
     """No name and no path holds a zero character, and a lone surrogate is half a character."""
-
-    def problem(leaf: Any) -> str | None:
-        if not isinstance(leaf, str):
-            return None
-        if "\0" in leaf:
-            return f"expected text without zero characters, got {show(leaf)}; remove them"
-        if not leaf.isascii() and _SURROGATE.search(leaf):
-            return f"expected text that UTF-8 can hold, got {show(leaf)}; write the character itself"
-        return None
-
-    return _problems(value, path, problem)
+    if isinstance(leaf, str) and "\0" in leaf:
+        return f"expected text without zero characters, got {show(leaf)}; remove them"
+    if isinstance(leaf, str) and not leaf.isascii() and _SURROGATE.search(leaf):
+        return f"expected text that UTF-8 can hold, got {show(leaf)}; write the character itself"
+    return None
 
 
-def _problems(value: Any, path: str, problem: Callable[[Any], str | None]) -> list[tuple[str, str]]:
+def _problems(value: Any, path: str, problem: Callable[[Any], str | None]) -> Iterator[tuple[str, str]]:
     """(path, sentence) of every leaf and every key of a JSON value with a problem."""
+    said = None if isinstance(value, (Mapping, list, tuple)) else problem(value)
+    if said is not None:
+        yield path, said
     if isinstance(value, Mapping):
-        inner = [(_join(path, key), item) for key, item in value.items()]
-        found = [(_join(path, key), sentence) for key in value if (sentence := problem(key)) is not None]
+        for key, item in value.items():
+            yield from _problems(key, _join(path, key), problem)
+            yield from _problems(item, _join(path, key), problem)
     elif isinstance(value, (list, tuple)):
-        inner, found = [(f"{path}[{index}]", item) for index, item in enumerate(value)], []
-    else:
-        sentence = problem(value)
-        return [] if sentence is None else [(path, sentence)]
-    return found + [error for where, item in inner for error in _problems(item, where, problem)]
+        for index, item in enumerate(value):
+            yield from _problems(item, f"{path}[{index}]", problem)

@@ -2,93 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from .rules import Boolean, Dtype, Integer, Number, Texts
-
-Bool = Annotated[bool, BeforeValidator(Boolean())]
-
-_LOSS_ONLY = (
-    "Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions), "
-    'only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32.'
-)
-_KEPT = _LOSS_ONLY + ' "{0}": all but a loss stay as they are.{1} (zerolite\'s own key; see [precision](precision.md).)'
+from .values import DTYPE, Block, Bool, Count, Hint, Natural, NotNegative, Texts
 
 
-class _Precision(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+def _only_true(value: bool) -> bool:
+    if not value:
+        raise ValueError(
+            "expected true, got false; gradients always accumulate as they arrive, so leave the key out or write true"
+        )
+    return value
 
 
-class Fp16Config(_Precision):
+class Fp16Config(Block):
     """Compute in float16 with fp32 master weights and a loss scale."""
 
-    enabled: Bool = Field(default=False, description="Compute in float16.")
-    auto_cast: Bool = Field(
-        default=False, description="Cast floating inputs to float16. The engine does so in any case."
-    )
-    loss_scale: Annotated[float, BeforeValidator(Number(0.0))] = Field(
-        default=0.0, description="Static factor by which the loss is multiplied before backward; 0 = dynamic."
-    )
-    initial_scale_power: Annotated[int, BeforeValidator(Integer(0, 127))] = Field(
-        default=16, description="A dynamic loss scale starts at 2 to this power."
-    )
-    loss_scale_window: Annotated[int, BeforeValidator(Integer(1))] = Field(
-        default=1000, description="Steps in a row without overflow after which a dynamic loss scale doubles."
-    )
-    hysteresis: Annotated[int, BeforeValidator(Integer(1))] = Field(
-        default=2, description="Overflows (steps) that are tolerated before a dynamic loss scale is halved."
-    )
-    consecutive_hysteresis: Bool = Field(
-        default=False,
-        description="Refill the hysteresis after every step without overflow, so that only overflows in a row count.",
-    )
-    min_loss_scale: Annotated[int, BeforeValidator(Integer(1))] = Field(
-        default=1, description="A dynamic loss scale never falls below this factor."
-    )
-    fp16_master_weights_and_grads: Bool = Field(
-        default=False, description="Keep master weights and accumulated gradients in float16 instead of fp32."
-    )
-    output_dtype: Annotated[str | None, BeforeValidator(Dtype(("fp32", "fp16")))] = Field(
-        default=None, description=_KEPT.format("fp16", " Only fp32 outputs take gradients from outside of the model.")
-    )
+    enabled: Bool = False
+    """Compute in float16."""
+    auto_cast: Bool = False
+    """Cast floating inputs to float16. The engine does so in any case."""
+    loss_scale: NotNegative = 0.0
+    """Static factor by which the loss is multiplied before backward; 0 = dynamic."""
+    initial_scale_power: Annotated[Natural, Field(le=127)] = 16
+    """A dynamic loss scale starts at 2 to this power."""
+    loss_scale_window: Count = 1000
+    """Steps in a row without overflow after which a dynamic loss scale doubles."""
+    hysteresis: Count = 2
+    """Overflows (steps) that are tolerated before a dynamic loss scale is halved."""
+    consecutive_hysteresis: Bool = False
+    """Refill the hysteresis after every step without overflow, so that only overflows in a row count."""
+    min_loss_scale: Count = 1
+    """A dynamic loss scale never falls below this factor."""
+    fp16_master_weights_and_grads: Bool = False
+    """Keep master weights and accumulated gradients in float16 instead of fp32."""
+    output_dtype: Annotated[Literal["fp32", "fp16"], DTYPE] | None = None
+    """Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions),
+    only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32. "fp16": all but a
+    loss stay as they are. Only fp32 outputs take gradients from outside of the model. (zerolite's own key; see
+    [precision](precision.md).)"""
 
 
-class Bf16Config(_Precision):
+class Bf16Config(Block):
     """Compute in bfloat16 with fp32 master weights. The block may also be spelled `bfloat16`."""
 
-    enabled: Bool = Field(default=False, description="Compute in bfloat16.")
-    immediate_grad_update: Annotated[
-        bool, BeforeValidator(Boolean(always="gradients always accumulate as they arrive"))
-    ] = Field(default=True, description="Gradients are accumulated as they arrive. Only true is possible.")
-    check_grad_overflow: Bool = Field(
-        default=True, description="Skip the step, on all ranks, when a gradient is not finite."
-    )
-    bf16_master_weights_and_grads: Bool = Field(
-        default=False, description="Keep master weights and accumulated gradients in bfloat16 instead of fp32."
-    )
-    bf16_optimizer_states: Bool = Field(
-        default=False,
-        description="Keep the optimizer's states in bfloat16 too; needs `bf16_master_weights_and_grads`.",
-    )
-    output_dtype: Annotated[str | None, BeforeValidator(Dtype(("fp32", "bf16")))] = Field(
-        default=None, description=_KEPT.format("bf16", "")
-    )
+    enabled: Bool = False
+    """Compute in bfloat16."""
+    immediate_grad_update: Annotated[Bool, AfterValidator(_only_true), Hint("true")] = True
+    """Gradients are accumulated as they arrive. Only true is possible."""
+    check_grad_overflow: Bool = True
+    """Skip the step, on all ranks, when a gradient is not finite."""
+    bf16_master_weights_and_grads: Bool = False
+    """Keep master weights and accumulated gradients in bfloat16 instead of fp32."""
+    bf16_optimizer_states: Bool = False
+    """Keep the optimizer's states in bfloat16 too; needs `bf16_master_weights_and_grads`."""
+    output_dtype: Annotated[Literal["fp32", "bf16"], DTYPE] | None = None
+    """Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions),
+    only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32. "bf16": all but a
+    loss stay as they are. (zerolite's own key; see [precision](precision.md).)"""
 
 
-class TorchAutocastConfig(_Precision):
+class TorchAutocastConfig(Block):
     """Run the forward pass under torch.autocast; parameters stay in fp32."""
 
-    enabled: Bool = Field(default=False, description="Run forward under torch.autocast.")
-    dtype: Annotated[str, BeforeValidator(Dtype(("bf16", "fp16"), nullable=False))] = Field(
-        default="bf16", description="The dtype autocast computes in."
-    )
-    lower_precision_safe_modules: Annotated[tuple[str, ...] | None, BeforeValidator(Texts())] = Field(
-        default=None,
-        description="Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all "
-        "gradients are reduced in fp32.",
-    )
-    output_dtype: Annotated[str | None, BeforeValidator(Dtype(("fp32",)))] = Field(
-        default=None, description=f"{_LOSS_ONLY} (zerolite's own key.)"
-    )
+    enabled: Bool = False
+    """Run forward under torch.autocast."""
+    dtype: Annotated[Literal["bf16", "fp16"], DTYPE] = "bf16"
+    """The dtype autocast computes in."""
+    lower_precision_safe_modules: Annotated[Texts, Hint(example='["torch.nn.Linear"]')] | None = None
+    """Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all gradients are
+    reduced in fp32."""
+    output_dtype: Annotated[Literal["fp32"], DTYPE] | None = None
+    """Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions),
+    only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32. (zerolite's own
+    key.)"""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .rules import shorten, show
+from .values import shorten, show
 
 _MOST_DIGITS = 1000
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .offload import OffloadOptimizerConfig, OffloadParamConfig
-from .rules import show
+from .values import show
 
 if TYPE_CHECKING:
     from .models import ZeroliteConfig
