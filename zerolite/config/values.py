@@ -64,7 +64,7 @@ def show(value: object, limit: int = 60) -> str:
     except (TypeError, ValueError, RecursionError):
         text = f"an object of type {type(value).__name__}"
     text = shorten(text, limit)
-    kinds = {str: "the string ", Mapping: "the object ", (list, tuple): "the array "}
+    kinds: dict[Any, str] = {str: "the string ", Mapping: "the object ", (list, tuple): "the array "}
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), "") + text
 
 
@@ -90,8 +90,9 @@ def as_number(value: Any) -> Any:
         number = float(value)
     except OverflowError:
         return math.inf
-    whole = isinstance(value, numbers.Integral) or number.is_integer()
-    return int(value) if whole else number
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return int(number) if number.is_integer() else number
 
 
 def _dtype(value: Any) -> Any:
