@@ -5,20 +5,11 @@ In a checkout this package is `op_builder/` beside `csrc/`. In a wheel both are 
 works in both.
 """
 
-from .describe import describe_cache, describe_tools
-from .errors import CannotStore, OpUnavailable
+from .errors import OpUnavailable
 from .load import OpStatus, build_into, csrc_path, load, status
 from .ops import OPS
+from .store import describe_cache
+from .tools import describe_tools
 
-__all__ = [
-    "OPS",
-    "CannotStore",
-    "OpStatus",
-    "OpUnavailable",
-    "build_into",
-    "csrc_path",
-    "describe_cache",
-    "describe_tools",
-    "load",
-    "status",
-]
+__all__ = ["OPS", "OpStatus", "OpUnavailable", "build_into", "csrc_path", "describe_cache", "describe_tools"]
+__all__ += ["load", "status"]

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+WITHOUT_KERNELS = "or set ZEROLITE_KERNELS=0 to train on PyTorch's own operations without this message."
+INCOMPLETE = (
+    "This installation of zerolite is incomplete: install it again with "
+    "`pip install --force-reinstall --no-deps zerolite`."
+)
+
 
 class OpUnavailable(RuntimeError):
     """Kernels cannot be used here; training goes on with PyTorch's own operations.
@@ -16,10 +22,4 @@ class OpUnavailable(RuntimeError):
 
     def __init__(self, cause: str, remedy: str, log: Path | None = None) -> None:
         super().__init__(f"{cause} {remedy}")
-        self.cause = cause
-        self.remedy = remedy
-        self.log = log
-
-
-class CannotStore(Exception):
-    """A directory cannot hold libraries; the message says why, and the library is built elsewhere."""
+        self.cause, self.remedy, self.log = cause, remedy, log

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 UPDATES = ("1, 1, 1", "1, 2, 1", "1, 3, 1", "0, 0, 0")  # dtypes of parameters, gradients, states; 0 for any
+# The kernels that csrc/cuda/kernels.cu launches. The linker fails where one is missing.
 KERNELS = (
     *(f"zl::update_kernel<zl::{rule}, {dtypes}>" for rule in ("Adam", "Lion", "Adagrad", "Sgd") for dtypes in UPDATES),
     *(f"zl::norm_kernel<{dtype}>" for dtype in (1, 2, 3)),
 )
-"""The kernels that csrc/cuda/kernels.cu launches. The linker fails where one is missing."""
-
 # NVRTC knows no headers of the C library. Types as on 64-bit Linux, where host and device share them.
 HEADERS = {
     "stddef.h": "",
@@ -35,7 +35,7 @@ static_assert(sizeof(int64_t) == 8 && sizeof(uintptr_t) == 8, "a 64-bit system")
 
 
 class Nvrtc:
-    """The functions of libnvrtc that compiling needs."""
+    """The functions of libnvrtc that compiling needs. Each raises RuntimeError with NVRTC's message."""
 
     def __init__(self, library: str) -> None:
         # NVRTC opens this one by its bare name, which the loader finds in a directory of a wheel only if it is there
@@ -49,26 +49,20 @@ class Nvrtc:
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
-    def compile(self, source: str, name: str, options: list[str]) -> tuple[bytes, list[str]]:
-        """The cubin, and the names that its kernels have in it. Raises RuntimeError with the compiler's messages."""
-        program = ctypes.c_void_p()
-        texts, names = _strings(list(HEADERS.values())), _strings(list(HEADERS))
-        arguments = (source.encode(), name.encode(), len(HEADERS), texts, names)
-        self._call("nvrtcCreateProgram", ctypes.byref(program), *arguments)
-        try:
-            for kernel in KERNELS:
-                self._call("nvrtcAddNameExpression", program, kernel.encode())
-            code = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
-            if code:
-                raise RuntimeError(self._bytes(program, "ProgramLog").decode(errors="replace").rstrip("\0"))
-            lowered = []
-            for kernel in KERNELS:
-                text = ctypes.c_char_p()
-                self._call("nvrtcGetLoweredName", program, kernel.encode(), ctypes.byref(text))
-                lowered.append((text.value or b"").decode())
-            return self._bytes(program, "CUBIN"), lowered
-        finally:
-            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+    def compile(self, source: Path, options: list[str]) -> tuple[bytes, list[str]]:
+        """Return the cubin, and the names that its kernels have in it."""
+        program, name = ctypes.c_void_p(), ctypes.c_char_p()
+        text = (source.read_bytes(), str(source).encode(), len(HEADERS), _strings(HEADERS.values()), _strings(HEADERS))
+        self._call("nvrtcCreateProgram", ctypes.byref(program), *text)
+        for kernel in KERNELS:
+            self._call("nvrtcAddNameExpression", program, kernel.encode())
+        if self._library.nvrtcCompileProgram(program, len(options), _strings(options)):
+            raise RuntimeError(self._bytes(program, "ProgramLog").decode(errors="replace").rstrip("\0"))
+        lowered = []
+        for kernel in KERNELS:
+            self._call("nvrtcGetLoweredName", program, kernel.encode(), ctypes.byref(name))
+            lowered.append((name.value or b"").decode())
+        return self._bytes(program, "CUBIN"), lowered
 
     def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
@@ -83,12 +77,13 @@ class Nvrtc:
             raise RuntimeError(f"error: {function} failed: {self._library.nvrtcGetErrorString(code).decode()}")
 
 
-def _strings(values: list[str]) -> ctypes.Array[ctypes.c_char_p]:
-    return (ctypes.c_char_p * len(values))(*[value.encode() for value in values])
+def _strings(values: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [value.encode() for value in values]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
 
 
 def assembly(cubin: str, names: list[str]) -> str:
-    """The text of device.s. Its symbols are hidden: they are those of one library."""
+    """Return the text of device.s. Its symbols are hidden: they are those of one library."""
     lines = ['\t.section .rodata,"a",%progbits', "\t.hidden zl_image", "\t.globl zl_image", "\t.balign 64", "zl_image:"]
     lines.append(f'\t.incbin "{cubin}"')
     for name in names:
@@ -96,26 +91,21 @@ def assembly(cubin: str, names: list[str]) -> str:
     return "\n".join([*lines, '\t.section .note.GNU-stack,"",%progbits', ""])
 
 
-def main(arguments: list[str]) -> int:
-    """Compile, or print the version. The exit status is 1 after a message if that fails."""
-    library, *flags = arguments
-    try:
-        nvrtc = Nvrtc(library)
-        if flags == ["--version"]:
-            print(f"NVRTC {nvrtc.version()}")
-            return 0
-        source = Path(flags[flags.index("-c") + 1])
-        target = Path(flags[flags.index("-o") + 1])
-        options = [*flags[: flags.index("-c")], f"-I{source.parent}"]  # to NVRTC the source is a text without a place
-        cubin, names = nvrtc.compile(source.read_text(encoding="utf-8"), str(source), options)
-    except (OSError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 1
+def main(library: str, *flags: str) -> None:
+    """Compile, or print the version."""
+    nvrtc = Nvrtc(library)
+    if flags == ("--version",):
+        return print(f"NVRTC {nvrtc.version()}")
+    source, target = (Path(flags[flags.index(flag) + 1]) for flag in ("-c", "-o"))
+    # To NVRTC the source is a text without a place.
+    cubin, names = nvrtc.compile(source, [*flags[: flags.index("-c")], f"-I{source.parent}"])
     image = target.with_suffix(".cubin")
     image.write_bytes(cubin)
     target.write_text(assembly(image.name, names), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        main(*sys.argv[1:])
+    except (OSError, RuntimeError) as error:
+        sys.exit(str(error))

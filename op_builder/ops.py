@@ -3,73 +3,92 @@
 from __future__ import annotations
 
 import os
-import sys
-
-from .async_io import async_io
-from .op import Op, Source
-
-__all__ = ["OPS", "Op", "Source"]
+from dataclasses import dataclass
+from typing import Literal
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
+HOST = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread")
 
 
-def cpu_kernels(machine: str) -> Op:
-    """The CPU library, which chooses among its instruction sets when it runs.
+@dataclass(frozen=True)
+class Source:
+    """One call of a compiler: a source relative to csrc/, the object it makes, and the flags of this call alone."""
 
-    Only the flags of its own object may name an instruction set: the rest must run on every processor of the family.
+    path: str
+    object: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """A library with a plain C interface.
+
+    Attributes:
+        name: what `load` calls it; the library's file begins with it.
+        kind: "cpp" is compiled by a C++ compiler alone, "cuda" by nvcc for one compute capability, "nvrtc" by
+            NVRTC for one, with a C++ compiler for the sources that make an object file (.o).
+        sources: the calls of the compiler, which run at the same time.
+        headers: patterns relative to csrc/ of what the sources include; a change of these files builds anew.
+        flags: of every call that compiles.
+        link_flags: of the call that links.
     """
-    kernels = "cpu/kernels.cpp"
-    sources: tuple[Source, ...] = (Source(kernels, "plain.o", ("-DZL_ISA=plain",)),)
-    if machine in ("x86_64", "AMD64"):
-        sources += (
-            Source(kernels, "avx2.o", ("-DZL_ISA=avx2", *AVX2)),
-            Source(kernels, "avx512.o", ("-DZL_ISA=avx512", *AVX512)),
-            Source("cpu/dispatch.cpp", "dispatch.o"),
-        )
-    else:
-        sources += (Source("cpu/dispatch.cpp", "dispatch.o", ("-DZL_ONLY_PLAIN",)),)
-    return Op(
+
+    name: str
+    kind: Literal["cpp", "cuda", "nvrtc"]
+    sources: tuple[Source, ...]
+    headers: tuple[str, ...]
+    flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+
+
+def _cpu_sources(machine: str) -> tuple[Source, ...]:
+    """One object for each instruction set; the library chooses among them when it runs. Only these objects may be
+    compiled for an instruction set: the rest must run on every processor of the family."""
+    plain = Source("cpu/kernels.cpp", "plain.o", ("-DZL_ISA=plain",))
+    if machine not in ("x86_64", "AMD64"):
+        return plain, Source("cpu/dispatch.cpp", "dispatch.o", ("-DZL_ONLY_PLAIN",))
+    avx2 = Source("cpu/kernels.cpp", "avx2.o", ("-DZL_ISA=avx2", *AVX2))
+    avx512 = Source("cpu/kernels.cpp", "avx512.o", ("-DZL_ISA=avx512", *AVX512))
+    return plain, avx2, avx512, Source("cpu/dispatch.cpp", "dispatch.o")
+
+
+_OPS = (
+    Op(
         name="cpu_kernels",
         kind="cpp",
-        sources=sources,
+        sources=_cpu_sources(os.uname().machine),
         headers=("*.h", "cpu/*.h"),
         # No contraction and no fast maths: vector body, scalar tail and every instruction set give the same bits.
-        flags=(
-            *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"),
-            *("-ffp-contract=off", "-fno-math-errno", "-pthread"),
-        ),
-        link_flags=("-shared", "-pthread", *(("-s",) if sys.platform == "linux" else ())),
-    )
-
-
-def cuda_kernels() -> Op:
-    """The CUDA library, for the compute capability that is asked for; the CUDA runtime is linked into it."""
-    return Op(
+        flags=("-O3", *HOST, "-ffp-contract=off", "-fno-math-errno"),
+        link_flags=("-shared", "-pthread", "-s"),
+    ),
+    Op(
         name="cuda_kernels",
         kind="cuda",
         sources=(Source("cuda/kernels.cu", "kernels.o"),),
         headers=("*.h", "cuda/*.h", "cuda/*.cuh"),
         flags=("-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
         link_flags=("-shared", "-cudart", "static"),
-    )
-
-
-def cuda_kernels_nvrtc() -> Op:
-    """The same without nvcc. The library calls the driver of the machine it runs on."""
-    source = "cuda/kernels.cu"
-    host = ("-x", "c++", "-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-DZL_HOST_ONLY")
-    return Op(
+    ),
+    Op(  # the same without nvcc: the library calls the driver of the machine it runs on
         name="cuda_kernels_nvrtc",
         kind="nvrtc",
         sources=(
-            Source(source, "device.s", ("--std=c++17", "--fmad=false")),
-            Source(source, "host.o", host, host=True),
+            Source("cuda/kernels.cu", "device.s", ("--std=c++17", "--fmad=false")),
+            Source("cuda/kernels.cu", "host.o", ("-x", "c++", "-O2", *HOST, "-DZL_HOST_ONLY")),
         ),
         headers=("*.h", "cuda/*.h", "cuda/*.cuh"),
         flags=(),
         link_flags=("-shared", "-pthread", "-ldl", "-Wl,-z,defs"),
-    )
-
-
-OPS = {op.name: op for op in (cpu_kernels(os.uname().machine), cuda_kernels(), cuda_kernels_nvrtc(), async_io())}
+    ),
+    Op(  # io_uring needs no library; where its header is missing, the library has threads alone
+        name="async_io",
+        kind="cpp",
+        sources=(Source("aio/aio.cpp", "aio.o"),),
+        headers=("aio/*.h",),
+        flags=("-O2", *HOST),
+        link_flags=("-shared", "-pthread", "-s"),
+    ),
+)
+OPS = {op.name: op for op in _OPS}

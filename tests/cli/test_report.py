@@ -34,7 +34,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(report, "processor", ask_processor)
 
     def ask(*options: str) -> str:
-        monkeypatch.setattr(sys.modules["zerolite.op_builder.load"], "_loaded", {})
+        sys.modules["zerolite.op_builder.load"]._load.cache_clear()
         assert report.main(options) == 0
         return capsys.readouterr().out
 

@@ -203,7 +203,7 @@ def test_nvcc_comes_first_and_only_nvrtcs_kernels_are_checked(
 @pytest.fixture(scope="module", params=[(8, 0), (9, 0)], ids=["sm_80", "sm_90"])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        find_nvrtc(None, None)
+        find_nvrtc(None)
     except OpUnavailable as error:
         pytest.skip(error.cause)
     return build_into(tmp_path_factory.mktemp("nvrtc"), "cuda_kernels_nvrtc", capability=request.param)
@@ -221,7 +221,7 @@ def test_nvrtc_compiles_the_kernels(compiled: Path) -> None:
 
 def test_nvrtc_says_what_does_not_compile(tmp_path: Path) -> None:
     try:
-        find_nvrtc(None, None)
+        find_nvrtc(None)
     except OpUnavailable as error:
         pytest.skip(error.cause)
     shutil.copytree(CSRC, tmp_path / "csrc")

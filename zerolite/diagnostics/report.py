@@ -132,9 +132,9 @@ def op_report(name: str, torch: Any, build: bool) -> dict[str, Any]:
     if build and status.compatible:
         try:
             op_builder.load(name, capability=capability, torch_cuda=torch_cuda)
-        except op_builder.OpUnavailable:
-            pass  # the status says it
-        status = op_builder.status(name, capability=capability, torch_cuda=torch_cuda)
+            status = op_builder.status(name, capability=capability, torch_cuda=torch_cuda)
+        except op_builder.OpUnavailable as error:
+            status = op_builder.OpStatus(name, False, str(error), None)
     path = str(status.path) if status.path else None
     return {
         "name": name,
@@ -149,8 +149,7 @@ def render(report: dict[str, Any]) -> str:
     """The report as aligned text."""
     sections = {name: values for name, values in report.items() if name != "ops"}
     for op in report["ops"]:
-        where = op["path"] or "loaded from a temporary directory"
-        values = {"compatible": "yes" if op["compatible"] else "no", "built": where if op["built"] else "no"}
+        values = {"compatible": "yes" if op["compatible"] else "no", "built": op["path"] or "no"}
         if op["reason"]:
             values["note" if op["compatible"] else "why not"] = op["reason"]
         sections[f"op {op['name']}"] = values
