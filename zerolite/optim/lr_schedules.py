@@ -94,7 +94,7 @@ class _ClosedForm(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
-        _check_whole("last_batch_iteration", last_batch_iteration, minimum=-1)
+        _check_whole(-1, last_batch_iteration=last_batch_iteration)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
         super().__init__(optimizer, last_batch_iteration)
@@ -104,13 +104,14 @@ class _ClosedForm(LRScheduler):
         """DeepSpeed's count: -1 before the first update is done."""
         return self.last_epoch - 1
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Move on by one update. last_batch_iteration: jump to this count of DeepSpeed's instead."""
-        if last_batch_iteration is None:
+    def step(self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None) -> None:
+        """Move on by one update, or to a count of DeepSpeed's, which has both names."""
+        jump = batch_iteration if last_batch_iteration is None else last_batch_iteration
+        if jump is None:
             super().step()
-            return
-        _check_whole("last_batch_iteration", last_batch_iteration, minimum=-1)
-        self.last_epoch = last_batch_iteration + 1
+        else:
+            _check_whole(-1, last_batch_iteration=jump)
+            self.last_epoch = jump + 1
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class _ClosedForm(LRScheduler):
             raise ValueError(
                 f"The state of {type(self).__name__} has one key, 'last_epoch', but this one has {sorted(state_dict)}."
             )
-        _check_whole("The saved last_epoch", state_dict["last_epoch"], minimum=0)
+        _check_whole(0, last_epoch=state_dict["last_epoch"])
         self.last_epoch = state_dict["last_epoch"]
         self._apply()
 
@@ -168,9 +169,6 @@ class WarmupLR(_ClosedForm):
         self.warmup_type = _warmup_type(warmup_type)
         self.warmup_min_lr = warmup_min_lr
         self.warmup_max_lr = warmup_max_lr
-        _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        if warmup_max_lr is not None:
-            _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -237,9 +235,7 @@ class WarmupCosineLR(_ClosedForm):
         warmup_type: Literal["log", "linear"] = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        for name, ratio in (("warmup_min_ratio", warmup_min_ratio), ("cos_min_ratio", cos_min_ratio)):
-            if not is_number(ratio) or ratio < 0:
-                raise ValueError(f"{name} must be a number of at least 0, but is {ratio!r}.")
+        _check_not_negative(warmup_min_ratio=warmup_min_ratio, cos_min_ratio=cos_min_ratio)
         self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _warmup_type(warmup_type)
@@ -281,19 +277,14 @@ class LRRangeTest(_ClosedForm):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        _check_whole("lr_range_test_step_size", lr_range_test_step_size, minimum=1)
+        _check_whole(1, lr_range_test_step_size=lr_range_test_step_size)
         if not is_number(lr_range_test_step_rate):
             raise ValueError(f"lr_range_test_step_rate must be a number, but is {lr_range_test_step_rate!r}.")
         self.min_lr = lr_range_test_min_lr
         self.step_size = lr_range_test_step_size
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
-        _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         super().__init__(optimizer, last_batch_iteration)
-
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Move on by one update. batch_iteration: jump to this count of DeepSpeed's instead."""
-        super().step(batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
         """The learning rates of the next update, one for each parameter group."""
@@ -343,22 +334,16 @@ class OneCycle(_ClosedForm):
     ) -> None:
         second_size = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        _check_whole("cycle_first_step_size", cycle_first_step_size, minimum=1)
-        _check_whole("cycle_second_step_size", second_size, minimum=0)
-        _check_whole("cycle_first_stair_count", cycle_first_stair_count, minimum=0)
-        _check_whole("cycle_second_stair_count", second_stairs, minimum=0)
-        _check_whole("decay_step_size", decay_step_size, minimum=0)
-        for name, rate in (("decay_lr_rate", decay_lr_rate), ("decay_mom_rate", decay_mom_rate)):
-            if not is_number(rate) or rate < 0:
-                raise ValueError(f"{name} must be a number of at least 0, but is {rate!r}.")
+        _check_whole(1, cycle_first_step_size=cycle_first_step_size)
+        _check_whole(0, cycle_second_step_size=second_size, cycle_first_stair_count=cycle_first_stair_count)
+        _check_whole(0, cycle_second_stair_count=second_stairs, decay_step_size=decay_step_size)
+        _check_not_negative(decay_lr_rate=decay_lr_rate, decay_mom_rate=decay_mom_rate)
         self.first_size, self.second_size = cycle_first_step_size, second_size
         self.first_stairs, self.second_stairs = cycle_first_stair_count, second_stairs
         self.lr_decay = decay_lr_rate / decay_step_size if decay_step_size else 0.0
         self.mom_decay = decay_mom_rate / decay_step_size if decay_step_size else 0.0
         self.min_lr, self.max_lr = cycle_min_lr, cycle_max_lr
         self.min_mom, self.max_mom = cycle_min_mom, cycle_max_mom
-        _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.cycle_momentum = cycle_momentum
         if cycle_momentum:
             for name, moms in (("cycle_min_mom", cycle_min_mom), ("cycle_max_mom", cycle_max_mom)):
@@ -395,20 +380,9 @@ class OneCycle(_ClosedForm):
         height = self._height()
         return [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
 
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Move on by one update. batch_iteration: jump to this count of DeepSpeed's instead."""
-        super().step(batch_iteration)
-        self._apply_momentum()
-
     def _apply(self) -> None:
         super()._apply()
-        self._apply_momentum()
-
-    def _apply_momentum(self) -> None:
-        momenta = self.get_momentum()
-        if momenta is None:
-            return
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+        for group, momentum in zip(self.optimizer.param_groups, self.get_momentum() or (), strict=False):
             key = _momentum_key(group)
             if key == "betas":
                 group["betas"] = (momentum, *group["betas"][1:])
@@ -446,8 +420,7 @@ def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) 
             f"{name} has {len(values)} values, but the optimizer has {count} parameter groups: give one for each."
         )
     for one in values:
-        if not is_number(one) or one < 0:
-            raise ValueError(f"{name} must be a number of at least 0, but is {one!r}.")
+        _check_not_negative(**{name: one})
     return [float(one) for one in values]
 
 
@@ -465,7 +438,7 @@ def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
 
 def _warmup_steps(steps: int) -> int:
     """0 means none; 1 counts as 2, because log(1) is 0."""
-    _check_whole("warmup_num_steps", steps, minimum=0)
+    _check_whole(0, warmup_num_steps=steps)
     return steps if steps == 0 else max(2, steps)
 
 
@@ -476,15 +449,22 @@ def _warmup_type(kind: str) -> str:
 
 
 def _total_steps(total: int, warmup: int) -> int:
-    _check_whole("total_num_steps", total, minimum=1)
+    _check_whole(1, total_num_steps=total)
     if isinstance(warmup, int) and total < warmup:
         logger.warning("total_num_steps is %d, which is less than warmup_num_steps = %d.", total, warmup)
     return total
 
 
-def _check_whole(name: str, value: object, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {value!r}.")
+def _check_whole(minimum: int, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{name} must be a whole number of at least {minimum}, but is {value!r}.")
+
+
+def _check_not_negative(**values: Any) -> None:
+    for name, value in values.items():
+        if not is_number(value) or value < 0:
+            raise ValueError(f"{name} must be a number of at least 0, but is {value!r}.")
 
 
 SCHEDULES: dict[str, type[LRScheduler]] = {
