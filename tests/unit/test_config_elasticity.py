@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zerolite.config import ConfigError, load_config
-from zerolite.config.elasticity import Elasticity, choose_batch, choose_micro, fitting_worlds, solve
+from zerolite.config.elasticity import ElasticityConfig, choose_batch, choose_micro, fitting_worlds
 
 MICROS = [combination for size in (1, 2, 3) for combination in itertools.combinations((1, 2, 3, 4, 6, 9), size)]
 
@@ -55,16 +55,18 @@ def test_micro_batch_and_accumulation() -> None:
 
 def test_every_world_size_that_fits_takes_the_same_steps() -> None:
     for micros, larger in itertools.product(MICROS, (True, False)):
-        elasticity = Elasticity(micros, 1, 20, prefer_larger=larger, max_train=50)
-        train = elasticity.batch()
+        elasticity = ElasticityConfig(
+            micro_batch_sizes=micros, max_gpus=20, prefer_larger_batch=larger, max_train_batch_size=50
+        )
+        train = choose_batch(50, tuple(micros), elasticity.worlds, larger)
         assert train is not None
         for world in range(1, 25):
             possible = fits(train, micros, world) if world <= 20 else []
             if not possible:
                 with pytest.raises(ValueError, match="got"):
-                    solve(elasticity, world)
+                    elasticity.solve(None, world)
                 continue
-            sizes = solve(elasticity, world)
+            sizes = elasticity.solve(None, world)
             assert sizes.train == train and (sizes.micro, sizes.accumulation) in possible
 
 

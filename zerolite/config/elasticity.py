@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
 
@@ -31,41 +30,6 @@ def _version(value: float) -> float:
 
 
 Version = Annotated[Finite, AfterValidator(_version), Hint("0.1 or 0.2", "write one of these or leave the key out")]
-
-
-@dataclass(frozen=True)
-class Elasticity:
-    """What the `elasticity` block says of sizes, in the block's own terms.
-
-    Attributes:
-        micros: the micro-batch sizes that are allowed, at least one.
-        min_gpus, max_gpus: the smallest and the largest world size.
-        num_gpus_per_node: world sizes are multiples of it, since ranks come and go by whole nodes.
-        prefer_larger: of batches that are equally good, the largest (else the smallest); of micro-batches too.
-        max_train: the batch is chosen among the sizes up to this one, None where `train` is given.
-        train: the batch itself, None where it is to be chosen.
-    """
-
-    micros: tuple[int, ...]
-    min_gpus: int
-    max_gpus: int
-    num_gpus_per_node: int = 1
-    prefer_larger: bool = True
-    max_train: int | None = None
-    train: int | None = None
-
-    @property
-    def worlds(self) -> range:
-        """The world sizes that the job may have."""
-        step = self.num_gpus_per_node
-        return range(-(-self.min_gpus // step) * step, self.max_gpus + 1, step)
-
-    def batch(self) -> int | None:
-        """The global batch; None where no world size fits any."""
-        if self.train is not None:
-            return self.train
-        assert self.max_train is not None
-        return choose_batch(self.max_train, self.micros, self.worlds, self.prefer_larger)
 
 
 _ONE_MORE = bytes((value + 1) % 256 for value in range(256))
@@ -123,66 +87,11 @@ def choose_micro(train: int, micros: Iterable[int], world_size: int, prefer_larg
     return max(fitting) if prefer_larger else min(fitting)
 
 
-def solve(elasticity: Elasticity, world_size: int) -> BatchSizes:
-    """The sizes at a world size.
-
-    Raises:
-        BatchSizeError: it does not fit; the sentence says why and names the nearest ones that do.
-    """
-    train = elasticity.batch()
-    worlds = [] if train is None else fitting_worlds(train, elasticity.micros, elasticity.worlds)
-    if train is None or not worlds:
-        raise BatchSizeError("elasticity", _nothing_fits(elasticity))
-    micro = choose_micro(train, elasticity.micros, world_size, elasticity.prefer_larger)
-    if micro is None or world_size not in elasticity.worlds:
-        raise BatchSizeError("elasticity", _does_not_fit(elasticity, train, worlds, world_size))
-    return BatchSizes(train, micro, train // (micro * world_size))
-
-
 def nearest_worlds(worlds: Sequence[int], world_size: int) -> list[int]:
     """Of ascending world sizes, the largest below this one and the smallest above, where they exist."""
     below = [world for world in worlds if world < world_size]
     above = [world for world in worlds if world > world_size]
     return below[-1:] + above[:1]
-
-
-def _nothing_fits(elasticity: Elasticity) -> str:
-    given = f"of {elasticity.train}" if elasticity.train is not None else f"of at most {elasticity.max_train}"
-    return (
-        f"expected a global batch that some number of ranks {_range(elasticity)} splits into micro-batches of "
-        f"{_words(elasticity.micros)}, got a batch {given}, which none does; allow other micro_batch_sizes, fewer "
-        "ranks or a larger batch"
-    )
-
-
-def _does_not_fit(elasticity: Elasticity, train: int, worlds: list[int], world_size: int) -> str:
-    if elasticity.train is None:
-        origin = f"chosen, since the most numbers of ranks split it, among those up to {elasticity.max_train}"
-    else:
-        origin = "train_batch_size"
-    if world_size > elasticity.max_gpus:
-        reason = "more than max_gpus"
-    elif world_size < elasticity.min_gpus:
-        reason = "fewer than min_gpus"
-    elif world_size % elasticity.num_gpus_per_node:
-        reason = f"not a multiple of num_gpus_per_node, {elasticity.num_gpus_per_node}"
-    else:
-        reason = f"{train / world_size:.4g} samples for each"
-    return (
-        f"expected a number of ranks {_range(elasticity)} that splits the global batch of {train} samples ({origin}) "
-        f"into micro-batches of {_words(elasticity.micros)}, got {world_size} ranks ({reason}); the nearest that do: "
-        f"{_words(nearest_worlds(worlds, world_size))}"
-    )
-
-
-def _range(elasticity: Elasticity) -> str:
-    text = f"from {elasticity.min_gpus} to {elasticity.max_gpus}"
-    step = elasticity.num_gpus_per_node
-    return text if step == 1 else f"{text} (in multiples of {step})"
-
-
-def _words(values: Iterable[int]) -> str:
-    return " or ".join(str(value) for value in sorted(set(values)))
 
 
 class ElasticityConfig(Block):
@@ -215,14 +124,62 @@ class ElasticityConfig(Block):
     model_parallel_size: Annotated[Count, Field(le=1), Hint("1")] = 1
     """Only 1 is possible: zerolite has no model parallelism."""
 
-    def terms(self, train_batch_size: int | None) -> Elasticity:
-        """What the block asks for, beside a global batch that may be given (in samples)."""
-        return Elasticity(
-            micros=self.micro_batch_sizes or (),
-            min_gpus=self.min_gpus,
-            max_gpus=self.max_gpus,
-            num_gpus_per_node=self.num_gpus_per_node,
-            prefer_larger=self.prefer_larger_batch,
-            max_train=self.max_train_batch_size,
-            train=None if self.ignore_non_elastic_batch_info else train_batch_size,
+    @property
+    def worlds(self) -> range:
+        """The world sizes that the job may have."""
+        step = self.num_gpus_per_node
+        return range(-(-self.min_gpus // step) * step, self.max_gpus + 1, step)
+
+    def solve(self, train_batch_size: int | None, world_size: int) -> BatchSizes:
+        """The sizes at a world size.
+
+        Raises:
+            BatchSizeError: it does not fit; the sentence says why and names the nearest ones that do.
+        """
+        given = None if self.ignore_non_elastic_batch_info else train_batch_size
+        micros, larger = self.micro_batch_sizes or (), self.prefer_larger_batch
+        assert given is not None or self.max_train_batch_size is not None
+        train = given or choose_batch(self.max_train_batch_size or 0, micros, self.worlds, larger)
+        worlds = [] if train is None else fitting_worlds(train, micros, self.worlds)
+        if train is None or not worlds:
+            size = f"of {given}" if given is not None else f"of at most {self.max_train_batch_size}"
+            sentence = (
+                f"expected a global batch that some number of ranks {self._range} splits into micro-batches of "
+                f"{_words(micros)}, got a batch {size}, which none does; allow other micro_batch_sizes, fewer ranks or "
+                "a larger batch"
+            )
+            raise BatchSizeError("elasticity", sentence)
+        micro = choose_micro(train, micros, world_size, larger)
+        if micro is None or world_size not in self.worlds:
+            origin = "train_batch_size"
+            if given is None:
+                most = self.max_train_batch_size
+                origin = f"chosen, since the most numbers of ranks split it, among those up to {most}"
+            raise BatchSizeError(
+                "elasticity", self._does_not_fit(f"{train} samples ({origin})", train, worlds, world_size)
+            )
+        return BatchSizes(train, micro, train // (micro * world_size))
+
+    def _does_not_fit(self, batch: str, train: int, worlds: list[int], world_size: int) -> str:
+        if world_size > self.max_gpus:
+            reason = "more than max_gpus"
+        elif world_size < self.min_gpus:
+            reason = "fewer than min_gpus"
+        elif world_size % self.num_gpus_per_node:
+            reason = f"not a multiple of num_gpus_per_node, {self.num_gpus_per_node}"
+        else:
+            reason = f"{train / world_size:.4g} samples for each"
+        return (
+            f"expected a number of ranks {self._range} that splits the global batch of {batch} into micro-batches of "
+            f"{_words(self.micro_batch_sizes or ())}, got {world_size} ranks ({reason}); the nearest that do: "
+            f"{_words(nearest_worlds(worlds, world_size))}"
         )
+
+    @property
+    def _range(self) -> str:
+        text, step = f"from {self.min_gpus} to {self.max_gpus}", self.num_gpus_per_node
+        return text if step == 1 else f"{text} (in multiples of {step})"
+
+
+def _words(values: Iterable[int]) -> str:
+    return " or ".join(str(value) for value in sorted(set(values)))

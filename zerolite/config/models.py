@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_
 from . import batch
 from .contradictions import find_contradictions
 from .elasticity import ElasticityConfig
-from .elasticity import solve as solve_elastic
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
 from .offload import ActivationCheckpointingConfig, AioConfig
@@ -230,7 +229,7 @@ class ZeroliteConfig(Block):
 
     def _batch_sizes(self, world_size: int) -> batch.BatchSizes:
         if self.elasticity.enabled:
-            return solve_elastic(self.elasticity.terms(self.train_batch_size), world_size)
+            return self.elasticity.solve(self.train_batch_size, world_size)
         given = (self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps)
         return batch.solve(*given, world_size)
 

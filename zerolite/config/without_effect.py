@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .offload import OffloadOptimizerConfig, OffloadParamConfig
 from .values import show
@@ -16,12 +16,7 @@ _OF_STAGE_3 = ("leaf_modules", "leaf_module")
 _SAME_AT_ALL_STAGES = ("stage3_gather_16bit_weights_on_model_save",)
 
 
-class _LeftOut(NamedTuple):
-    """A key of `zero_optimization` without effect, why, and the values with which the configuration goes on."""
-
-    path: str
-    sentence: str
-    instead: dict[str, Any] = {}
+_Found = tuple[str, str, dict[str, Any]]  # key of `zero_optimization`, why, what the configuration goes on with
 
 
 def needs_stage_3(stage: int, value: object) -> str:
@@ -33,46 +28,45 @@ def leave_out(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -
     """Return the configuration without what has no effect; `without_effect` lists that, with `found_before`."""
     zero = config.zero_optimization
     found = list(_find(zero))
-    instead = {key: value for left_out in found for key, value in left_out.instead.items()}
+    instead = {key: value for *_, values in found for key, value in values.items()}
     if instead:
         config = config.model_copy(update={"zero_optimization": zero.model_copy(update=instead)})
-    named = ((f"zero_optimization.{left_out.path}", left_out.sentence) for left_out in found)
-    config._without_effect = (*found_before, *named)
+    config._without_effect = (*found_before, *((f"zero_optimization.{path}", why) for path, why, _ in found))
     return config
 
 
 def find_lost(config: ZeroliteConfig) -> list[tuple[str, str]]:
     """(path, sentence) of what the stage would leave out, where another stage may be chosen for its sake."""
-    lost = [left_out for left_out in _find(config.zero_optimization) if left_out.instead]
-    return [(f"zero_optimization.{left_out.path}", left_out.sentence) for left_out in lost]
+    found = _find(config.zero_optimization)
+    return [(f"zero_optimization.{path}", why) for path, why, instead in found if instead]
 
 
-def _find(zero: ZeroConfig) -> Iterator[_LeftOut]:
+def _find(zero: ZeroConfig) -> Iterator[_Found]:
     """A stage that is "auto" becomes one at which what is given has an effect, where there is one."""
     stage = zero.stage
     for name in ("offload_optimizer", "offload_param"):
         given = getattr(zero, name).model_fields_set
         if given and "device" not in given:
             keys = " and ".join(sorted(given))
-            yield _LeftOut(name, f'got {keys} without a device, so nothing is offloaded; write "device": "cpu" beside')
+            yield name, f'got {keys} without a device, so nothing is offloaded; write "device": "cpu" beside', {}
     if stage == "auto":
         return
     if stage == 0 and zero.offload_optimizer.enabled:
         sentence = (
             f"got {show(zero.offload_optimizer.device)}, and at stage 0 every rank keeps all states on its device"
         )
-        yield _LeftOut("offload_optimizer.device", sentence, {"offload_optimizer": OffloadOptimizerConfig()})
+        yield "offload_optimizer.device", sentence, {"offload_optimizer": OffloadOptimizerConfig()}
     if stage < 3 and zero.offload_param.enabled:
         sentence = needs_stage_3(stage, zero.offload_param.device)
-        yield _LeftOut("offload_param.device", sentence, {"offload_param": OffloadParamConfig()})
+        yield "offload_param.device", sentence, {"offload_param": OffloadParamConfig()}
     if stage == 0 and not zero.reduce_scatter:
-        yield _LeftOut("reduce_scatter", "got false, and at stage 0 gradients are always all-reduced")
+        yield "reduce_scatter", "got false, and at stage 0 gradients are always all-reduced", {}
     if stage == 3 and not zero.reduce_scatter:
         sentence = "got false, and at stage 3 gradients are always reduce-scattered to their owners"
-        yield _LeftOut("reduce_scatter", sentence, {"reduce_scatter": True})
+        yield "reduce_scatter", sentence, {"reduce_scatter": True}
     if stage < 3:
         for name in sorted(zero.model_fields_set):
             of_stage_3 = name.startswith("stage3_") or name in _OF_STAGE_3
             value, default = getattr(zero, name), type(zero).model_fields[name].get_default(call_default_factory=True)
             if of_stage_3 and name not in _SAME_AT_ALL_STAGES and value != default:
-                yield _LeftOut(name, needs_stage_3(stage, value))
+                yield name, needs_stage_3(stage, value), {}
