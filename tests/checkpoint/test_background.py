@@ -29,7 +29,7 @@ def stages(*fast: int) -> Any:
     "name",
     [
         "mixture",
-        "window",
+        "accumulation",
         "normed",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixture in fp16", "SGD", "RMSprop")),
     ],
@@ -45,7 +45,9 @@ def test_training_goes_on_at_once_elsewhere(pools: Pools, tmp_path: Path, world:
 
 
 @stages(1)
-@pytest.mark.parametrize("name", ["two_in_a_row", "loaded_at_once", "refused_at_once", "two_engines"])
+@pytest.mark.parametrize(
+    "name", ["two_in_a_row", "loaded_at_once", "refused_at_once", "two_engines", "engine_that_is_gone"]
+)
 def test_calls_one_after_the_other(pools: Pools, tmp_path: Path, stage: int, name: str) -> None:
     case(pools, name, tmp_path, stage=stage)
 

@@ -60,10 +60,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(pools: Pools, tmp_path: Path, st
     check(pools, tmp_path, stage, saves, [1, 2, 3, 4])
 
 
-def test_what_cannot_go_on_says_why(pools: Pools, tmp_path: Path) -> None:
-    pools(4).run(f"{CASES}:save_within_a_step", {"directory": str(tmp_path)})
-    for world_size, within in pools(2).run(f"{CASES}:refusals", {"directory": str(tmp_path)}):
-        assert world_size.startswith("ConfigError") and "elasticity: expected a number of ranks" in world_size
-        assert "got 2 ranks (fewer than min_gpus)" in world_size and "the nearest that do: 3" in world_size
-        assert within.startswith("CheckpointError")
-        assert "was 2 and here is 4. Nothing was loaded; go on with 4 ranks, as then, or load" in within
+def test_what_cannot_go_on_says_why(pools: Pools) -> None:
+    for said in pools(2).run(f"{CASES}:refusal"):
+        assert said.startswith("ConfigError") and "elasticity: expected a number of ranks" in said
+        assert "got 2 ranks (fewer than min_gpus)" in said and "the nearest that do: 3" in said

@@ -144,38 +144,15 @@ def test_training_goes_on_at_every_other_grid(
                 assert_same(found["values"], wanted["values"], f"{grid} -> {place}", rtol=10 * rtol)
 
 
-# -------------------------------------------------------------------- windows
-
-
-def within(pools: Pools, world: int, grid: Grid, stage: int, weighted: bool, directory: Path) -> None:
-    kwargs = {"grid": grid, "stage": stage, "directory": str(directory), "weighted": weighted}
-    finished = joined(pools(world).run(f"{CASES}:save_within", kwargs))
-    for other, grids in GRIDS.items():
-        places = [(there, n) for there in grids if there[0] == 1 for n in (stage, (stage + 1) % 4)]
-        kwargs = {"grids": places, "directory": str(directory), "weighted": weighted}
-        ranks = pools(other).run(f"{CASES}:load_within", kwargs, timeout=240)
-        for number, (there, n) in enumerate(places):
-            found = joined([rank[number] for rank in ranks])
-            assert_same(found, finished, f"{grid} -> {there} at stage {n}", rtol=2e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world, grid", [(1, (1, 1, 1)), (2, (1, 1, 2)), (4, (1, 2, 2))])
-def test_a_window_goes_on(pools: Pools, tmp_path: Path, world: int, grid: Grid, stage: int, weighted: bool) -> None:
-    within(pools, world, grid, stage, weighted, tmp_path)
+# -------------------------------------------------------------------- refusals
 
 
 def test_what_only_the_whole_can_do(pools: Pools, tmp_path: Path) -> None:
-    kwargs = {"grid": (1, 1, 2), "stage": 1, "directory": str(tmp_path), "weighted": False}
-    pools(2).run(f"{CASES}:save_within", kwargs)
     for said in pools(2).run(f"{CASES}:refusals_within", {"directory": str(tmp_path)}):
-        for name, words in (("pipeline", "engine.train_batch()"), ("sequence", "save after engine.step()")):
-            saving, loading = said[f"save, {name}"], said[f"load, {name}"]
-            assert saving.startswith("CheckpointError: gradients that no step has used cannot be saved with "), saving
-            assert loading.startswith("CheckpointError: the checkpoint was saved within a step"), loading
-            assert words in saving and words in loading and loading.endswith("Nothing was loaded")
+        for name, words in (("pipeline", "engine.train_batch()"), ("sequence", "engine.step(flush=True)")):
+            saving = said[f"save, {name}"]
+            assert saving.startswith("CheckpointError: expected a save at the end of a gradient accumulation"), saving
+            assert words in saving and "engine.zero_grad()" in saving
         for name, why in (("pipeline", "of 2 of the model only. Call"), ("sequence", "cut by tensor parallelism")):
             own, other = said[f"state dict, {name}"], said[f"load state dict, {name}"]
             assert own.startswith("RuntimeError: state_dict: this rank has ") and why in own

@@ -66,23 +66,7 @@ def test_every_tier_goes_on_at_another(pools: Pools, tmp_path: Path, name: str) 
     check(pools, tmp_path, name, (2, 2), saves, [[("nvme", 3)], [("none", 1)], [("cpu", 2)]])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "window in bf16",
-        *(
-            pytest.param(n, marks=SLOW)
-            for n in ("window", "window in fp16", "window with weights", "window, reduced within")
-        ),
-    ],
-)
-def test_a_window_goes_on(pools: Pools, tmp_path: Path, name: str) -> None:
-    """Its sums rest at the tier."""
-    saves = [("nvme", 2), ("none", 3)]
-    check(pools, tmp_path, name, (2, 2), saves, [[("cpu", 2)], [("nvme", 3)]])
-
-
-MATRIX = ("mixture", "mixture in bf16", "mixture in fp16", "window in bf16", "NAdam", "RMSprop", "Adagrad")
+MATRIX = ("mixture", "mixture in bf16", "mixture in fp16", "accumulation", "NAdam", "RMSprop", "Adagrad")
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ STATE: dict[str, Any] = {
         "last_norm": 1.0,
         "weight_unit": 1.0,
     },
-    "window": None,
     "loaders": None,
     "client_state": {},
 }

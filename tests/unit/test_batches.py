@@ -6,21 +6,7 @@ from typing import Any
 
 import pytest
 
-from zerolite.checkpoint.batches import changed_batch, window_obstacle
-
-
-def test_a_step_of_as_many_micro_batches_can_be_finished() -> None:
-    assert window_obstacle(3, 3, 4, elastic=False) is None
-
-
-@pytest.mark.parametrize(
-    ("ranks", "elastic", "remedy"),
-    [(4, False, "set it as it was, or"), (4, True, "go on with 4 ranks, as then, or"), (1, True, "with 1 rank, as")],
-)
-def test_a_step_of_another_length_cannot(ranks: int, elastic: bool, remedy: str) -> None:
-    sentence = window_obstacle(2, 4, ranks, elastic)
-    assert sentence is not None
-    assert "gradient_accumulation_steps was 2 and here is 4. Nothing was loaded; " in sentence and remedy in sentence
+from zerolite.checkpoint.loading import changed_batch
 
 
 @pytest.mark.parametrize(

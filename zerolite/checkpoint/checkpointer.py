@@ -13,26 +13,32 @@ from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.run import run_of_this_job
 from zerolite.checkpoint.saving import EngineParts, Saver, SaveRequest, UserState
 from zerolite.utils.accelerator import collector_off
+from zerolite.zero.commands import Command
 
 
 class Checkpointer:
-    """One engine's checkpoints. All methods are called on all ranks, between the engine's other calls."""
+    """One engine's checkpoints. All methods are called on all ranks, between the engine's other calls.
 
-    def __init__(self, parts: EngineParts) -> None:
+    loaders: give and take the positions of the engine's loaders.
+    """
+
+    def __init__(self, parts: EngineParts, loaders: Any) -> None:
         self.parts = parts
+        self._loaders = loaders
         run = run_of_this_job()
         self._saver = Saver(parts, run)
         self._loader = Loader(parts, run)
 
-    def save(self, request: SaveRequest, client_state: Any, scheduler: Any, loaders: Any) -> str:
-        """Returns the checkpoint's directory."""
+    def save(self, scheduler: Any, client_state: Any, save_dir: Any, tag: str | None, *flags: Any) -> str:
+        """See ``Engine.save_checkpoint``. flags: the other fields of :class:`SaveRequest`, in their order."""
 
         def user() -> UserState:
             if client_state is not None and not isinstance(client_state, dict):
                 raise TypeError(f"expected client_state to be a dict, got {type(client_state).__name__}")
-            return UserState(dict(client_state or {}), loaders.state_dict())
+            return UserState(dict(client_state or {}), self._loaders.state_dict())
 
-        with _undisturbed():
+        request = SaveRequest(directory_of(save_dir, "save_dir"), tag, *map(bool, flags))
+        with self.parts.pipeline.commands(Command.SAVE), _undisturbed():
             return self._saver.save(request, user, scheduler)
 
     def follow_save(self, scheduler: Any) -> None:
@@ -40,11 +46,13 @@ class Checkpointer:
         with _undisturbed():
             self._saver.save(None, _nothing, scheduler)
 
-    def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
-        """Returns the checkpoint's directory, or None, and the client state."""
-        self._saver.wait_for_all()
-        with _undisturbed():
-            return self._loader.load(request, scheduler, loaders)
+    def load(self, scheduler: Any, load_dir: Any, tag: str | None, *flags: Any) -> tuple[str | None, dict[str, Any]]:
+        """See ``Engine.load_checkpoint``. flags: the other fields of :class:`LoadRequest`, in their order."""
+        request = LoadRequest(directory_of(load_dir, "load_dir"), tag, *map(bool, flags))
+        with self.parts.pipeline.commands(Command.OTHER):
+            self._saver.wait_for_all()
+            with _undisturbed():
+                return self._loader.load(request, scheduler, self._loaders)
 
     def nbytes(self) -> int:
         """Bytes of parameters, masters and states that this rank writes."""

@@ -124,7 +124,6 @@ class _Importer:
             "lr_scheduler": self._lr_scheduler(head.get("lr_scheduler"), config),
             "loss_scaler": self._loss_scaler(),
             "counters": self._counters(config),
-            "window": None,
             "loaders": None,
             "client_state": self._client_state(),
         }

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from zerolite.checkpoint.batches import changed_batch, window_obstacle
 from zerolite.checkpoint.description import ModelFacts, joined
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
 from zerolite.checkpoint.errors import CheckpointError
@@ -27,7 +26,6 @@ from zerolite.checkpoint.saving import EngineParts
 from zerolite.checkpoint.state_check import check_hyperparameters, check_state
 from zerolite.checkpoint.storage import CheckpointStorageReader
 from zerolite.checkpoint.together import meet, one_request, storage_errors, together
-from zerolite.checkpoint.window_state import WindowLoad, begin_window, obstacle_here
 from zerolite.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
@@ -84,10 +82,9 @@ class Loader:
         self._parts.wake()
         stages = self._stages()
         plan = self._together.run(lambda: self._plan(path, request, stages, scheduler, loaders))
-        window = self._read(plan, request)
+        self._read(plan)
         if not request.load_module_only:
-            resume = lambda: plan.reader.trust(lambda: self._resume(plan, window, scheduler, loaders))  # noqa: E731
-            self._together.run(resume)
+            self._together.run(lambda: plan.reader.trust(lambda: self._resume(plan, scheduler, loaders)))
         if self._host.rank == 0:  # the rank that commits
             loaded = plan.reader.manifest.about.head
             self._run.take_over(path.parent, there, loaded, resumed=not request.load_module_only)
@@ -129,7 +126,12 @@ class Loader:
             return _Plan(reader, match, buffers, None, groups, None, False)
         kinds = self._kinds(reader, groups) if request.load_optimizer_states else None
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
-        self._check_window(state["window"], grid_of(reader.manifest.about).data)
+        if state.get("window") is not None:
+            raise CheckpointError(
+                "the checkpoint was saved in the middle of a gradient accumulation, by an earlier version of zerolite, "
+                "and its gradients cannot be loaded. Nothing was loaded; load one that was saved after an update, or "
+                "pass load_module_only=True for the weights alone"
+            )
         if state["loaders"]:
             loaders.check_state_dict(state["loaders"])
         begins = scheduler is not None and schedule is None
@@ -240,44 +242,25 @@ class Loader:
                         "states are others. Nothing was loaded; pass load_optimizer_states=False to begin with new ones"
                     )
 
-    def _check_window(self, saved: Mapping[str, Any] | None, ranks: int) -> None:
-        if saved and (why := obstacle_here(self._parts.model)):
-            raise CheckpointError(
-                f"the checkpoint was saved within a step, whose gradients cannot be loaded {why}. Nothing was loaded"
-            )
-        config = self._parts.config
-        steps = config.gradient_accumulation_steps or 1
-        if saved and (obstacle := window_obstacle(saved["micro_batches"], steps, ranks, config.elasticity.enabled)):
-            raise CheckpointError(obstacle)
-
     # ---------------------------------------------------------------- doing
 
     @torch.no_grad()
-    def _read(self, plan: _Plan, request: LoadRequest) -> WindowLoad | None:
-        """Parameters, buffers, states and the window's gradients. Called on all ranks."""
+    def _read(self, plan: _Plan) -> None:
+        """Parameters, buffers and states. Called on all ranks."""
         parts, reader = self._parts, plan.reader
         parts.pipeline.settle()
         parts.pipeline.zero_grad()
         parts.pipeline.follow_writes()
         targets = list(parts.model.targets(plan.match.names))
         targets += self._buffer_targets(plan)
-        window = None
 
-        def make_room() -> WindowLoad | None:
+        def make_room() -> None:
             self._update_groups(plan)
             if plan.kinds is not None:
                 scalars = reader.state["optimizer"]["scalars"]
                 targets.extend(parts.model.state_targets(plan.match.names, plan.kinds, scalars))
-            saved = reader.state["window"]
-            if request.load_module_only or saved is None:
-                return None
-            scaled = parts.pipeline.state_dict()["loss_scaler"] is not None
-            names = plan.match.names
-            return begin_window(parts.model, parts.reducer, reader.tensors, names, saved, scaled)
 
-        window = self._together.run(lambda: reader.trust(make_room))
-        if window is not None:
-            targets += window.targets
+        self._together.run(lambda: reader.trust(make_room))
         with storage_errors(f"{_CALL}, of '{reader.path}'", lambda: "The engine holds a part of it: load another one"):
             load_targets(reader, targets, self._host.group)
         parts.model.after_loading(plan.match.names)
@@ -285,7 +268,6 @@ class Loader:
         parts.pipeline.on_weights_replaced()
         extra = reader.state["extra"]
         self._together.run(lambda: parts.model.load_extra_state(extra))
-        return window
 
     def _update_groups(self, plan: _Plan) -> None:
         """Hyperparameters; where only the schedule is loaded, what it goes on from."""
@@ -310,24 +292,10 @@ class Loader:
             targets.append(Target(own if same and own in stored else target.key, target.box, target.place))
         return targets
 
-    def _resume(self, plan: _Plan, window: WindowLoad | None, scheduler: Any, loaders: Any) -> None:
+    def _resume(self, plan: _Plan, scheduler: Any, loaders: Any) -> None:
         """Everything that is not a tensor of the model or the optimizer."""
         parts, state = self._parts, plan.reader.state
-        saved = state["window"]
-        if saved is not None:
-            weights = saved["weights"]
-            rank, ranks = parts.model.comm.rank, parts.model.comm.world_size
-            weight = weights[rank] if len(weights) == ranks else sum(weights) / ranks
-            state = {**state, "window": {**saved, "counts": {**saved["counts"], "weight": weight}}}
         parts.pipeline.load_state_dict(state)
-        if window is not None:
-            window.finish(parts.pipeline.window_scale() / (saved["loss_scale"] or 1.0))
-            parts.model.buffer.tiers.written_in_place()
-            index_of = {name: index for index, name in enumerate(parts.model.names_by_index())}
-            here = {stored: name for name, stored in plan.match.names.items()}
-            used = (index_of.get(here.get(name, "")) for name in saved["used"])
-            parts.reducer.used.update(index for index in used if index is not None)
-            parts.reducer.show_loaded()
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
         if state["loaders"]:
@@ -441,3 +409,21 @@ def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[key].fill_(value)
         else:
             group[key] = value.item() if isinstance(value, torch.Tensor) else value
+
+
+def changed_batch(saved: Mapping[str, Any], saved_ranks: int, here: int | None, ranks: int) -> str | None:
+    """What to know where steps have become larger or smaller because there are more or fewer ranks, or None.
+
+    Args:
+        saved: the configuration that the checkpoint was saved with.
+        saved_ranks, ranks: their numbers, then and now.
+        here: the train batch size now, in samples; None where the user's own loader decides.
+    """
+    before = saved.get("train_batch_size")
+    if saved_ranks == ranks or here is None or not isinstance(before, int) or before == here:
+        return None
+    return (
+        f"a step takes {here} samples on {ranks} rank{'s' if ranks != 1 else ''}, and took {before} on {saved_ranks} "
+        "when the checkpoint was saved; set train_batch_size, or the elasticity block, to have one size for any number "
+        "of ranks"
+    )

@@ -30,7 +30,7 @@ from zerolite.zero.pieces import Piece
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, refresh, whole_numel, whole_shape
 
-PARAMETERS, BUFFERS, OPTIMIZER, GRADIENTS, RANKS = "parameters/", "buffers/", "optimizer/", "gradients/", "ranks/"
+PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
 _COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # what torch's optimizers keep once for a whole parameter
 
 

@@ -26,12 +26,10 @@ from zerolite.checkpoint.safetensors import as_bytes
 from zerolite.checkpoint.staging import Staging
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.together import meet, one_request, together
-from zerolite.checkpoint.window_state import obstacle_here, window_shards
 from zerolite.checkpoint.writing import write_checkpoint
 from zerolite.comm import HostGroup, keep_track
 from zerolite.config import ZeroliteConfig
 from zerolite.utils.dtypes import CODES
-from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.sharded_optimizer import KEPT
 from zerolite.zero.step import StepPipeline
 
@@ -64,12 +62,9 @@ class UserState:
 @dataclass(frozen=True)
 class _Offer:
     """What the ranks tell each other before they save. request: None on a rank that has finished its batches and
-    follows the others. weight, used: of the window in hand, the latter by name. buffers: a checksum by name. stage: of
-    a pipeline, from the first rank of each."""
+    follows the others. buffers: a checksum by name. stage: of a pipeline, from the first rank of each."""
 
     request: SaveRequest | None
-    weight: float
-    used: tuple[str, ...]
     buffers: dict[str, int]
     stage: _Stage | None
 
@@ -88,7 +83,6 @@ class EngineParts:
 
     model: ModelState
     pipeline: StepPipeline
-    reducer: GradReducer
     config: ZeroliteConfig
     device: torch.device
     host: HostGroup
@@ -220,18 +214,25 @@ class Saver:
         parts = self._parts
         parts.pipeline.check_between_steps()
         parts.pipeline.check_whole()
-        parts.pipeline.settle()
-        if parts.reducer.pass_open:
-            parts.pipeline.end_backward(complete=False)
+        self._check_accumulation()
         parts.pipeline.follow_writes()
-        window = parts.pipeline.state_dict()["window"]
-        if window is not None and (obstacle := obstacle_here(parts.model)):
-            raise CheckpointError(f"gradients that no step has used cannot be saved {obstacle}")
-        weight = window["counts"]["weight"] if window is not None else 0.0
-        names = parts.model.names_by_index() if window is not None else []
-        used = tuple(sorted(names[index] for index in parts.reducer.used)) if names else ()
         buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
-        return _Offer(request, weight, used, buffers, self._stage() if parts.model.speaks_for_stage else None)
+        return _Offer(request, buffers, self._stage() if parts.model.speaks_for_stage else None)
+
+    def _check_accumulation(self) -> None:
+        """Raise CheckpointError in the middle of a gradient accumulation: gradients are not saved."""
+        if not self._parts.pipeline.accumulating:
+            return
+        advice = (
+            "Save when engine.step() has returned True. To save now, call engine.step(flush=True) first, which updates "
+            "with the micro-batches so far, or engine.zero_grad(), which drops them"
+        )
+        if self._parts.model.topology.pipe.world_size > 1:
+            advice = "They are of an engine.train_batch() that has failed: call engine.zero_grad() first, to drop them"
+        raise CheckpointError(
+            "expected a save at the end of a gradient accumulation, got gradients that no step has used, which a "
+            f"checkpoint does not hold. {advice}"
+        )
 
     def _stage(self) -> _Stage:
         return _Stage(self._parts.model.describe(), self._parts.model.extra_state())
@@ -244,10 +245,6 @@ class Saver:
         elsewhere = of_earlier_stages([stage.description for stage in stages], parts.model.topology.pipe.rank)
         shards, scalars = parts.model.shards(agreed.exclude_frozen_parameters, elsewhere)
         state = parts.pipeline.state_dict()
-        if state["window"] is not None:
-            gradients, of_window = self._window(offers)
-            shards += gradients
-            state["window"] |= of_window
         shards += whole(f"{RANKS}{rank}/random", save_random_state(parts.device)).shards()
         shards += self._buffers([offer.buffers for offer in offers])
         commit = None
@@ -270,20 +267,6 @@ class Saver:
                 parts.config.checkpoint.overwrite,
             )
         return _Collected(shards, scalars, commit, Path(agreed.save_dir))
-
-    def _window(self, offers: Sequence[_Offer]) -> tuple[list[Shard], dict[str, Any]]:
-        """The gradients of the window in hand, and what is to be known of them. Its ranks are data-parallel ones: those
-        that compute together count alike."""
-        parts = self._parts
-        gradients, sums = window_shards(parts.model, parts.reducer)
-        return gradients, {
-            "world_size": parts.model.comm.world_size,
-            "weights": [offer.weight for offer in offers[:: parts.model.topology.tensor.world_size]],
-            "used": sorted({name for offer in offers for name in offer.used}),
-            "local_factor": parts.reducer.local_factor,
-            "passes": sums.passes_in_window,
-            "passes_in_local": sums.passes_in_local,
-        }
 
     def _buffers(self, checksums: Sequence[dict[str, int]]) -> list[Shard]:
         """Written by the first rank that has them, and by those that have other values. checksums: of each rank."""

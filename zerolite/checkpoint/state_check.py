@@ -28,26 +28,6 @@ class Maybe:
 
 _NUMBER = (int, float)
 _GROUP = {"names": [str], "values": dict}
-_WINDOW = {
-    "counts": {
-        "_stepped": int,
-        "_backwards": int,
-        "_scaled_backwards": int,
-        "_backwards_since_step": int,
-        "weighted": Maybe(bool),
-        "weight": _NUMBER,
-    },
-    "loss_scale": Maybe(_NUMBER),
-    "max_norm": _NUMBER,
-    "flush_factor": _NUMBER,
-    "micro_batches": int,
-    "world_size": int,
-    "weights": [_NUMBER],
-    "used": [str],
-    "local_factor": _NUMBER,
-    "passes": int,
-    "passes_in_local": int,
-}
 _STATE = {
     "parameters": Each({"shape": [int], "dtype": str, "trained": bool, "aliases": [str]}),
     "buffers": Each({"shape": [int], "dtype": str}),
@@ -63,7 +43,6 @@ _STATE = {
         "last_norm": Maybe(_NUMBER),
         "weight_unit": _NUMBER,
     },
-    "window": Maybe(_WINDOW),
     "loaders": Maybe([dict]),
     "client_state": dict,
 }
@@ -90,9 +69,6 @@ def check_state(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 raise ValueError(f"optimizer.scalars.{kind}.{name}: expected a number, found a tensor")
-    window = state["window"]
-    if window is not None and (window["world_size"] < 1 or not window["weights"]):
-        raise ValueError("window: expected ranks and their weights, found none")
 
 
 def _types(kind: Kind) -> type | tuple[type, ...]:

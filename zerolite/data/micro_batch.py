@@ -61,3 +61,17 @@ def _scalar(loss: Any, who: str) -> torch.Tensor:
         remedy = "reduce it with .mean()" if who == "the loss_fn" else "give initialize a loss_fn"
         raise ValueError(f"engine.train_batch: expected {who} to give a loss with one element, got {got}; {remedy}")
     return loss
+
+
+def check_batches(data_iter: Any, dataloader: Any, call: str) -> None:
+    """Raise ValueError if ``engine.<call>`` was given no iterator of micro-batches, and has no loader of its own."""
+    if data_iter is None and dataloader is None:
+        raise ValueError(
+            f"engine.{call}: expected an iterator of micro-batches, got none, and initialize was given no "
+            "training_data; pass one"
+        )
+    if data_iter is not None and not hasattr(data_iter, "__next__"):
+        raise ValueError(
+            f"engine.{call}: expected an iterator, got {type(data_iter).__name__}; pass iter(loader), and the "
+            "same iterator in every step"
+        )

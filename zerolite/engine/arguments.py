@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.optim.lr_schedules import build_scheduler
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole, resolve_optimizer
+from zerolite.utils.accelerator import host_value
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stages import StagePolicy
 
@@ -248,3 +251,35 @@ def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer
     if config.scheduler is None:
         return None
     return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+
+
+def check_loss(loss: Any) -> None:
+    """Raise ValueError for a loss that ``Engine.backward`` cannot take."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(
+            f"engine.backward: expected a loss with one element, got {shape}; reduce it with .mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no "
+            "trainable parameter"
+        )
+
+
+def checked_weight(weight: Any, scale_wrt_gas: bool) -> float | None:
+    """Return the weight of a loss, as ``Engine.backward`` takes it. Raises ValueError for what is none."""
+    if weight is None:
+        return None
+    if not scale_wrt_gas:
+        raise ValueError(
+            "engine.backward: a weight takes the place of the division by gradient_accumulation_steps; leave "
+            "scale_wrt_gas out"
+        )
+    value: Any = host_value(weight) if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(
+            f"engine.backward: expected weight to be the number of tokens or samples in this loss, 0 or more, got {got}"
+        )
+    return float(value)

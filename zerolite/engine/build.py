@@ -31,6 +31,7 @@ from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.agreement import check_initialize, check_made_optimizer
 from zerolite.diagnostics.consistency import ConsistencyCheck, shared_weights
 from zerolite.diagnostics.position import Names
+from zerolite.diagnostics.same_inputs import SameInputs
 from zerolite.diagnostics.step_checks import StepChecks
 from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import (
@@ -62,7 +63,9 @@ from zerolite.engine.decisions import (
 )
 from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine, EvaluationPipeline, check_frozen
+from zerolite.engine.full_state import FullState
 from zerolite.engine.growth import Growth, Parameters, Ways
+from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
 from zerolite.engine.monitoring import Monitoring, open_monitoring
 from zerolite.engine.notices import PipelineLoss, Progress, ScheduleStep, print_checkpointing
@@ -246,6 +249,8 @@ class _Assembly:
         memory = dataclasses.replace(memory, away=offload.memory)
         monitoring.watch_memory(memory)
         access = ParameterAccess(pipeline, self.reducer, self.buffer, self.sharded, topology)
+        loaders = self._loaders()
+        checkpointer = self._let_grow(adopts, loaders)
         refusal = "" if topology.trivial else _NOT_IN_P_GRAD
         components = Components(
             module=self.model,
@@ -261,24 +266,25 @@ class _Assembly:
             boundary=boundary,
             reference=self.reference,
             call=call,
-            tensor_channel=self._tensor_channel(),
-            runner=None if self.staged is None else self._runner(self.staged, boundary),
+            same_inputs=self._same_inputs(),
+            runner=self._runner(boundary),
             coordinator=coordinator,
             memory=memory,
             state_offload=offload,
             activation_checkpointing=attached,
             parameter_access=access,
             pending_gradients=PendingGradients(pipeline, self.reducer, self.comm, self.device, access.whole, refusal),
-            checkpointer=self._let_grow(adopts),
+            checkpointer=checkpointer,
+            full_state=FullState(self.publisher, self.precision, checkpointer.parts, access),
             monitor=monitoring.monitor,
             step_log=monitoring.log if monitoring.monitor.enabled else None,
             comms_logger=monitoring.comms_logger,
-            loaders=self._loaders(),
+            loaders=loaders,
             broadcast_buffers=broadcast_buffers,
             loss_fn=loss_fn,
             scheduler=scheduler,
         )
-        engine = _engine_class(self.trains, components.runner is not None)(components)
+        engine = _engine_class(self.trains, self.staged is not None)(components)
         monitoring.end_with(engine)
         self._end_with(engine, offload, hooks)
         if check_is_wanted(self.config.check_collectives):
@@ -314,10 +320,12 @@ class _Assembly:
             activations=attached.memory,
         )
 
-    def _tensor_channel(self) -> ControlChannel | None:
+    def _same_inputs(self) -> SameInputs | None:
         tensor = self.topology.tensor
-        compares = tensor.world_size > 1 and tensor.group is not None and self.device.type == "cpu"
-        return ControlChannel(tensor, 1) if compares else None
+        if tensor.world_size == 1:
+            return None
+        compares_shapes = tensor.group is not None and self.device.type == "cpu"
+        return SameInputs(self.pipeline, tensor, ControlChannel(tensor, 1) if compares_shapes else None)
 
     def _loaders(self) -> Loaders:
         size, drops = self.config.train_micro_batch_size_per_gpu, self.config.dataloader_drop_last
@@ -446,7 +454,9 @@ class _Assembly:
         if consistency is not None or updated is not None:
             self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
 
-    def _runner(self, staged: Staged, boundary: GraphBoundary) -> Any:
+    def _runner(self, boundary: GraphBoundary) -> Any:
+        if self.staged is None:
+            return LocalRunner(self.reference, self.window, self.comm, self.device)
         from zerolite.pipe.runner import RunnerParts  # only where there is a pipeline
 
         parts = RunnerParts(
@@ -458,10 +468,10 @@ class _Assembly:
             topology=self.topology,
             device=self.device,
             micro_batches=self.config.gradient_accumulation_steps or 1,
-            loss_fn=staged.loss_fn,
+            loss_fn=self.staged.loss_fn,
             on_loss=PipelineLoss(self.reference),
         )
-        return staged.runner(parts)
+        return self.staged.runner(parts)
 
     def _checkpoint_activations(self) -> Attached:
         """Before other hooks of forward, which then see what they see where the model itself calls the checkpoint."""
@@ -472,7 +482,7 @@ class _Assembly:
             self.observers.on_step_end.append(attached.end_step)
         return attached
 
-    def _let_grow(self, adopts: bool) -> Checkpointer:
+    def _let_grow(self, adopts: bool, loaders: Loaders) -> Checkpointer:
         """What needs to know of parameters that are trained from some step on: all that there is by now."""
         model, buffer, pipeline, comm, device = self.model, self.buffer, self.pipeline, self.comm, self.device
         fill = functools.partial(fill_buckets, buffer, self.precision, comm, device)
@@ -484,7 +494,7 @@ class _Assembly:
         self.sharded.connect(_Phases(pipeline, growth, self.reference, self.staged is not None))
         tensors = ModelState(model, buffer, self.sharded, comm, self.topology)
         host = HostGroup(self.topology.world, "checkpoint")
-        return Checkpointer(EngineParts(tensors, pipeline, self.reducer, self.config, device, host, wake))
+        return Checkpointer(EngineParts(tensors, pipeline, self.config, device, host, wake), loaders)
 
     def _layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
         """Of parameters that are trained from now on."""

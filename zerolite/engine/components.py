@@ -11,10 +11,12 @@ import torch
 
 from zerolite.activation_checkpointing import Attached
 from zerolite.checkpoint.checkpointer import Checkpointer
-from zerolite.comm import ControlChannel, Topology
+from zerolite.comm import Topology
 from zerolite.config import ZeroliteConfig
 from zerolite.data.dataloader import Loaders
 from zerolite.data.micro_batch import LossFunction
+from zerolite.diagnostics.same_inputs import SameInputs
+from zerolite.engine.full_state import FullState
 from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.pending_gradients import PendingGradients
 from zerolite.engine.state_offload import StateOffload
@@ -31,6 +33,7 @@ from zerolite.zero.step import StepPipeline
 
 if TYPE_CHECKING:
     from zerolite.engine.engine import Engine
+    from zerolite.engine.local_runner import LocalRunner
     from zerolite.pipe.runner import PipelineRunner
 
 
@@ -67,8 +70,8 @@ class Components:
         topology: the grid of ranks; ``topology.data`` are the data-parallel ones.
         reference: knows the engine weakly, for hooks that outlive it.
         call: what the forward calls.
-        tensor_channel: between ranks that share layers, on the CPU, to compare shapes of inputs.
-        runner: of a pipeline; None where every rank has all layers.
+        same_inputs: compares inputs where ranks share layers; None elsewhere.
+        runner: of whole steps.
         coordinator: at stage 3; gathers and releases.
         memory: the parts that hold tensors.
         step_log: on rank 0, if a monitor is enabled.
@@ -90,8 +93,8 @@ class Components:
     boundary: GraphBoundary
     reference: EngineRef
     call: ModuleCall
-    tensor_channel: ControlChannel | None
-    runner: PipelineRunner | None
+    same_inputs: SameInputs | None
+    runner: LocalRunner | PipelineRunner
     coordinator: PartitionedParameterCoordinator | None
     memory: MemoryParts
     state_offload: StateOffload
@@ -99,6 +102,7 @@ class Components:
     parameter_access: ParameterAccess
     pending_gradients: PendingGradients
     checkpointer: Checkpointer
+    full_state: FullState
     monitor: Monitor
     step_log: StepLog | None
     comms_logger: CommsLogger | None

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
-import numbers
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerolite.comm import ControlChannel, DeviceMesh, local_rank
 from zerolite.comm.initial_sync import broadcast_together
-from zerolite.comm.ranks import name_ranks
 from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
-from zerolite.data.micro_batch import MicroBatch
+from zerolite.data.micro_batch import check_batches
 from zerolite.diagnostics.join import ROW, Join
 from zerolite.diagnostics.position import Parts
-from zerolite.engine.checkpoint_methods import CheckpointMethods
+from zerolite.engine.arguments import check_loss, checked_weight
 from zerolite.engine.components import Components
 from zerolite.monitor.memory_report import MemoryReport, memory_report
 from zerolite.precision.dtype_errors import explain
-from zerolite.utils.accelerator import host_value
 from zerolite.utils.nested import find_tensors
 from zerolite.zero.commands import Command
-from zerolite.zero.grad_stats import SAME_BATCH
-
-logger = logging.getLogger("zerolite")
 
 
-class Engine(CheckpointMethods):
+class Engine:
     """A model in training; made by :func:`zerolite.initialize`.
 
     Two loops give the same numbers and counters at every stage and precision::
@@ -63,13 +55,15 @@ class Engine(CheckpointMethods):
         self.comms_logger = c.comms_logger
         self.checkpointer = c.checkpointer
         self.coordinator = c.coordinator
+        self.runner = c.runner
         self.parts = Parts(c.module, c.topology.data, c.reducer, c.pipeline.counters)
         self.call = c.call
         self.memory_parts = c.memory
         self.state_offload = c.state_offload
         self.activation_checkpointing = c.activation_checkpointing
         self.pending_gradients = c.pending_gradients
-        self.parameter_access = c.parameter_access
+        self.parameter_access = c.parameter_access  # what zerolite.get_full_grad and its like ask
+        self.full_state = c.full_state
         self._module = c.module
         self._comm = c.topology.data
         self._precision = c.precision
@@ -78,7 +72,7 @@ class Engine(CheckpointMethods):
         self._publisher = c.publisher
         self._window = c.window
         self._boundary = c.boundary
-        self._tensor_channel = c.tensor_channel
+        self._same_inputs = c.same_inputs
         self._broadcast_buffers = c.broadcast_buffers
         self._lr_scheduler = c.scheduler
         self._join: Join | None = None
@@ -92,8 +86,8 @@ class Engine(CheckpointMethods):
         where the module returns none, all 16-bit outputs do (docs/precision.md)."""
         if self._reducer.pass_open:  # an exception has cut this rank's backward short: launch what the others have
             self._pipeline.end_backward(complete=False)
-        if self.topology.tensor.world_size > 1:
-            self._compare_inputs(find_tensors((args, kwargs)))
+        if self._same_inputs is not None:
+            self._same_inputs.compare(find_tensors((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training
         with self._pipeline.commands(Command.FORWARD, sends):
             if sends:
@@ -132,20 +126,11 @@ class Engine(CheckpointMethods):
         Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
         needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(
-                f"engine.backward: expected a loss with one element, got {shape}; reduce it with .mean() or .sum()"
-            )
-        if not loss.requires_grad:
-            raise ValueError(
-                "engine.backward: the loss needs no gradient: it was computed under torch.no_grad() or from no "
-                "trainable parameter"
-            )
+        check_loss(loss)
         if self._reducer.pass_open:
             self._pipeline.end_backward(complete=False)
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        share = _checked_weight(weight, scale_wrt_gas)
+        share = checked_weight(weight, scale_wrt_gas)
         if share is not None:
             share /= self._pipeline.weight_unit()
         first = self._window.empty
@@ -223,24 +208,6 @@ class Engine(CheckpointMethods):
         finally:
             self._join = None
 
-    def _compare_inputs(self, tensors: list[torch.Tensor]) -> None:
-        """Ranks with parts of the same layers need the same inputs: shapes before anything depends on them, values with
-        the step's statistics."""
-        if self._tensor_channel is not None:
-            shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
-            rows = self._tensor_channel.exchange([shapes])
-            if any(row != rows[0] for row in rows):
-                raise RuntimeError(
-                    f"engine(...): expected inputs of the same shapes on {name_ranks(self.topology.tensor.members())}, "
-                    f"which share layers, got different ones, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
-                )
-        self._pipeline.note_inputs(tensors)
-
-    def mean_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, 0-dim fp32, as the mean over the data-parallel ranks; on all of them."""
-        flat = value.reshape(1)
-        return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())
-
     # ---------------------------------------------------------------- whole steps
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
@@ -254,27 +221,7 @@ class Engine(CheckpointMethods):
         the iterator ends, RuntimeError inside :meth:`~zerolite.Engine.join` and in the middle of a window. Called on
         all ranks.
         """
-        return self._train(self._batches_of(data_iter, "train_batch"))
-
-    def _train(self, batches: Iterator[Any]) -> torch.Tensor:
-        if not self._window.empty:
-            raise RuntimeError(
-                "engine.train_batch: expected no gradients since the last step, got some; call engine.step(flush=True) "
-                "or engine.zero_grad() first"
-            )
-        if self._window.forced_boundary is not None or self._window.sync_disabled:
-            raise RuntimeError(
-                "engine.train_batch: expected to count micro-batches itself, got engine.no_sync() or "
-                "engine.set_gradient_accumulation_boundary() in force; leave them out, or use engine.backward and step"
-            )
-        losses = []
-        for _ in range(self.gradient_accumulation_steps):
-            micro = MicroBatch.of(next(batches), self.loss_fn, self.device)
-            loss = micro.loss(self(*micro.args, **micro.kwargs), self.loss_fn)
-            self.backward(loss)
-            losses.append(loss.detach().float().reshape(()))
-            self.step()
-        return self.mean_over_data(torch.stack(losses).mean())
+        return self.runner.train_batch(self._batches_of(data_iter, "train_batch"))
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
@@ -285,37 +232,15 @@ class Engine(CheckpointMethods):
         training = [module for module in self._module.modules() if module.training]
         self._module.eval()
         try:
-            return self._evaluate(batches, return_logits, compute_loss)
+            return self.runner.eval_batch(batches, return_logits, compute_loss)
         finally:
             for module in training:  # those that the user has put in eval mode stay there
                 module.training = True
 
-    def _evaluate(self, batches: Iterator[Any], return_logits: bool, compute_loss: bool) -> Any:
-        losses, outputs = [], []
-        for _ in range(self.gradient_accumulation_steps):
-            micro = MicroBatch.of(next(batches), self.loss_fn, self.device)
-            made = self(*micro.args, **micro.kwargs)
-            outputs.append(made)
-            if compute_loss:
-                losses.append(micro.loss(made, self.loss_fn).float().reshape(()))
-        if not compute_loss:
-            return outputs
-        loss = self.mean_over_data(torch.stack(losses).mean())
-        return (loss, outputs) if return_logits else loss
-
     def _batches_of(self, data_iter: Iterator[Any] | None, call: str) -> Iterator[Any]:
+        check_batches(data_iter, self.dataloader, call)
         if data_iter is not None:
-            if not hasattr(data_iter, "__next__"):
-                raise ValueError(
-                    f"engine.{call}: expected an iterator, got {type(data_iter).__name__}; pass iter(loader), and the "
-                    "same iterator in every step"
-                )
             return data_iter
-        if self.dataloader is None:
-            raise ValueError(
-                f"engine.{call}: expected an iterator of micro-batches, got none, and initialize was given no "
-                "training_data; pass one"
-            )
         if self._batches is None:
             self._batches = iter(RepeatingLoader(self.dataloader))
         return self._batches
@@ -324,8 +249,7 @@ class Engine(CheckpointMethods):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate. At stage 2 they are reduced into the shards all the same: equal
-        numbers, memory kept."""
+        """Backwards inside only accumulate. Stage 2 reduces them into shards all the same, to save memory."""
         self._window.sync_disabled += 1
         try:
             yield
@@ -370,13 +294,12 @@ class Engine(CheckpointMethods):
         non_blocking: bool = False,
     ) -> None:
         """Bring what this engine holds on its device to the host, between two steps, so that something else has the
-        device's memory until :meth:`reload_states`: another model, or generation with this one.
+        device's memory until :meth:`reload_states`. What is offloaded already stays where it is.
 
-        include: some of "optim_states", "hp_params" (master weights that are separate), "lp_params" (what the modules
-        compute with), "lp_grads" and "contiguous_grad_buffer", DeepSpeed's names; None: all. Without "lp_params" the
-        module can still compute under ``torch.no_grad()``. pin_memory: registered with CUDA, for fast copies.
-        non_blocking: return while copies are still under way; the device's memory is free for what is queued after
-        them. What rests at another tier already (``offload_optimizer``, ``offload_param``) stays there.
+        include: some of DeepSpeed's names "optim_states", "hp_params" (separate master weights), "lp_params" (what the
+        modules compute with), "lp_grads" and "contiguous_grad_buffer"; None: all. Without "lp_params" the module can
+        still compute under ``torch.no_grad()``. pin_memory: registered with CUDA, for fast copies. non_blocking: return
+        while copies are under way; the device's memory is free for what is queued after them.
 
         Raises RuntimeError between ``update`` and ``publish``, inside :meth:`join` and if states are out already;
         whatever trains, saves, loads or reads meanwhile raises RuntimeError as well. Called on all ranks.
@@ -472,16 +395,110 @@ class Engine(CheckpointMethods):
         metrics.be_absent(self._comm, self.device)
 
     def comms_summary(self) -> list[dict[str, Any]]:
-        """What ``comms_logger`` has measured so far on this rank: a dict for each kind of collective, with op, tag
-        (what it is for), ranks (that take part), nbytes (of one, of its full tensors), count, total_bytes, mean_ms,
-        algbw and busbw (10^9 bytes a second), and with ``debug`` the caller. Raises RuntimeError if the config has no
-        logger."""
+        """Return what ``comms_logger`` has measured here: a dict for each kind of collective, with op, tag (what it is
+        for), ranks (that take part), nbytes (of one, of its full tensors), count, total_bytes, mean_ms, algbw and busbw
+        (10^9 bytes a second), and with ``debug`` the caller. Raises RuntimeError without a logger."""
         if self.comms_logger is None:
             raise RuntimeError(
-                "engine.comms_summary: expected comms_logger.enabled = true in the configuration, which measures "
-                "collectives, got false; set it"
+                "engine.comms_summary: expected comms_logger.enabled = true in the config, got false; set it"
             )
         return self.comms_logger.summary()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        async_save: bool = False,
+    ) -> str:
+        """Save everything that makes the next step the same, and return the checkpoint's directory, ``save_dir/tag``.
+
+        Gradients are not saved, so call it at the end of a gradient accumulation, after a :meth:`step` that returned
+        True. Until the checkpoint is complete, what was there stays; one of the same tag is replaced.
+
+        save_dir: on a file system that all nodes share. tag: default ``global_step<N>``. client_state: plain data
+        (numbers, strings, lists, dicts, tensors, …), that of rank 0, which :meth:`load_checkpoint` gives back.
+        save_latest: let ``save_dir/latest`` name it. exclude_frozen_parameters: leave out what is not trained, as for
+        adapters. async_save: return when all has been copied to host memory, and write in the background; what goes
+        wrong there is raised by the next call that saves, loads or waits.
+
+        Raises CheckpointError on all ranks (gradients that no step has used, a full disk, a rank that does not come,
+        …), RuntimeError if ranks hold different weights or learning rates, FloatingPointError for non-finite weights,
+        TypeError for a client_state that is not plain. Called on all ranks with the same arguments."""
+        request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
+        return self.checkpointer.save(self.lr_scheduler, client_state, *request)
+
+    def follow_save(self) -> None:
+        """A save of the ranks that go on. Called by :class:`Join`."""
+        self.checkpointer.follow_save(self.lr_scheduler)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        missing_ok: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Continue from a checkpoint, saved at whichever stage and grid of ranks. Gradients that no step has used are
+        dropped. Returns its directory and the client state.
+
+        tag: default the one that ``load_dir/latest`` names, or, without that file, the newest complete one.
+        load_module_strict: the checkpoint must have exactly the model's parameters and buffers; False loads what both
+        have, also where an adapter has been put around a module or taken away. load_optimizer_states: also the
+        hyperparameters of param groups that have the same parameters. load_lr_scheduler_states: False lets
+        ``lr_scheduler`` begin anew, from the engine's own lr, momentum and betas. load_module_only: parameters and
+        buffers, no counters, no random states. missing_ok: (None, {}) if there is no checkpoint at all.
+
+        Raises CheckpointError on all ranks: before anything is changed if it does not fit; when a part has been loaded
+        if a file turns out to be damaged. Called on all ranks with the same arguments."""
+        flags = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, missing_ok
+        return self.checkpointer.load(self.lr_scheduler, load_dir, tag, *flags)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a save in the background. Raises CheckpointError if it has failed. Called on all ranks."""
+        self.checkpointer.wait()
+
+    # ---------------------------------------------------------------- whole models
+
+    def full_state_dict(self, rank0_only: bool = False, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The whole model's state dict at every stage, and however layers are spread over ranks: whole tensors, copies
+        on the CPU, tied ones shared. ``rank0_only``: other ranks get an empty dict, and need no memory for it. dtype:
+        None gives the compute dtype; ``torch.float32`` the master weights of what trains, ``torch.bfloat16`` and
+        ``torch.float16`` these rounded; other floating tensors are cast. Called on all ranks."""
+        return self.full_state.get(rank0_only, dtype)
+
+    def load_full_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
+        """Take rank 0's ``state`` of the whole model (other ranks may pass None) as the module's values, at every stage
+        and grid of ranks; master weights follow. Raises RuntimeError on all ranks, before anything is changed, if
+        shapes differ or, with ``strict``, names are missing or unexpected. Called on all ranks."""
+        self.full_state.load(state, strict)
+
+    def full_optimizer_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+        """The optimizer's states with whole tensors, in the form of ``torch.optim.Optimizer.state_dict``: by position
+        of the parameters in ``engine.optimizer.param_groups``, copies on the CPU, for an optimizer of the same class
+        over the whole model in plain PyTorch. ``rank0_only``: other ranks get an empty dict. Raises RuntimeError with a
+        pipeline. Called on all ranks, between steps."""
+        return self.full_state.of_optimizer(rank0_only)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        max_shard_size: str | int = "5GB",
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        """Write the model into the directory ``save_dir`` as Hugging Face's ``from_pretrained`` reads it:
+        ``model.safetensors``, or files of at most ``max_shard_size`` bytes ("5GB", "500MB") and an index. All floating
+        tensors in the engine's 16-bit dtype, bf16 if it computes in fp32; tied weights once. exclude_frozen_parameters:
+        only what trains, such as adapters. Raises CheckpointError on all ranks if rank 0, which writes, cannot; what
+        was there is left then. Called on all ranks."""
+        self.full_state.save_16bit(save_dir, max_shard_size, exclude_frozen_parameters)
 
     # ---------------------------------------------------------------- state
 
@@ -658,20 +675,3 @@ class Engine(CheckpointMethods):
 
 
 _FORCED = (None, False, True)  # boundaries said by hand, by the number that travels
-
-
-def _checked_weight(weight: Any, scale_wrt_gas: bool) -> float | None:
-    if weight is None:
-        return None
-    if not scale_wrt_gas:
-        raise ValueError(
-            "engine.backward: a weight takes the place of the division by gradient_accumulation_steps; leave "
-            "scale_wrt_gas out"
-        )
-    value: Any = host_value(weight) if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(
-            f"engine.backward: expected weight to be the number of tokens or samples in this loss, 0 or more, got {got}"
-        )
-    return float(value)

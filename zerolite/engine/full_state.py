@@ -13,18 +13,24 @@ from typing import Any
 
 import torch
 
+from zerolite.checkpoint.checkpointer import directory_of
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import ToStore
+from zerolite.checkpoint.saving import EngineParts
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
+from zerolite.engine.full_optimizer_state import full_optimizer_state_dict
+from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.whole_model import Known, Masters, WholeModel, first_names, union
 from zerolite.engine.whole_model import known as known_as
+from zerolite.precision.dtypes import Precision
 from zerolite.tensor_parallel.cuts import cut_of
 from zerolite.utils.accelerator import host_values
-from zerolite.utils.dtypes import FLOATS
+from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
+from zerolite.zero.publisher import Publisher
 from zerolite.zero.stage3.partition_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import opened
@@ -103,33 +109,68 @@ def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -
         raise RuntimeError(f"{what}. {remedy}")
 
 
-@torch.no_grad()
-def full_state_dict(
-    model: torch.nn.Module,
-    topology: Topology,
-    device: torch.device,
-    rank0_only: bool,
-    dtype: torch.dtype | None = None,
-    masters: Masters | None = None,
-) -> dict[str, Any]:
-    """The whole model's ``state_dict()`` with whole tensors on the CPU, copies of their own; tied ones share one copy.
-    Parameters are gathered one by one. ``rank0_only``: other ranks get an empty dict.
+class FullState:
+    """The whole model of one engine, and the states of its optimizer: on the CPU and in files. All methods are called
+    on all ranks."""
 
-    dtype: of all floating tensors, fp32, bf16 or fp16, from the ``masters`` of those that have some; None: the one that
-    each has. Raises ValueError for another. Called on all ranks.
-    """
-    if dtype is not None and dtype not in FLOATS:
-        raise ValueError(
-            f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}"
+    def __init__(self, publisher: Publisher, precision: Precision, parts: EngineParts, access: ParameterAccess) -> None:
+        self._publisher, self._precision, self._access = publisher, precision, access
+        self._states, self._pipeline, self._device = parts.model, parts.pipeline, parts.device
+        self._topology = parts.model.topology
+
+    @torch.no_grad()
+    def get(self, rank0_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+        """See ``Engine.full_state_dict``. Parameters are gathered one by one."""
+        if dtype is not None and dtype not in FLOATS:
+            raise ValueError(
+                f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}"
+            )
+        whole = self._whole_model()
+        copies: dict[str, torch.Tensor | None] = {}
+        state: dict[str, Any] = {}
+        for name, entry in whole.entries.items():
+            if isinstance(entry, Known) and entry.owner not in copies:
+                copies[entry.owner] = whole.get(entry, dtype, rank0_only)
+            state[name] = copies[entry.owner] if isinstance(entry, Known) else entry
+        return state if not rank0_only or self._topology.world.rank == 0 else {}
+
+    def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:
+        """See ``Engine.load_full_state_dict``."""
+        self._pipeline.check_here()
+        self._publisher.wait_all()
+        model = self._states.model
+        loaded = set(load_full_state_dict(model, state, self._topology, self._device, strict))
+        named = model.named_parameters(remove_duplicate=False)
+        self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
+
+    def of_optimizer(self, rank0_only: bool) -> dict[str, Any]:
+        """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""
+        self._check_readable()
+        self._pipeline.settle()
+        return full_optimizer_state_dict(self._states, self._access, rank0_only)
+
+    @torch.no_grad()
+    def save_16bit(self, save_dir: Any, max_shard_size: str | int, exclude_frozen: bool) -> None:
+        """See ``Engine.save_16bit_model``: rank 0 writes (:class:`ModelWriter`), while all ranks gather one parameter
+        after the other."""
+        computes = self._precision.compute or self._precision.autocast
+        dtype = computes if computes in HALF else torch.bfloat16
+        assert dtype is not None
+        directory = Path(directory_of(save_dir, "save_dir"))
+        save_16bit_model(
+            self._whole_model(), self._topology, self._device, directory, dtype, max_shard_size, exclude_frozen
         )
-    whole = WholeModel(model, _unguarded_state(model), topology, device, masters)
-    copies: dict[str, torch.Tensor | None] = {}
-    state: dict[str, Any] = {}
-    for name, entry in whole.entries.items():
-        if isinstance(entry, Known) and entry.owner not in copies:
-            copies[entry.owner] = whole.get(entry, dtype, rank0_only)
-        state[name] = copies[entry.owner] if isinstance(entry, Known) else entry
-    return state if not rank0_only or topology.world.rank == 0 else {}
+
+    def _whole_model(self) -> WholeModel:
+        self._check_readable()
+        self._publisher.wait_all()
+        model, access = self._states.model, self._access
+        masters = Masters(access.positions(), access.parts_of_masters)
+        return WholeModel(model, _unguarded_state(model), self._topology, self._device, masters)
+
+    def _check_readable(self) -> None:
+        self._pipeline.check_here()
+        self._pipeline.check_whole()
 
 
 def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -146,25 +187,21 @@ def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
 # -------------------------------------------------------------------- a model in files
 
 
-@torch.no_grad()
 def save_16bit_model(
-    model: torch.nn.Module,
+    whole: WholeModel,
     topology: Topology,
     device: torch.device,
-    save_dir: str | Path,
+    save_dir: Path,
     dtype: torch.dtype,
-    masters: Masters,
     max_shard_size: str | int,
     exclude_frozen: bool,
 ) -> None:
-    """Rank 0 writes the model as safetensors files (see :class:`ModelWriter`), while all ranks gather one parameter
-    after the other. All floating tensors are in ``dtype``. exclude_frozen: only what trains, that is trained parameters
-    and the buffers of the modules that have some.
+    """Let rank 0 write the model. All floating tensors are in ``dtype``. exclude_frozen: only what trains, that is
+    trained parameters and the buffers of the modules that have some.
 
-    Raises ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write. Called on all ranks.
+    Raises ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write.
     """
     world = topology.world
-    whole = WholeModel(model, _unguarded_state(model), topology, device, masters)
     tensors = dict(whole.tensors())
     left_out = sorted(whole.entries.keys() - tensors.keys())
     if left_out and world.rank == 0:
@@ -178,7 +215,7 @@ def save_16bit_model(
     entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
     aliases = {clean(name): clean(first[known.owner]) for name, known in tensors.items() if name != first[known.owner]}
     plan = plan_files(entries, max_shard_size, aliases)
-    writer = ModelWriter(Path(save_dir), plan)
+    writer = ModelWriter(save_dir, plan)
 
     def get(entry: ToStore) -> torch.Tensor | None:
         return whole.get(written[entry.name], dtype, rank0_only=True)

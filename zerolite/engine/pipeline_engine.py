@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
-import torch
-
-from zerolite.engine.components import Components
 from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine
 
@@ -26,17 +23,6 @@ def _refuses(call: str) -> Callable[..., NoReturn]:
 
 class PipelineEngine(Engine):
     """See the module; ``train_batch`` and ``eval_batch`` are those of :class:`Engine`, over all stages."""
-
-    def __init__(self, components: Components) -> None:
-        super().__init__(components)
-        assert components.runner is not None
-        self.runner = components.runner
-
-    def _train(self, batches: Iterator[Any]) -> torch.Tensor:
-        return self.runner.train_batch(batches)
-
-    def _evaluate(self, batches: Iterator[Any], return_logits: bool, compute_loss: bool) -> Any:
-        return self.runner.eval_batch(batches, return_logits, compute_loss)
 
     __call__ = forward = _refuses("engine(...)")
     backward = _refuses("engine.backward")

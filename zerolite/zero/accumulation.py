@@ -6,11 +6,7 @@ calls on every rank, so their answers may decide which collectives run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 _COUNTS = ("_stepped", "_backwards", "_scaled_backwards", "_divided_backwards", "_backwards_since_step")
-_STATE = (*_COUNTS, "weighted", "weight")
 
 
 class AccumulationWindow:
@@ -87,15 +83,6 @@ class AccumulationWindow:
             return 1.0
         contained = self._stepped + (1 if self._backwards_since_step else 0)
         return self.micro_batches / contained if 0 < contained < self.micro_batches else 1.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The window in hand, as plain data; ``weight`` is this rank's."""
-        return {name: getattr(self, name) for name in _STATE}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue a window of :meth:`state_dict`."""
-        for name in _STATE:
-            setattr(self, name, state.get(name, 0))  # older checkpoints count no divided ones
 
     def reset(self) -> None:
         """The window was consumed or dropped; a forced boundary and open no_sync() contexts stay."""

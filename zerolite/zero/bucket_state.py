@@ -67,18 +67,6 @@ class ReductionOptions:
         return (self.sum_dtype(own) if self.several_expected or adds else None) or own
 
 
-@dataclass(frozen=True)
-class WindowSums:
-    """Gradients between the passes of a window. local: this rank's sums that no reduction has seen, flat, by parameter.
-    reduced: means over ranks by bucket, full at stage 0, this rank's part above. passes_in_local: backwards that
-    ``local`` holds."""
-
-    local: dict[int, torch.Tensor]
-    reduced: dict[int, torch.Tensor]
-    passes_in_local: int
-    passes_in_window: int
-
-
 class BucketPool:
     """Full buckets to use again, at most ``limit``: for the CPU.
 

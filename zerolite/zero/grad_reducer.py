@@ -18,7 +18,7 @@ What a bucket holds between passes:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from zerolite.offload.resting_gradients import RestingGradients
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_items import GRADIENTS, listeners
 from zerolite.zero.bucket_filler import Held, Run
-from zerolite.zero.bucket_state import ALONE_NUMEL, IN_FLIGHT, ReductionOptions, WindowSums
+from zerolite.zero.bucket_state import ALONE_NUMEL, IN_FLIGHT, ReductionOptions
 from zerolite.zero.commands import Command, Commands, unannounced
 from zerolite.zero.gradient_bucket import BucketMemory, GradientBucket, Pass, PassState
 from zerolite.zero.hook_sums import HookSums
@@ -361,11 +361,6 @@ class GradReducer:
         elif self._pass.in_window > 1:
             self.shown.show(self.parameters, self.used)
 
-    def show_loaded(self) -> None:
-        """When a checkpoint has brought the gradients of a window."""
-        if self.used:
-            self._show_all()
-
     def _show_all(self) -> None:
         trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.shown.show(self.parameters, trained if not self.used or self._comm.world_size > 1 else self.used)
@@ -611,12 +606,6 @@ class GradReducer:
             state.reduced is not None for state in self._states
         )
 
-    @property
-    def sent(self) -> bool:
-        """True if there are gradients in the window and all reductions of them have been launched. Between passes it is
-        equal on all ranks, whether one of them has waited for its reductions or not."""
-        return not self._pass.in_local and any(s.reduced is not None or s.pending is not None for s in self._states)
-
     def lend(self, bucket: int) -> torch.Tensor:
         """Return the memory of a bucket's mean gradient for the user, who may keep it: it is not used again."""
         self._lent.add(bucket)
@@ -665,60 +654,10 @@ class GradReducer:
             return
         self._states[slot.bucket].add(slot, gradient, self._options.arrival_factor)
 
-    # ---------------------------------------------------------------- what a checkpoint of a window keeps
-
-    @torch.no_grad()
-    def sums(self) -> WindowSums:
-        """What the window has summed so far; nothing is reduced for it. Between passes."""
-        self.wait()
-        local: dict[int, torch.Tensor] = {}
-        for state in self._states:
-            self._close_all(state)
-            state.put_held(self._pass.factor)
-            for index in sorted(state.written):
-                assert state.local is not None and not state.bucket.rows, "sliced buckets are reduced in every pass"
-                slot = self.layout.slots[index]
-                local[index] = state.local.narrow(0, slot.start, slot.numel)
-        reduced = {state.bucket.index: state.reduced for state in self._states if state.reduced is not None}
-        return WindowSums(local, reduced, self._pass.in_local, self._pass.in_window)
-
-    def new_sums(
-        self,
-        local: Mapping[int, torch.dtype],
-        reduced: Mapping[int, torch.dtype],
-        passes_in_local: int,
-        passes_in_window: int,
-    ) -> WindowSums:
-        """Begin a window that has sums of these dtypes: by parameter, and by bucket. They are zero, for the caller to
-        fill. After :meth:`clear`; called on all ranks, with the same arguments but ``local``."""
-        device = self.parameters[0].device
-        made = WindowSums({}, {}, passes_in_local, passes_in_window)
-        for index, dtype in local.items():
-            slot = self.layout.slots[index]
-            made.local[index] = self._states[slot.bucket].begin_sum(slot, dtype)
-        for bucket, dtype in reduced.items():
-            numel = self._states[bucket].bucket.numel // (self._comm.world_size if self._options.shard else 1)
-            away = self.resting.away(bucket)
-            place = self.resting.home(bucket, numel, dtype).zero_() if away else None
-            made.reduced[bucket] = torch.zeros(numel, dtype=dtype, device=device) if place is None else place
-            self._states[bucket].rest(made.reduced[bucket])
-        self._pass.in_local, self._pass.in_window = passes_in_local, passes_in_window
-        return made
-
     @property
     def keeps_shards(self) -> bool:
         """Whether what :meth:`reduced` gives is this rank's part, and not the whole."""
         return self._options.shard
-
-    @property
-    def sums_locally(self) -> bool:
-        """Whether gradients of a window wait on their rank for its last pass."""
-        return not self._options.reduce_each_pass
-
-    @property
-    def local_factor(self) -> float:
-        """What this rank's sums must be multiplied by, so that the sum over ranks is the mean."""
-        return 1.0 / (self._comm.world_size * self._options.arrival_factor)
 
     def release(self, bucket: int) -> None:
         """Drop the gradient of a bucket that has been consumed."""

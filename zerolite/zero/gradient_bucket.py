@@ -313,13 +313,6 @@ class GradientBucket:
         if self.local is not None and slot.index in self.written:
             zero_slot(self.local, self.bucket, slot)
 
-    def begin_sum(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements of ``local`` for a parameter, zeros to be filled by the caller: of a checkpoint."""
-        if self.local is None:
-            self.local = torch.zeros(self.bucket.numel, dtype=dtype, device=self._device)
-        self.written.add(slot.index)
-        return self.local.narrow(0, slot.start, slot.numel)
-
     # ---------------------------------------------------------------- the reduction
 
     def convert(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -367,18 +367,6 @@ class StepPipeline:
         self.changes.add(self.window_scale, weighted or self._window.weighted is True)
         self.changes.apply_factors()
 
-    def _settle_assigned(self) -> None:
-        """Between two calls of the engine, of which the next one may be a step or a backward: afterwards the sums of
-        the window hold what the user has put into ``p.grad``. All ranks collect statistics or none, whatever is in
-        their ``p.grad``, because the mean weight is in them."""
-        self._take_replaced()
-        if self._updated or self._across is not None or not self._reducer.sent:
-            self._add_assigned(weighted=False)
-            return
-        self.stats()
-        self.look_at_grads()
-        self.changes.apply_factors()
-
     def stats(self) -> StatsVector:
         self.check_here()
         if self._stats is None:
@@ -663,11 +651,16 @@ class StepPipeline:
 
     # ---------------------------------------------------------------- checkpoints
 
+    @property
+    def accumulating(self) -> bool:
+        """Whether there have been backwards whose gradients no step has used; the same on all ranks."""
+        return not (self._window.empty or self._updated)
+
     def check_between_steps(self) -> None:
         """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
         ``publish``, and while ``engine.offload_states()`` holds."""
         self.check_here()
-        self._settle_assigned()
+        self.look_at_grads()
         self.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
         if self._unpublished:
             raise RuntimeError(
@@ -684,14 +677,9 @@ class StepPipeline:
             self._checks.before_save(self.counters.global_steps, self.scale, self._max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and the window in hand, None if it is empty; plain data."""
+        """Counters and the loss scale, as plain data."""
         self.settle()
-        window = None
-        if not (self._window.empty or self._updated):
-            scale = {"loss_scale": self._loss_scale, "max_norm": self._max_norm, "flush_factor": self._flush_factor}
-            window = {**scale, "counts": self._window.state_dict(), "micro_batches": self._window.micro_batches}
-        counters = self.counters.state_dict()
-        return {"counters": counters, "window": window, "loss_scaler": self._scaler and self._scaler.state_dict()}
+        return {"counters": self.counters.state_dict(), "loss_scaler": self._scaler and self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`state_dict`, after :meth:`zero_grad`, when all values have been loaded. A loss scale of
@@ -702,12 +690,6 @@ class StepPipeline:
         self.counters.load_state_dict(state["counters"])
         self._buffer.tiers.written_in_place()
         self._torn = ""
-        window = state["window"]
-        if window is not None:
-            self._window.load_state_dict(window["counts"])
-            own = self._scaler.scale if self._scaler is not None else None
-            self._loss_scale = own if own is None else window["loss_scale"] or own
-            self._max_norm, self._flush_factor = window["max_norm"], window["flush_factor"]
 
     # ---------------------------------------------------------------- inside
 

@@ -152,11 +152,10 @@ def make_engine(
     return build_engine(model, resolved, arguments, topology, CPU)
 
 
-def train(engine: Any, first: int, last: int, weighted: bool = False) -> None:
-    """The micro-batches from ``first`` up to ``last``. weighted: all ranks together weigh as much on every grid."""
-    ranks = engine.topology.data.world_size
+def train(engine: Any, first: int, last: int) -> None:
+    """The micro-batches from ``first`` up to ``last``."""
     for step in range(first, last):
-        engine.backward(engine(step), **({"weight": 12 / ranks} if weighted else {}))
+        engine.backward(engine(step))
         engine.step()
 
 
@@ -170,8 +169,8 @@ def nan_for_new_memory() -> Iterator[None]:
 
 
 def check_padding(engine: Any) -> None:
-    """What no checkpoint has is zero: of states, masters and the gradients of a window."""
-    sums, buffer = engine.parts.reducer.sums(), engine._pipeline._buffer
+    """What no checkpoint has is zero: of states and masters."""
+    buffer = engine._pipeline._buffer
     for piece in engine.optimizer.pieces():
         index, bucket = piece.fragment.slot.index, piece.fragment.slot.bucket
         cut = cut_of(buffer.parameters[index])
@@ -181,11 +180,8 @@ def check_padding(engine: Any) -> None:
         here = padding[piece.fragment.param_start :][: piece.fragment.numel]
         values = [buffer.piece(piece.fragment, buffer.master[bucket])]
         values += [v for v in engine.optimizer.method.state_of(piece).values() if torch.is_tensor(v) and v.dim()]
-        values += [buffer.piece(piece.fragment, sums.reduced[bucket])] if bucket in sums.reduced else []
         for value in values:
             assert value.numel() == len(here) and not value.flatten()[here].any(), (cut, value)
-        if index in sums.local:
-            assert not sums.local[index][padding].any()
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
@@ -246,31 +242,7 @@ def load(grids: list[tuple[Grid, int]], directory: str, **config: Any) -> list[l
     return results
 
 
-# -------------------------------------------------------------------- windows
-
-
-def save_within(grid: Grid, stage: int, directory: str, weighted: bool) -> dict[str, Any]:
-    """Saved in the middle of the third step, to which the ranks have given different gradients, and then finished."""
-    engine = make_engine(grid, stage, seed=1)
-    train(engine, 0, 4, weighted)
-    share = 1.0 + engine.topology.data.rank
-    engine.backward(engine(4) * share, **({"weight": share} if weighted else {}))
-    engine.step()
-    engine.save_checkpoint(directory)
-    train(engine, 5, 8, weighted)
-    return snapshot(engine)
-
-
-def load_within(grids: list[tuple[Grid, int]], directory: str, weighted: bool) -> list[dict[str, Any]]:
-    results = []
-    for grid, stage in grids:
-        engine = make_engine(grid, stage, seed=2)
-        with nan_for_new_memory():
-            engine.load_checkpoint(directory)
-        check_padding(engine)
-        train(engine, 5, 8, weighted)
-        results.append(snapshot(engine))
-    return results
+# -------------------------------------------------------------------- refusals
 
 
 def message(call: Any) -> str:
@@ -282,11 +254,10 @@ def message(call: Any) -> str:
 
 
 def refusals_within(directory: str) -> dict[str, str]:
-    """With two ranks. directory: of a checkpoint that was saved within a step."""
+    """With two ranks."""
     said = {}
     for name, grid, partial in (("pipeline", (2, 1, 1), False), ("sequence", (1, 1, 2), True)):
         engine = make_engine(grid, 1, seed=1, partial=partial)
-        said[f"load, {name}"] = message(lambda engine=engine: engine.load_checkpoint(directory))
         train(engine, 0, 1)
         said[f"save, {name}"] = message(lambda engine=engine: engine.save_checkpoint(f"{directory}/again"))
         train(engine, 1, 2)

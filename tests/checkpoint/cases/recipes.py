@@ -187,9 +187,9 @@ def nothing(*ignored: Any) -> None:
 @dataclass(frozen=True)
 class Recipe:
     """states: the optimizer's, whole, by name. engine(model): further arguments of zerolite.initialize. change(engine,
-    step): what the user does before a step. middle: micro-batches of the window that is saved within. before_saving:
-    what the user does then. same_everywhere: whether the numbers at another world size are close. stages: those that
-    take the optimizer. plain_loop: PyTorch's own loop, with ``loss.backward()`` and ``optimizer.step()``."""
+    step): what the user does before a step. same_everywhere: whether the numbers at another world size are close.
+    stages: those that take the optimizer. plain_loop: PyTorch's own loop, with ``loss.backward()`` and
+    ``optimizer.step()``."""
 
     model: Callable[[], nn.Module] = lambda: models.build(models.Mlp)
     loss: Callable[[Any, Batch], Tensor] = models.square_loss
@@ -200,9 +200,7 @@ class Recipe:
     engine: Callable[[nn.Module], Kwargs] = lambda model: {}
     change: Callable[[Any, int], None] = nothing
     micros: int = 1
-    middle: int = 0
     weighted: bool = False
-    before_saving: Callable[[Any], Any] = nothing
     same_everywhere: bool = True
     stages: tuple[int, ...] = (0, 1, 2, 3)
     plain_loop: bool = False
@@ -368,27 +366,13 @@ RECIPES: dict[str, Recipe] = {
     "woken": Recipe(lambda: models.build(Sleeper), change=wake),
     "added group": Recipe(lambda: models.build(Sleeper), change=add_group),
     "asleep": Recipe(change=falls_asleep),
-    "window": Recipe(**MIXTURE, micros=3, middle=1),
-    "window in bf16": Recipe(**MIXTURE, micros=3, middle=2, config=BF16),
-    "window in fp16": Recipe(**MIXTURE, micros=3, middle=2, config=FP16),
-    "window with weights": Recipe(**MIXTURE, batch=uneven_batch, micros=3, middle=2, weighted=True),
-    "window with weights in fp16": Recipe(
-        **MIXTURE, batch=uneven_batch, micros=3, middle=2, weighted=True, config=FP16
-    ),
-    "window in the plain loop": Recipe(**MIXTURE, micros=3, middle=2, plain_loop=True),
-    "window that overflows": Recipe(**MIXTURE, batch=overflowing_within, micros=3, middle=2, config=FP16),
-    "window, branches": Recipe(  # at stage 3 ranks must use the same modules
-        lambda: models.build(OneOfTwo), batch=branches, micros=3, middle=1, same_everywhere=False, stages=(0, 1, 2)
-    ),
-    "window, clipped within": Recipe(
-        **MIXTURE,
-        micros=3,
-        middle=2,
-        config={"gradient_clipping": 0.5},
-        before_saving=lambda engine: engine.clip_gradients(0.05),
-    ),
-    "window, reduced within": Recipe(
-        **MIXTURE, micros=3, middle=2, before_saving=lambda engine: engine.reduce_gradients()
+    "accumulation": Recipe(**MIXTURE, micros=3),
+    "accumulation with weights": Recipe(**MIXTURE, batch=uneven_batch, micros=3, weighted=True),
+    "accumulation with weights in fp16": Recipe(**MIXTURE, batch=uneven_batch, micros=3, weighted=True, config=FP16),
+    "accumulation in the plain loop": Recipe(**MIXTURE, micros=3, plain_loop=True),
+    "accumulation that overflows": Recipe(**MIXTURE, batch=overflowing_within, micros=3, config=FP16),
+    "accumulation, branches": Recipe(  # at stage 3 ranks must use the same modules
+        lambda: models.build(OneOfTwo), batch=branches, micros=3, same_everywhere=False, stages=(0, 1, 2)
     ),
 }
 

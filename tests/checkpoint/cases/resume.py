@@ -63,7 +63,7 @@ def train(engine: Any, recipe: Recipe, start: int, end: int) -> list[tuple[float
 
 def positions(recipe: Recipe) -> tuple[int, int]:
     """In micro-batches: where the run is saved, and where it ends."""
-    return SAVED * recipe.micros + recipe.middle, (SAVED + AFTER) * recipe.micros
+    return SAVED * recipe.micros, (SAVED + AFTER) * recipe.micros
 
 
 def facts(engine: Any, states: tuple[str, ...]) -> dict[str, Any]:
@@ -134,9 +134,8 @@ def save(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
     own_seeds(engine.rank)
     at, end = positions(recipe)
     train(engine, recipe, 0, at)
-    recipe.before_saving(engine)
     path = engine.save_checkpoint(directory)
-    saved = facts(engine, recipe.states) if not recipe.middle else {}
+    saved = facts(engine, recipe.states)
     assert os.path.isdir(path)
     losses = train(engine, recipe, at, end)
     return {"saved": saved, "losses": losses, "after": facts(engine, recipe.states)}
@@ -147,12 +146,12 @@ def load(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
     recipe = RECIPES[name]
     engine = make_engine(recipe, stage, seed=5, **more)
     at, end = positions(recipe)
-    for step in range(-(-at // recipe.micros)):  # what the user's program does before it resumes
+    for step in range(SAVED):  # what the user's program does before it resumes
         recipe.change(engine, step)
     scatter_seeds(engine.rank)
     path, client = engine.load_checkpoint(directory)
     assert client == {} and path is not None
-    loaded = facts(engine, recipe.states) if not recipe.middle else {}
+    loaded = facts(engine, recipe.states)
     losses = train(engine, recipe, at, end)
     return {"saved": loaded, "losses": losses, "after": facts(engine, recipe.states)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import torch
 
 from tests import models
+from tests.checkpoint import crafted
 from tests.checkpoint.cases.calls import reloaded
 from tests.checkpoint.cases.matching import ADAM, expect, expect_words, message, trained
-from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, adapted, share
+from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, adapted
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, train
+from zerolite.checkpoint.manifest import STATE
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.zero import GatheredParameters, Init
 
@@ -51,20 +54,20 @@ def between_update_and_publish(directory: str, stage: int) -> None:
 
 
 def older_and_twice(directory: str, stage: int) -> None:
-    """An engine goes back to where it was, from a later step and from within a window; and twice."""
-    recipe = RECIPES["window"]
+    """An engine goes back to where it was, from a later step and from the middle of one; and twice."""
+    recipe = RECIPES["accumulation"]
     engine = make_engine(recipe, stage)
     own_seeds(engine.rank)
     train(engine, recipe, 0, 3)
-    engine.save_checkpoint(directory, tag="whole")
-    train(engine, recipe, 3, 5)
-    engine.save_checkpoint(directory, tag="within")
-    first = train(engine, recipe, 5, 9), facts(engine, recipe.states)
+    engine.save_checkpoint(directory, tag="early")
+    train(engine, recipe, 3, 6)
+    engine.save_checkpoint(directory, tag="late")
+    first = train(engine, recipe, 6, 9), facts(engine, recipe.states)
     train(engine, recipe, 9, 11)  # gradients are pending
-    for tag, start in (("within", 5), ("whole", 3), ("within", 5), ("within", 5)):
+    for tag, start in (("late", 6), ("early", 3), ("late", 6), ("late", 6)):
         engine.load_checkpoint(directory, tag=tag)
         again = train(engine, recipe, start, 9), facts(engine, recipe.states)
-        assert again[0][-4:] == first[0]
+        assert again[0][-3:] == first[0]
         expect(differences(first[1], again[1]))
         train(engine, recipe, 9, 10)
 
@@ -125,54 +128,65 @@ def initialised_in_parts(directory: str, stage: int) -> None:
     expect(differences(facts(within, ADAM), reloaded(directory, recipe, stage)))
 
 
+def in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
+    """A save is refused and changes nothing; it says how a loop that must end now can save."""
+    for name in ("accumulation", "accumulation in the plain loop"):
+        recipe = RECIPES[name]
+        engine, other = make_engine(recipe, stage), make_engine(recipe, stage)
+        for one in (engine, other):
+            own_seeds(one.rank)
+            train(one, recipe, 0, 4)
+        for _ in range(2):
+            said = message(engine.save_checkpoint, f"{directory}/{name}", async_save=True)
+            expect_words(said, "CheckpointError", "engine.step(flush=True)", "engine.zero_grad()", "returned True")
+        assert not os.path.exists(f"{directory}/{name}")
+        for one in (engine, other):
+            own_seeds(one.rank)
+        assert train(engine, recipe, 4, 6) == train(other, recipe, 4, 6)
+        expect(differences(facts(engine, ADAM), facts(other, ADAM)))
+        for end in (lambda engine=engine: engine.step(flush=True), engine.zero_grad):
+            train(engine, recipe, 0, 1)
+            end()
+            engine.save_checkpoint(f"{directory}/{name}", tag="now")
+            own = facts(engine, ADAM)
+            expect(differences(own, reloaded(f"{directory}/{name}", recipe, 3 - stage, tag="now")))
+        del engine, other
+        gc.collect()
+
+
 def between_backward_and_step(directory: str, stage: int) -> None:
-    """All gradients of a step are there, and the step has not come yet."""
-    recipe = replace(RECIPES["window"], middle=0, micros=2)
-
-    def batch(engine: Any, micro: int) -> Any:
-        return share(recipe.batch(1, micro), engine.rank, engine.world_size)
-
-    def end(engine: Any, micro: int) -> tuple[Any, Any]:
-        if micro == 0:
-            engine.step()
-            engine.backward(recipe.loss(engine, batch(engine, 1)))
-        engine.step()
-        return facts(engine, ADAM), engine.get_global_grad_norm()
-
-    for micro in (0, 1):
-        engine = make_engine(recipe, stage)
-        own_seeds(engine.rank)
-        train(engine, recipe, 0, 2)
-        for position in range(micro + 1):
-            engine.backward(recipe.loss(engine, batch(engine, position)))
-            if position < micro:
-                engine.step()
-        engine.save_checkpoint(directory, tag=str(micro))
-        expected = end(engine, micro)
-        assert expected[0]["counters"]["global_steps"] == 2
-        for other in (stage, stage ^ 1):  # those that sum alike
-            loaded = make_engine(recipe, other, seed=5)
-            loaded.load_checkpoint(directory, tag=str(micro))
-            found = end(loaded, micro)
-            expect(differences(expected[0], found[0]))
-            assert found[1] == expected[1]
-            del loaded
-            gc.collect()
-
-
-def windows_of_another_length(directory: str, stage: int) -> None:
-    recipe = RECIPES["window"]
-    engine = make_engine(recipe, stage)
-    train(engine, recipe, 0, 5)
+    """All gradients of a step are there, and the step has not come yet; or they have been dropped."""
+    recipe = MIXTURE
+    engine = trained(recipe, stage, 1)
+    engine.backward(recipe.loss(engine, recipe.batch(2, 0)))
+    expect_words(message(engine.save_checkpoint, directory), "CheckpointError", "gradients that no step has used")
+    for parameter in engine.module.parameters():
+        parameter.grad = None
     engine.save_checkpoint(directory)
-    other = make_engine(replace(recipe, micros=2), stage, seed=5)
+    expect(differences(facts(engine, ADAM), reloaded(directory, recipe, 3 - stage)))
+
+
+def saved_in_the_middle_by_an_earlier_version(directory: str, stage: int) -> None:
+    engine = trained(MIXTURE, stage, 1)
+    path = Path(engine.save_checkpoint(directory))
+    if engine.rank == 0:
+        state = json.loads((path / STATE).read_bytes())
+        crafted.craft(path, STATE, {**state, "window": None})
+    torch.distributed.barrier()
+    other = make_engine(MIXTURE, stage, seed=5)
+    other.load_checkpoint(directory)
+    expect(differences(facts(engine, ADAM), facts(other, ADAM)))
+    torch.distributed.barrier()
+    if engine.rank == 0:
+        crafted.craft(path, STATE, {**state, "window": {"micro_batches": 3}})
+    torch.distributed.barrier()
+    other = make_engine(MIXTURE, stage, seed=5)
     before = facts(other, ADAM)
     said = message(other.load_checkpoint, directory)
-    expect_words(said, "CheckpointError", "gradient_accumulation_steps was 3 and here is 2", "Nothing was loaded")
+    expect_words(said, "CheckpointError", "middle of a gradient accumulation", "Nothing was loaded", "load_module_only")
     expect(differences(before, facts(other, ADAM)))
     other.load_checkpoint(directory, load_module_only=True)
     expect(differences(facts(engine, ADAM)["masters"], facts(other, ADAM)["masters"]))
-    train(other, replace(recipe, micros=2), 0, 2)
 
 
 class Odd(models.Mlp):

@@ -1,0 +1,34 @@
+"""Comparison of the inputs of ranks that share layers (tensor parallelism) and so must compute the same batch."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from zerolite.comm import Communicator, ControlChannel
+from zerolite.comm.ranks import name_ranks
+from zerolite.zero.grad_stats import SAME_BATCH
+from zerolite.zero.step import StepPipeline
+
+
+class SameInputs:
+    """Compares shapes before anything depends on them, and values with the step's statistics.
+
+    comm: of the ranks that share layers. channel: between them, on the CPU; None where shapes are not compared.
+    """
+
+    def __init__(self, pipeline: StepPipeline, comm: Communicator, channel: ControlChannel | None) -> None:
+        self._pipeline, self._comm, self._channel = pipeline, comm, channel
+
+    def compare(self, tensors: list[torch.Tensor]) -> None:
+        """Called on all these ranks, before a forward. Raises RuntimeError on all of them if shapes differ."""
+        if self._channel is not None:
+            shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
+            rows = self._channel.exchange([shapes])
+            if any(row != rows[0] for row in rows):
+                raise RuntimeError(
+                    f"engine(...): expected inputs of the same shapes on {name_ranks(self._comm.members())}, "
+                    f"which share layers, got different ones, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
+                )
+        self._pipeline.note_inputs(tensors)

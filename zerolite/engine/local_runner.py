@@ -1,0 +1,72 @@
+"""Whole steps of an engine whose ranks have all layers: `train_batch` and `eval_batch` as loops over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zerolite.comm import Communicator
+from zerolite.data.micro_batch import MicroBatch
+from zerolite.engine.components import EngineRef
+from zerolite.zero.accumulation import AccumulationWindow
+
+
+class LocalRunner:
+    """The same two methods as a pipeline's runner. comm: of the data-parallel ranks."""
+
+    def __init__(
+        self,
+        engine: EngineRef,
+        window: AccumulationWindow,
+        comm: Communicator,
+        device: torch.device,
+    ) -> None:
+        self._known, self._window, self._comm, self._device = engine, window, comm, device
+
+    @property
+    def _engine(self) -> Any:
+        engine = self._known()
+        assert engine is not None, "it is the engine that calls"
+        return engine
+
+    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+        """One step, as ``Engine.train_batch`` says."""
+        if not self._window.empty:
+            raise RuntimeError(
+                "engine.train_batch: expected no gradients since the last step, got some; call engine.step(flush=True) "
+                "or engine.zero_grad() first"
+            )
+        if self._window.forced_boundary is not None or self._window.sync_disabled:
+            raise RuntimeError(
+                "engine.train_batch: expected to count micro-batches itself, got engine.no_sync() or "
+                "engine.set_gradient_accumulation_boundary() in force; leave them out, or use engine.backward and step"
+            )
+        engine, losses = self._engine, []
+        for _ in range(self._window.micro_batches):
+            micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)
+            loss = micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
+            engine.backward(loss)
+            losses.append(loss.detach().float().reshape(()))
+            engine.step()
+        return self._mean_over_data(losses)
+
+    def eval_batch(self, batches: Iterator[Any], return_logits: bool, compute_loss: bool) -> Any:
+        """As ``Engine.eval_batch`` says. Called in eval mode and without gradients."""
+        engine, losses, outputs = self._engine, [], []
+        for _ in range(self._window.micro_batches):
+            micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)
+            made = engine(*micro.args, **micro.kwargs)
+            outputs.append(made)
+            if compute_loss:
+                losses.append(micro.loss(made, engine.loss_fn).float().reshape(()))
+        if not compute_loss:
+            return outputs
+        loss = self._mean_over_data(losses)
+        return (loss, outputs) if return_logits else loss
+
+    def _mean_over_data(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """0-dim fp32, the same on all data-parallel ranks."""
+        flat = torch.stack(losses).mean().reshape(1)
+        return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())
