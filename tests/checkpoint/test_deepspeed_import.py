@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.checkpoint.deepspeed_fakes import Fake, example
-from zerolite.checkpoint.deepspeed_layout import equal_partitions, sliced_parameters
-from zerolite.checkpoint.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.compat.deepspeed_layout import equal_partitions, sliced_parameters
+from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.precision.loss_scaler import LossScaler
 
 

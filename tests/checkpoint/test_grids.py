@@ -16,7 +16,7 @@ from tests.pool import Pools
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.export import export_checkpoint
-from zerolite.checkpoint.manifest import SavedGrid, grid_of, read_manifest
+from zerolite.checkpoint.manifest import SavedGrid, read_manifest
 
 CASES = "tests.checkpoint.cases.grids"
 PLACES = [(world, grid) for world, grids in GRIDS.items() for grid in grids]
@@ -244,9 +244,9 @@ def test_the_command_line_knows_the_grid(pools: Pools, tmp_path: Path, capsys: p
 def test_checkpoints_from_before_there_were_grids(pools: Pools, tmp_path: Path) -> None:
     saved(pools, 2, (1, 2, 1), 1, tmp_path)
     manifest = read_manifest(tmp_path / "global_step2")
-    assert grid_of(manifest.about) == SavedGrid(1, 2, 1)
+    assert manifest.about.grid == SavedGrid(1, 2, 1)
     del manifest.about.layout["grid"]
-    assert grid_of(manifest.about) == SavedGrid(1, 2, 1)
+    assert manifest.about.grid == SavedGrid(1, 2, 1)
     (tmp_path / "global_step2" / "manifest.json").write_bytes(manifest.to_json())
     assert read_manifest(tmp_path / "global_step2") == manifest
     for grid in ({"pipe": 1, "data": 3, "tensor": 1}, {"pipe": -1, "data": -2, "tensor": 1}, {"pipe": 2}):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = """
     version utils config comm ops optim precision offload zero
     tensor_parallel activation_checkpointing checkpointing data pipe
-    checkpoint monitor diagnostics engine planning launcher
+    checkpoint monitor diagnostics engine planning compat launcher
 """.split()
 
 # Nothing but the standard library (and each other where they are neighbours).
@@ -52,6 +52,7 @@ PURE = (
 # Beside the standard library, torch and zerolite itself. Everything else is forbidden, numpy above all.
 THIRD_PARTY = {
     "zerolite.config": {"pydantic", "hjson"},
+    "zerolite.checkpoint": {"pydantic"},
     "zerolite.utils.network": {"psutil"},
     "zerolite.diagnostics.report": {"cpuinfo"},
     "zerolite.monitor.wandb_writer": {"wandb"},

@@ -15,6 +15,7 @@ from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
 from zerolite.activation_checkpointing.cut import ActivationShards, checksum
 from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
 from zerolite.utils.memory_items import HOST
+from zerolite.zero.buffer import dense_strides
 
 SMALLEST = 4096
 """Bytes: smaller inputs stay as they are."""
@@ -96,7 +97,7 @@ class Keeper:
             and (self._source.place == HOST or self._cut() is not None)
             and not (value.is_inference() or value.is_conj() or value.is_neg())
             and value.storage_offset() * value.element_size() % _ALLOCATORS == 0
-            and _is_dense(value)
+            and dense_strides(value) == value.stride()
         )
 
     @torch.no_grad()
@@ -202,17 +203,6 @@ class Keeper:
     def memory(self) -> list[torch.Tensor]:
         """Buffers that nobody uses now."""
         return self._source.memory()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each place once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _written_into(what: str) -> str:

@@ -4,40 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.state import ParameterFacts, TensorFacts
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """Of a model or of a stage of it, as state.json has it.
 
-    parameters: by the first of its names: the full shape, the dtype it computes in, whether it is trained, and its
-    other names. buffers: shape and dtype. groups: the names in each of the optimizer's param groups.
+    parameters: by the first of its names, with full shapes. groups: the names in each of the optimizer's param groups.
     """
 
-    parameters: dict[str, dict[str, Any]]
-    buffers: dict[str, dict[str, Any]]
+    parameters: dict[str, ParameterFacts]
+    buffers: dict[str, TensorFacts]
     groups: list[list[str]]
 
 
 def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
     """Of the whole model, whose stages these are, the first one first. Raises CheckpointError if they do not make up
     one model."""
-    parameters: dict[str, dict[str, Any]] = {}
-    buffers: dict[str, dict[str, Any]] = {}
+    parameters: dict[str, ParameterFacts] = {}
+    buffers: dict[str, TensorFacts] = {}
     groups: list[list[str]] = [[] for _ in stages[0].groups]
     for number, stage in enumerate(stages):
         for name, entry in stage.parameters.items():
             known = parameters.setdefault(name, entry)
-            if known["shape"] != entry["shape"]:
+            if known.shape != entry.shape:
                 raise CheckpointError(
-                    f"parameter '{name}' is {tuple(known['shape'])} on one stage of the pipeline and "
-                    f"{tuple(entry['shape'])} on stage {number}; expected one parameter of the model to have one shape"
+                    f"parameter '{name}' is {tuple(known.shape)} on one stage of the pipeline and "
+                    f"{tuple(entry.shape)} on stage {number}; expected one parameter of the model to have one shape"
                 )
-        for name, entry in stage.buffers.items():
-            buffers.setdefault(name, entry)
+        for name, buffer in stage.buffers.items():
+            buffers.setdefault(name, buffer)
         if len(stage.groups) != len(groups):
             raise CheckpointError(
                 f"the optimizer has {len(groups)} param groups on the first stage of the pipeline and "

@@ -16,6 +16,7 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import INDEX, ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
+from zerolite.checkpoint.state import StoredModel
 from zerolite.utils.dtypes import BY_CODE, DTYPES
 from zerolite.utils.sizes import format_size, parse_size
 
@@ -95,9 +96,10 @@ def _contents(
     entries: dict[str, ToStore] = {}
     aliases: dict[str, str] = {}
     owners: set[str] = set()  # modules with a trained parameter
-    for name, about in reader.state["parameters"].items():
-        if about["trained"]:
-            owners.update(known.rpartition(".")[0] for known in (name, *about["aliases"]))
+    state = reader.read_state(StoredModel)
+    for name, about in state.parameters.items():
+        if about.trained:
+            owners.update(known.rpartition(".")[0] for known in (name, *about.aliases))
         elif exclude_frozen:
             continue
         key = f"parameters/{name}"
@@ -106,13 +108,13 @@ def _contents(
                 f"the checkpoint '{reader.path}' has no values of the frozen parameter '{name}': it was saved with "
                 "exclude_frozen_parameters=True. Pass --exclude-frozen-parameters to export what was trained."
             )
-        entries[key] = ToStore(name, exported_dtype(BY_CODE[about["dtype"]], dtype), tuple(reader.tensors[key].shape))
-        aliases.update(dict.fromkeys(about["aliases"], name))
-    for name, about in reader.state["buffers"].items():
+        entries[key] = ToStore(name, exported_dtype(BY_CODE[about.dtype], dtype), tuple(reader.tensors[key].shape))
+        aliases.update(dict.fromkeys(about.aliases, name))
+    for name, buffer in state.buffers.items():
         if not exclude_frozen or name.rpartition(".")[0] in owners:
             stored = reader.tensors[f"buffers/{name}"]
             entries[f"buffers/{name}"] = ToStore(name, exported_dtype(stored.dtype, dtype), tuple(stored.shape))
-            aliases.update(dict.fromkeys(about.get("aliases", ()), name))
+            aliases.update(dict.fromkeys(buffer.aliases, name))
     return entries, aliases
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from zerolite.checkpoint.description import ModelFacts, joined
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import SavedGrid, grid_of
+from zerolite.checkpoint.manifest import SavedGrid
 from zerolite.checkpoint.matching import NameMatch, check_complete, listed, match_groups, match_parameters, reordered
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
 from zerolite.checkpoint.planner import Target, TargetLoadPlanner
@@ -23,7 +22,14 @@ from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.saving import EngineParts
-from zerolite.checkpoint.state_check import check_hyperparameters, check_state
+from zerolite.checkpoint.state import (
+    GroupState,
+    OptimizerState,
+    ParameterFacts,
+    SavedState,
+    TensorFacts,
+    check_hyperparameters,
+)
 from zerolite.checkpoint.storage import CheckpointStorageReader
 from zerolite.checkpoint.together import meet, one_request, storage_errors, together
 from zerolite.zero.sharded_optimizer import KEPT
@@ -53,6 +59,7 @@ class _Plan:
     stored name; None to leave the engine's alone. groups: see :func:`match_groups`."""
 
     reader: CheckpointReader
+    state: SavedState
     match: NameMatch
     buffers: list[str]
     kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None
@@ -89,7 +96,7 @@ class Loader:
             loaded = plan.reader.manifest.about.head
             self._run.take_over(path.parent, there, loaded, resumed=not request.load_module_only)
         self._report(plan, request)
-        return str(path), plan.reader.state["client_state"]
+        return str(path), plan.state.client_state
 
     def _find(self, request: LoadRequest) -> Path | None:
         """Rank 0 looks, and all take what it has found."""
@@ -117,25 +124,26 @@ class Loader:
     def _plan(self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: Any, loaders: Any) -> _Plan:
         self._parts.pipeline.check_between_steps()
         reader = self._open(path)
-        state = reader.state
+        state = reader.read_state(SavedState)
+        reader.trust(lambda: state.check_shapes({key: stored.shape for key, stored in reader.tensors.items()}))
         model = joined(stages or [self._parts.model.describe()])
-        match = self._match(reader, model, request.load_module_strict)
-        buffers = self._buffers(state["buffers"], model, request.load_module_strict)
-        groups = self._match_groups(reader, model, match)
+        match = self._match(reader, state, model, request.load_module_strict)
+        buffers = self._buffers(state.buffers, model, request.load_module_strict)
+        groups = self._match_groups(reader, state, model, match)
         if request.load_module_only:
-            return _Plan(reader, match, buffers, None, groups, None, False)
-        kinds = self._kinds(reader, groups) if request.load_optimizer_states else None
+            return _Plan(reader, state, match, buffers, None, groups, None, False)
+        kinds = self._kinds(reader, state.optimizer, groups) if request.load_optimizer_states else None
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
-        if state.get("window") is not None:
+        if state.window is not None:
             raise CheckpointError(
                 "the checkpoint was saved in the middle of a gradient accumulation, by an earlier version of zerolite, "
                 "and its gradients cannot be loaded. Nothing was loaded; load one that was saved after an update, or "
                 "pass load_module_only=True for the weights alone"
             )
-        if state["loaders"]:
-            loaders.check_state_dict(state["loaders"])
+        if state.loaders:
+            loaders.check_state_dict(state.loaders)
         begins = scheduler is not None and schedule is None
-        return _Plan(reader, match, buffers, kinds, groups, schedule, begins)
+        return _Plan(reader, state, match, buffers, kinds, groups, schedule, begins)
 
     def _open(self, path: Path) -> CheckpointReader:
         if not path.is_dir():
@@ -146,40 +154,40 @@ class Loader:
         reader = CheckpointReader(path)
         if self._host.rank == 0:
             reader.check_sizes()
-        shapes = {key: stored.shape for key, stored in reader.tensors.items()}
-        reader.trust(lambda: check_state(reader.state, shapes))
         return reader
 
-    def _match(self, reader: CheckpointReader, model: ModelFacts, strict: bool) -> NameMatch:
-        here, stored = model.parameters, reader.state["parameters"]
+    def _match(self, reader: CheckpointReader, state: SavedState, model: ModelFacts, strict: bool) -> NameMatch:
+        here, stored = model.parameters, state.parameters
         match = match_parameters(here, stored, loose=not strict)
         excluded = reader.manifest.about.exclude_frozen_parameters
         if strict:
-            missing = [name for name in match.missing if here[name]["trained"] or not excluded]
-            unexpected = [name for name in match.unexpected if stored[name]["trained"] or not excluded]
+            missing = [name for name in match.missing if here[name].trained or not excluded]
+            unexpected = [name for name in match.unexpected if stored[name].trained or not excluded]
             check_complete("parameter", missing, unexpected)
         return _without_excluded(match, stored, reader) if excluded else match
 
-    def _match_groups(self, reader: CheckpointReader, model: ModelFacts, match: NameMatch) -> list[int | None]:
+    def _match_groups(
+        self, reader: CheckpointReader, state: SavedState, model: ModelFacts, match: NameMatch
+    ) -> list[int | None]:
         """By what is trained in both and has elements. Raises CheckpointError for values of other types."""
-        here, stored = model.parameters, reader.state["parameters"]
+        here, stored = model.parameters, state.parameters
         trains = {
             name: other
             for name, other in match.names.items()
-            if here[name]["trained"] and stored[other]["trained"] and math.prod(here[name]["shape"])
+            if here[name].trained and stored[other].trained and 0 not in here[name].shape
         }
-        saved = reader.state["optimizer"]["groups"]
-        groups = match_groups([{"names": names} for names in model.groups], saved, trains)
+        saved = state.optimizer.groups
+        groups = match_groups(model.groups, saved, trains)
 
         def check() -> None:
             for group, index in zip(self._parts.model.optimizer.param_groups, groups, strict=True):
                 if index is not None:
-                    check_hyperparameters(group, saved[index]["values"])
+                    check_hyperparameters(group, saved[index].values)
 
         reader.trust(check)
         return groups
 
-    def _buffers(self, stored: Mapping[str, Mapping[str, Any]], model: ModelFacts, strict: bool) -> list[str]:
+    def _buffers(self, stored: Mapping[str, TensorFacts], model: ModelFacts, strict: bool) -> list[str]:
         here, everywhere = self._parts.model.named_buffers(), model.buffers
         if strict:
             missing = [name for name in everywhere if name not in stored]
@@ -196,16 +204,16 @@ class Loader:
                 "register a contiguous copy of it"
             )
         wrong = [
-            f"buffer '{name}' is {tuple(here[name].shape)} here and {tuple(stored[name]['shape'])} there"
+            f"buffer '{name}' is {tuple(here[name].shape)} here and {tuple(stored[name].shape)} there"
             for name in common
-            if list(here[name].shape) != list(stored[name]["shape"])
+            if list(here[name].shape) != stored[name].shape
         ]
         if wrong:
             raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
         return common
 
     def _kinds(
-        self, reader: CheckpointReader, groups: list[int | None]
+        self, reader: CheckpointReader, stored_optimizer: OptimizerState, groups: list[int | None]
     ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         """The stored states. Raises CheckpointError if they are another optimizer's."""
         kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
@@ -215,8 +223,8 @@ class Loader:
                 kinds.setdefault(kind, {})[name] = (stored.shape, stored.dtype)
         optimizer = self._parts.model.optimizer
         expected = optimizer.method.state_names
-        saved, here = reader.state["optimizer"]["type"], type(optimizer.inner).__name__
-        other = saved is not None and _family(saved) != _family(here)
+        saved, here = stored_optimizer.type, type(optimizer.inner).__name__
+        other = _family(saved) != _family(here)
         other = other or bool(kinds and expected is not None and set(kinds) != set(expected))
         if other:
             names = f"; it keeps {', '.join(sorted(expected))}" if expected is not None else ""
@@ -225,20 +233,20 @@ class Loader:
                 f"here is {here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
             )
         if kinds and expected is None:
-            self._check_flags(reader.state["optimizer"]["groups"], groups)
+            self._check_flags(stored_optimizer.groups, groups)
         return kinds
 
-    def _check_flags(self, stored: Sequence[Mapping[str, Any]], matched: list[int | None]) -> None:
+    def _check_flags(self, stored: Sequence[GroupState], matched: list[int | None]) -> None:
         """Groups that keep their own values need the states that these choose."""
         for group, index in zip(self._parts.model.optimizer.param_groups, matched, strict=True):
             for flag in _FLAGS if index is None else ():
                 other = [
-                    number for number, of in enumerate(stored) if bool(of["values"].get(flag)) != bool(group.get(flag))
+                    number for number, of in enumerate(stored) if bool(of.values.get(flag)) != bool(group.get(flag))
                 ]
                 if other:
                     raise CheckpointError(
                         f"param group {other[0]} in the checkpoint was saved with {flag}="
-                        f"{stored[other[0]]['values'].get(flag)!r}, and here it is {group.get(flag)!r}, so that the "
+                        f"{stored[other[0]].values.get(flag)!r}, and here it is {group.get(flag)!r}, so that the "
                         "states are others. Nothing was loaded; pass load_optimizer_states=False to begin with new ones"
                     )
 
@@ -257,7 +265,7 @@ class Loader:
         def make_room() -> None:
             self._update_groups(plan)
             if plan.kinds is not None:
-                scalars = reader.state["optimizer"]["scalars"]
+                scalars = plan.state.optimizer.scalars
                 targets.extend(parts.model.state_targets(plan.match.names, plan.kinds, scalars))
 
         self._together.run(lambda: reader.trust(make_room))
@@ -266,16 +274,15 @@ class Loader:
         parts.model.after_loading(plan.match.names)
         parts.pipeline.publish()
         parts.pipeline.on_weights_replaced()
-        extra = reader.state["extra"]
-        self._together.run(lambda: parts.model.load_extra_state(extra))
+        self._together.run(lambda: parts.model.load_extra_state(plan.state.extra))
 
     def _update_groups(self, plan: _Plan) -> None:
         """Hyperparameters; where only the schedule is loaded, what it goes on from."""
-        saved = plan.reader.state["optimizer"]["groups"]
+        saved = plan.state.optimizer.groups
         for group, index in zip(self._parts.model.optimizer.param_groups, plan.groups, strict=True):
             if index is None:
                 continue
-            values = saved[index]["values"]
+            values = saved[index].values
             if plan.kinds is not None:
                 own = _SCHEDULED if plan.schedule_begins else ()
                 _update_group(group, {key: value for key, value in values.items() if key not in own})
@@ -285,7 +292,7 @@ class Loader:
     def _buffer_targets(self, plan: _Plan) -> list[Target]:
         """A rank's own values where they differed between ranks, if those are arranged alike."""
         stored = plan.reader.tensors
-        same = grid_of(plan.reader.manifest.about) == self._grid
+        same = plan.reader.manifest.about.grid == self._grid
         targets = []
         for target in self._parts.model.buffer_targets(plan.buffers):
             own = f"{RANKS}{self._host.rank}/{target.key}"
@@ -294,13 +301,13 @@ class Loader:
 
     def _resume(self, plan: _Plan, scheduler: Any, loaders: Any) -> None:
         """Everything that is not a tensor of the model or the optimizer."""
-        parts, state = self._parts, plan.reader.state
-        parts.pipeline.load_state_dict(state)
+        parts, state = self._parts, plan.state
+        parts.pipeline.load_state_dict({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
-        if state["loaders"]:
-            loaders.load_state_dict(state["loaders"])
-        key = f"{RANKS}{self._rank_there(grid_of(plan.reader.manifest.about))}/random"
+        if state.loaders:
+            loaders.load_state_dict(state.loaders)
+        key = f"{RANKS}{self._rank_there(plan.reader.manifest.about.grid)}/random"
         if key in plan.reader.tensors:
             load_random_state(plan.reader.read(key), parts.device)
 
@@ -342,7 +349,7 @@ class Loader:
                 ", ".join(kept),
             )
         about = plan.reader.manifest.about
-        saved, here = grid_of(about).data, self._grid.data
+        saved, here = about.grid.data, self._grid.data
         changed = changed_batch(about.config, saved, self._parts.config.train_batch_size, here)
         if changed is not None and not request.load_module_only:
             logger.warning("%s: %s", _CALL, changed)
@@ -371,7 +378,7 @@ def load_targets(reader: CheckpointReader, targets: Sequence[Target], group: Any
     )
 
 
-def _without_excluded(match: NameMatch, stored: Mapping[str, Mapping[str, Any]], reader: CheckpointReader) -> NameMatch:
+def _without_excluded(match: NameMatch, stored: Mapping[str, ParameterFacts], reader: CheckpointReader) -> NameMatch:
     """Parameters that were left out when it was saved are missing, and not unexpected."""
     there = {n for n in stored if f"parameters/{n}" in reader.tensors}
     names = {name: other for name, other in match.names.items() if other in there}
@@ -379,8 +386,8 @@ def _without_excluded(match: NameMatch, stored: Mapping[str, Mapping[str, Any]],
     return NameMatch(names, missing, [n for n in match.unexpected if n in there])
 
 
-def _schedule(state: Mapping[str, Any], scheduler: Any, groups: list[int | None]) -> dict[str, Any] | None:
-    saved = state["lr_scheduler"]
+def _schedule(state: SavedState, scheduler: Any, groups: list[int | None]) -> dict[str, Any] | None:
+    saved = state.lr_scheduler
     if saved is None or scheduler is None:
         if saved is not None or scheduler is not None:
             which = (
@@ -388,12 +395,12 @@ def _schedule(state: Mapping[str, Any], scheduler: Any, groups: list[int | None]
             )
             logger.warning("%s: the checkpoint %s", _CALL, which)
         return None
-    if saved["type"] not in (None, type(scheduler).__name__):
+    if saved.type not in (None, type(scheduler).__name__):
         raise CheckpointError(
-            f"the schedule in the checkpoint is a {saved['type']}, and the engine's is a {type(scheduler).__name__}. "
+            f"the schedule in the checkpoint is a {saved.type}, and the engine's is a {type(scheduler).__name__}. "
             "Nothing was loaded; pass load_lr_scheduler_states=False"
         )
-    return reordered(saved["state"], groups, len(state["optimizer"]["groups"]))
+    return reordered(saved.state, groups, len(state.optimizer.groups))
 
 
 def _family(optimizer: str) -> str:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import platform
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import Field, PositiveInt, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box, covers
 from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES, Complete
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.file_model import STRICT, FileModel, Natural, validated
+from zerolite.checkpoint.state import ParameterFacts
 from zerolite.utils.dtypes import BY_CODE, CODES
 from zerolite.version import __version__
 
@@ -31,45 +35,28 @@ BLOCK_BYTES = 1 << 20
 MOST_DIMENSIONS = 64  # what torch's operators take
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class FileEntry:
     """A file's length, and the CRC-32 of each of its blocks of ``BLOCK_BYTES``, 8 hexadecimal digits each."""
 
-    bytes: int
+    bytes: Natural
     crc32: str
 
-
-@dataclass(frozen=True)
-class About:
-    """What somebody who sees a checkpoint wants to know. precision: dtypes by what they are of. parameters: numbers of
-    tensors and of elements, all and trained. run: id of the run that saved it; "" if it does not say."""
-
-    tag: str
-    saved_at: str  # ISO 8601, UTC
-    global_steps: int
-    world_size: int
-    stage: int
-    precision: dict[str, str]
-    config: dict[str, Any]
-    versions: dict[str, str]
-    parameters: dict[str, int]
-    layout: dict[str, Any]
-    exclude_frozen_parameters: bool
-    run: str = ""
-
-    @property
-    def head(self) -> Complete:
-        return Complete(self.global_steps, self.saved_at, self.tag, self.run)
+    def check(self, name: str) -> None:
+        """Raise ValueError unless this can be the entry of a file called ``name``."""
+        plain = bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
+        if not plain or len(self.crc32) != 8 * -(-self.bytes // BLOCK_BYTES):
+            raise ValueError(f"its entry of the file {name!r:.80} makes no sense")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SavedGrid:
     """How the ranks were arranged: so many stages of a pipeline, each of so many data-parallel ranks of so many
     tensor-parallel ones, which are numbered in this order, the last one first."""
 
-    pipe: int
-    data: int
-    tensor: int
+    pipe: PositiveInt
+    data: PositiveInt
+    tensor: PositiveInt
 
     @classmethod
     def of(cls, topology: Topology) -> SavedGrid:
@@ -83,26 +70,37 @@ class SavedGrid:
         return f"pipe={self.pipe}, data={self.data}, tensor={self.tensor}"
 
 
-def grid_of(about: About) -> SavedGrid:
-    """Of the ranks that saved a checkpoint; one that does not say was saved by data-parallel ones."""
-    given = about.layout.get("grid")
-    return SavedGrid(1, about.world_size, 1) if given is None else SavedGrid(**given)
+@dataclass(frozen=True, config=STRICT)
+class About:
+    """What somebody who sees a checkpoint wants to know. precision: dtypes by what they are of. parameters: numbers of
+    tensors and of elements, all and trained. run: id of the run that saved it; "" if it does not say."""
 
+    tag: str
+    saved_at: str  # ISO 8601, UTC
+    global_steps: Natural
+    world_size: PositiveInt
+    stage: Natural
+    precision: dict[str, str]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    parameters: dict[str, int]
+    layout: dict[str, Any]
+    exclude_frozen_parameters: bool
+    run: str = ""
 
-_KINDS: dict[str, type] = {
-    "tag": str,
-    "saved_at": str,
-    "global_steps": int,
-    "world_size": int,
-    "stage": int,
-    "precision": dict,
-    "config": dict,
-    "versions": dict,
-    "parameters": dict,
-    "layout": dict,
-    "exclude_frozen_parameters": bool,
-    "run": str,
-}
+    def __post_init__(self) -> None:
+        if self.grid.ranks != self.world_size:
+            raise ValueError(f"expected a grid of {self.world_size} ranks, found {self.grid}")
+
+    @property
+    def head(self) -> Complete:
+        return Complete(self.global_steps, self.saved_at, self.tag, self.run)
+
+    @property
+    def grid(self) -> SavedGrid:
+        """Of the ranks that saved the checkpoint; one that does not say was saved by data-parallel ones."""
+        given = self.layout.get("grid")
+        return SavedGrid(1, self.world_size, 1) if given is None else SavedGrid(**given)
 
 
 def library_versions() -> dict[str, str]:
@@ -110,10 +108,10 @@ def library_versions() -> dict[str, str]:
     return {"zerolite": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def count_parameters(described: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+def count_parameters(described: Mapping[str, ParameterFacts]) -> dict[str, int]:
     """For :class:`About`, of state.json's "parameters"."""
-    numels = {name: math.prod(entry["shape"]) for name, entry in described.items()}
-    trained = [name for name, entry in described.items() if entry["trained"]]
+    numels = {name: math.prod(entry.shape) for name, entry in described.items()}
+    trained = [name for name, entry in described.items() if entry.trained]
     return {
         "tensors": len(numels),
         "elements": sum(numels.values()),
@@ -122,10 +120,14 @@ def count_parameters(described: Mapping[str, Mapping[str, Any]]) -> dict[str, in
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Manifest:
     about: About
     files: dict[str, FileEntry]
+
+    def __post_init__(self) -> None:
+        for name, entry in self.files.items():
+            entry.check(name)
 
     @property
     def nbytes(self) -> int:
@@ -133,8 +135,11 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> bytes:
-        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self.about)}
-        body |= {"block_bytes": BLOCK_BYTES, "files": {name: asdict(entry) for name, entry in self.files.items()}}
+        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self.about)}
+        body |= {
+            "block_bytes": BLOCK_BYTES,
+            "files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()},
+        }
         return json.dumps({**body, "crc32": _checksum(body)}, indent=1).encode()
 
 
@@ -147,56 +152,46 @@ def read_manifest(path: Path) -> Manifest:
     later version."""
     file = path / MANIFEST
     try:
-        return _manifest(file, json.loads(filesystem.read_file(file, MOST_JSON_BYTES)))
-    except CheckpointError:
-        raise
+        return _manifest(file, filesystem.read_file(file, MOST_JSON_BYTES))
     except OSError as error:
         raise CheckpointError(f"'{file}' cannot be read: {error.strerror}") from error
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"'{file}' is damaged: expected JSON as zerolite writes it, found {error!r}") from error
+    except (RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"'{file}' is damaged: {error}") from error
 
 
-def _manifest(file: Path, body: Any) -> Manifest:
+def _manifest(file: Path, content: bytes) -> Manifest:
+    body = json.loads(content)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"'{file}': expected the manifest of a {FORMAT}, got another file")
-    if type(body["version"]) is not int or not 1 <= body["version"] <= VERSION:
+    version = body.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
         by = body["versions"].get("zerolite", "?") if isinstance(body.get("versions"), dict) else "?"
         raise CheckpointError(
-            f"'{file}' has format version {body['version']!r}, written by zerolite {by}; this one reads versions up to "
+            f"'{file}' has format version {version!r}, written by zerolite {by}; this one reads versions up to "
             f"{VERSION}: update it"
         )
     found = body.pop("crc32", None)
     expected = _checksum(body)
     if found != expected:
         raise CheckpointError(f"'{file}' is damaged: expected checksum {expected}, found {found}")
-    about = About(**{"run": "", **{name: body[name] for name in _KINDS if name != "run" or name in body}})
-    for name, kind in _KINDS.items():
-        value = getattr(about, name)
-        if type(value) is not kind or (isinstance(value, int) and value < 0):
-            raise CheckpointError(f"'{file}' is damaged: expected {name} to be of {kind.__name__}, found {value!r:.80}")
-    grid = grid_of(about)
-    if any(type(size) is not int or size < 1 for size in asdict(grid).values()) or grid.ranks != about.world_size:
-        raise CheckpointError(f"'{file}' is damaged: expected a grid of {about.world_size} ranks, found {grid}")
-    files = {name: _file_entry(file, name, value) for name, value in body["files"].items()}
+    manifest = validated(lambda: Manifest(_ABOUT.validate_json(content), _Files.model_validate_json(content).files))
     for name in (INDEX, STATE):
-        if name not in files:
+        if name not in manifest.files:
             raise CheckpointError(f"'{file}' is damaged: it has no entry of the file '{name}'")
-    return Manifest(about, files)
+    return manifest
 
 
-def _file_entry(file: Path, name: str, value: dict[str, Any]) -> FileEntry:
-    entry = FileEntry(value["bytes"], value["crc32"])
-    plain = bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
-    sizes = type(entry.bytes) is int and entry.bytes >= 0 and type(entry.crc32) is str
-    if not plain or not sizes or len(entry.crc32) != 8 * -(-entry.bytes // BLOCK_BYTES):
-        raise CheckpointError(f"'{file}' is damaged: its entry of the file {name!r:.80} makes no sense")
-    return entry
+_ABOUT = TypeAdapter(About)
+
+
+class _Files(FileModel):
+    files: dict[str, FileEntry]
 
 
 # -------------------------------------------------------------------- the index
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StoredBox:
     """A part of a tensor, contiguous: where it is in the tensor, and at which byte of which file."""
 
@@ -205,7 +200,7 @@ class StoredBox:
     start: int
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StoredTensor:
     """A tensor whose boxes, which do not overlap, make up all of it; an empty one has none."""
 
@@ -239,31 +234,35 @@ def index_to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
 def index_from_json(file: Path, content: bytes, files: Mapping[str, FileEntry]) -> dict[str, StoredTensor]:
     """Raises CheckpointError for anything that :func:`index_to_json` does not write."""
     try:
-        body = json.loads(content)
-        tensors = {key: _stored_tensor(entry, body["files"]) for key, entry in body["tensors"].items()}
+        body = validated(lambda: _Index.model_validate_json(content))
+        tensors = {key: entry.stored(body.files) for key, entry in body.tensors.items()}
         for key, tensor in tensors.items():
             _check(key, tensor, files)
         _check_sum(tensors, files)
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (LookupError, ValueError) as error:
         raise CheckpointError(f"'{file}' is damaged: {error}") from error
     return tensors
 
 
-def _stored_tensor(entry: Mapping[str, Any], names: list[str]) -> StoredTensor:
-    boxes = tuple(
-        StoredBox((tuple(offsets), tuple(sizes)), names[file], start) for file, start, offsets, sizes in entry["boxes"]
-    )
-    return StoredTensor(tuple(entry["shape"]), BY_CODE[entry["dtype"]], boxes)
+class _IndexEntry(FileModel):
+    """A tensor. boxes: number of the file, first byte there, offsets and sizes."""
+
+    shape: list[Natural] = Field(max_length=MOST_DIMENSIONS)
+    dtype: str
+    boxes: list[tuple[Natural, Natural, tuple[Natural, ...], tuple[Natural, ...]]]
+
+    def stored(self, names: list[str]) -> StoredTensor:
+        boxes = tuple(StoredBox((offsets, sizes), names[file], start) for file, start, offsets, sizes in self.boxes)
+        return StoredTensor(tuple(self.shape), BY_CODE[self.dtype], boxes)
+
+
+class _Index(FileModel):
+    files: list[str]
+    tensors: dict[str, _IndexEntry]
 
 
 def _check(key: str, tensor: StoredTensor, files: Mapping[str, FileEntry]) -> None:
-    numbers: Iterable[Any] = (
-        *tensor.shape,
-        *(n for box in tensor.boxes for n in (box.start, *box.box[0], *box.box[1])),
-    )
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"tensor '{key}' has a size or place that is no number")
-    if len(tensor.shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in tensor.shape) >= 2**63:
+    if math.prod(max(1, size) for size in tensor.shape) >= 2**63:
         raise ValueError(f"tensor '{key}' has the shape {str(tensor.shape):.80}, which no tensor has")
     if not covers([box.box for box in tensor.boxes], tensor.shape):
         raise ValueError(f"the parts of tensor '{key}' do not make up its shape {tensor.shape}")

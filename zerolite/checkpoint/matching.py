@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.state import GroupState, ParameterFacts
 
 _SHOWN = 8  # names in a message
 _ADAPTER_PARTS = re.compile(r"^base_model\.model\.|(?<=\.)base_layer\.")  # what adapters put into names
@@ -26,25 +27,25 @@ class NameMatch:
 
 
 def match_parameters(
-    here: Mapping[str, Mapping[str, Any]], stored: Mapping[str, Mapping[str, Any]], loose: bool
+    here: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], loose: bool
 ) -> NameMatch:
     """By name, or by any of the names of tied parameters. ``loose``: also where an adapter has been put around a module
     or taken away (``q_proj.weight`` is ``base_model.model.q_proj.base_layer.weight``).
 
-    Both by name: ``shape``, ``aliases``. Raises CheckpointError for other shapes.
+    Raises CheckpointError for other shapes.
     """
-    canonical = {alias: name for name, entry in stored.items() for alias in (*entry["aliases"], name)}
+    canonical = {alias: name for name, entry in stored.items() for alias in (*entry.aliases, name)}
     names: dict[str, str] = {}
     for name, entry in here.items():
-        found = next((canonical[own] for own in (name, *entry["aliases"]) if own in canonical), None)
+        found = next((canonical[own] for own in (name, *entry.aliases) if own in canonical), None)
         if found is not None:
             names[name] = found
     if loose:
         names |= _match_adapted([n for n in here if n not in names], [n for n in stored if n not in names.values()])
     wrong = [
-        f"'{name}' is {tuple(here[name]['shape'])} here and {tuple(stored[other]['shape'])} there"
+        f"'{name}' is {tuple(here[name].shape)} here and {tuple(stored[other].shape)} there"
         for name, other in names.items()
-        if list(here[name]["shape"]) != list(stored[other]["shape"])
+        if here[name].shape != stored[other].shape
     ]
     if wrong:
         raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
@@ -83,15 +84,15 @@ def listed(names: Sequence[str]) -> str:
 
 
 def match_groups(
-    here: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+    here: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]
 ) -> list[int | None]:
     """For each param group here, the stored one that has the same parameters, as far as both models have them; None if
-    there is none. Groups: ``names``. names: of those that are trained in both, stored by here."""
+    there is none. here: names of parameters. names: of those that are trained in both, stored by here."""
     known = set(names.values())
-    by_members = {frozenset(group["names"]) & known: index for index, group in enumerate(stored)}
+    by_members = {frozenset(group.names) & known: index for index, group in enumerate(stored)}
     result = []
     for group in here:
-        members = frozenset(names[name] for name in group["names"] if name in names)
+        members = frozenset(names[name] for name in group if name in names)
         result.append(by_members.get(members) if members else None)
     return result
 

@@ -23,6 +23,7 @@ from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, in_full, whole
 from zerolite.checkpoint.planner import Scalars, Shard, Target
 from zerolite.checkpoint.safetensors import dtype_name
+from zerolite.checkpoint.state import ParameterFacts, TensorFacts
 from zerolite.comm import Communicator, Topology
 from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
 from zerolite.zero.buffer import ParameterBuffer, flattened
@@ -119,16 +120,16 @@ class ModelState:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             others.setdefault(id(parameter), [clean(one) for one in names_of(parameter) or ()]).append(clean(name))
         described = {
-            name: {
-                "shape": list(_full_shape(parameter)),
-                "dtype": dtype_name(parameter.dtype, name),
-                "trained": id(parameter) in trained,
-                "aliases": [other for other in dict.fromkeys(others[id(parameter)]) if other != name],
-            }
+            name: ParameterFacts(
+                shape=list(_full_shape(parameter)),
+                dtype=dtype_name(parameter.dtype, name),
+                trained=id(parameter) in trained,
+                aliases=[other for other in dict.fromkeys(others[id(parameter)]) if other != name],
+            )
             for name, parameter in parameters.items()
         }
         buffers = {
-            name: {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype, name)}
+            name: TensorFacts(shape=list(buffer.shape), dtype=dtype_name(buffer.dtype, name))
             for name, buffer in self.named_buffers().items()
         }
         names = {id(parameter): name for name, parameter in parameters.items()}

@@ -11,6 +11,7 @@ import torch
 from zerolite.checkpoint.boxes import Box, boxes_of_range
 from zerolite.checkpoint.planner import Shard, Target
 from zerolite.tensor_parallel.cuts import Cut
+from zerolite.zero.buffer import dense_strides, flattened
 
 
 @dataclass(frozen=True)
@@ -69,20 +70,9 @@ def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
 
 
 def whole(key: str, tensor: torch.Tensor, cut: Cut | None = None) -> FlatRange:
-    """A tensor, or the part ``cut`` of one, that fills its memory without holes; a copy of any other."""
-    if not _dense(tensor):
-        tensor = tensor.contiguous()
-    return FlatRange(key, tuple(tensor.shape), tensor.stride(), 0, tensor.as_strided((tensor.numel(),), (1,)), cut)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    """A tensor, or the part ``cut`` of one: its own memory if it fills that without holes, else a copy."""
+    strides = dense_strides(tensor)
+    return FlatRange(key, tuple(tensor.shape), strides, 0, flattened(tensor, strides), cut)
 
 
 def cut_evenly(tensors: Sequence[FlatRange], rank: int, world_size: int) -> Iterator[FlatRange]:

@@ -19,6 +19,7 @@ from zerolite.checkpoint import filesystem, plain
 from zerolite.checkpoint.boxes import Box
 from zerolite.checkpoint.directory import complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.file_model import FileModel, validated
 from zerolite.checkpoint.manifest import (
     BLOCK_BYTES,
     INDEX,
@@ -33,6 +34,7 @@ from zerolite.checkpoint.manifest import (
 from zerolite.checkpoint.safetensors import as_bytes
 
 Result = TypeVar("Result")
+State = TypeVar("State", bound=FileModel)
 _CHUNK_BYTES = 8 * BLOCK_BYTES
 
 
@@ -82,6 +84,13 @@ class CheckpointReader:
         except (RecursionError, ValueError) as error:
             raise CheckpointError(f"'{self.path / STATE}' is damaged: {error}. {self._others()}") from error
         return decoded
+
+    def read_state(self, model: type[State]) -> State:
+        """Return what is stored beside the tensors, in the form of ``model``. Raises CheckpointError if it is other."""
+        try:
+            return validated(lambda: model.model_validate(self.state))
+        except ValueError as error:
+            raise CheckpointError(f"'{self.path / STATE}' is damaged: {error}. {self._others()}") from error
 
     def trust(self, use: Callable[[], Result]) -> Result:
         """The result of ``use``, which takes state.json for what zerolite writes. Raises CheckpointError where it is

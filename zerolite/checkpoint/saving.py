@@ -293,8 +293,8 @@ class Saver:
         ]
         everything: dict[str, Any] = {
             **state,
-            "parameters": model.description.parameters,
-            "buffers": model.description.buffers,
+            "parameters": {name: entry.model_dump() for name, entry in model.description.parameters.items()},
+            "buffers": {name: entry.model_dump() for name, entry in model.description.buffers.items()},
             "extra": model.extra,
             "optimizer": {"type": type(optimizer.inner).__name__, "groups": groups},
             "lr_scheduler": None
@@ -316,7 +316,7 @@ class Saver:
             world_size=self._host.world_size,
             stage=parts.config.zero_optimization.chosen_stage,
             precision={
-                "compute": ", ".join(sorted({entry["dtype"] for entry in described.values()})),
+                "compute": ", ".join(sorted({entry.dtype for entry in described.values()})),
                 "master": ", ".join(sorted({CODES[master.dtype] for master in model.buffer.master})),
             },
             config=parts.config.model_dump(mode="json"),

@@ -23,7 +23,7 @@ from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.engine.full_optimizer_state import full_optimizer_state_dict
 from zerolite.engine.parameter_access import ParameterAccess
-from zerolite.engine.whole_model import Known, Masters, WholeModel, first_names, union
+from zerolite.engine.whole_model import Known, WholeModel, first_names, union
 from zerolite.engine.whole_model import known as known_as
 from zerolite.precision.dtypes import Precision
 from zerolite.tensor_parallel.cuts import cut_of
@@ -164,9 +164,8 @@ class FullState:
     def _whole_model(self) -> WholeModel:
         self._check_readable()
         self._publisher.wait_all()
-        model, access = self._states.model, self._access
-        masters = Masters(access.positions(), access.parts_of_masters)
-        return WholeModel(model, _unguarded_state(model), self._topology, self._device, masters)
+        model = self._states.model
+        return WholeModel(model, _unguarded_state(model), self._topology, self._device, self._access)
 
     def _check_readable(self) -> None:
         self._pipeline.check_here()

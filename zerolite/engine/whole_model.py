@@ -7,7 +7,7 @@ tensor × pipe), which put the parts together. One tensor at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,19 +17,12 @@ from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.names import clean
 from zerolite.comm import HostGroup, Topology
 from zerolite.comm.initial_sync import broadcast_into
+from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
 from zerolite.zero.stage3.partition_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_shape
 
 TAG = "checkpoint"
-
-
-@dataclass(frozen=True)
-class Masters:
-    """The master weights of what an engine trains."""
-
-    index: Mapping[int, int]  # of a parameter, by its id
-    whole: Callable[[list[int]], list[torch.Tensor]]  # copies of this rank's parts; called on all data-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
 
 class WholeModel:
     """The entries of the whole model's state dict. Made on all ranks; state: of this rank's part, in which partitioned
-    parameters are empty."""
+    parameters are empty. masters: gives the master weights of what an engine trains."""
 
     def __init__(
         self,
@@ -107,12 +100,12 @@ class WholeModel:
         state: Mapping[str, Any],
         topology: Topology,
         device: torch.device,
-        masters: Masters | None,
+        masters: ParameterAccess,
     ) -> None:
         self._topology, self._device, self._masters = topology, device, masters
         owners = owners_of(model, state)
         first = first_names(owners)
-        trained = masters.index if masters is not None else {}
+        self._trained = trained = masters.positions()
         own = {
             name: known(first[id(owners[name])], owners[name], value, id(owners[name]) in trained)
             if name in owners
@@ -162,10 +155,9 @@ class WholeModel:
         of them."""
         owner, value = self._here[entry.owner]
         target = exported_dtype(value.dtype, dtype)
-        masters = self._masters
-        index = masters.index.get(id(owner)) if masters is not None and target != value.dtype else None
-        if masters is not None and index is not None:
-            (master,) = masters.whole([index])
+        index = self._trained.get(id(owner)) if target != value.dtype else None
+        if index is not None:
+            (master,) = self._masters.parts_of_masters([index])
             return master.to("cpu", target) if kept else None
         partitioned = handle_of(owner) is not None
         with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):

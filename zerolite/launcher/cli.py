@@ -23,7 +23,7 @@ COMMANDS = {
     "report": "zerolite.diagnostics.report",
     "inspect": "zerolite.checkpoint.inspect",
     "export": "zerolite.checkpoint.export",
-    "import-deepspeed": "zerolite.checkpoint.deepspeed",
+    "import-deepspeed": "zerolite.compat.deepspeed",
 }
 """What starts nothing, and the module whose `main(argv)` it is, imported when it is asked for."""
 

@@ -22,6 +22,7 @@ from zerolite.checkpoint.checksums import entry_of
 from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
 from zerolite.checkpoint.safetensors import Header, ToStore, as_bytes, build_header, read_header, tensor_on
 from zerolite.engine.whole_model import WholeModel
+from zerolite.utils.dtypes import CODES
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,7 +82,9 @@ def make_checkpoint(
         for key, tensor in tensors.items()
     }
     files[INDEX] = index_to_json(index)
-    files[STATE] = json.dumps({"parameters": parameters, "buffers": {name: {} for name in buffers}}).encode()
+    stored = {name: tensors[f"buffers/{name}"] for name in buffers}
+    of_buffers = {name: {"shape": list(t.shape), "dtype": CODES[t.dtype]} for name, t in stored.items()}
+    files[STATE] = json.dumps({"parameters": parameters, "buffers": of_buffers}).encode()
     facts: dict[str, Any] = {
         "saved_at": "2026-01-02T03:04:05.000000+00:00",
         "global_steps": 12,

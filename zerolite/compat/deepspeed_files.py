@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.inert_pickle import Inert, load_inert
+from zerolite.compat.inert_pickle import Inert, load_inert
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")

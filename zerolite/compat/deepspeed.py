@@ -17,15 +17,16 @@ from pathlib import Path
 import torch
 
 from zerolite.checkpoint import plain
-from zerolite.checkpoint.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.checkpoint.directory import MANIFEST, check_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About, count_parameters, library_versions
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.run import TrainingRun
+from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now
 from zerolite.checkpoint.writing import write_checkpoint
+from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 
 DESCRIPTION = """\
 Make a checkpoint of zerolite from one of DeepSpeed (ZeRO stages 1, 2 and 3), with its
@@ -80,7 +81,7 @@ def _plain_shards(index: int, tensor: torch.Tensor) -> Iterator[Shard]:
 
 
 def _about(imported: ImportedCheckpoint) -> About:
-    parameters = imported.state["parameters"]
+    parameters = StoredModel.model_validate(imported.state).parameters
     return About(
         tag=imported.tag,
         saved_at=now(),
@@ -88,7 +89,7 @@ def _about(imported: ImportedCheckpoint) -> About:
         world_size=imported.world_size,
         stage=imported.stage,
         precision={
-            "compute": ", ".join(sorted({entry["dtype"] for entry in parameters.values()})),
+            "compute": ", ".join(sorted({entry.dtype for entry in parameters.values()})),
             "master": ", ".join(sorted(imported.master_dtypes)),
         },
         config=imported.config,
@@ -96,9 +97,7 @@ def _about(imported: ImportedCheckpoint) -> About:
         parameters=count_parameters(parameters),
         layout={},
         # DeepSpeed does not say whether it has left out what is frozen.
-        exclude_frozen_parameters=all(
-            entry["trained"] or not math.prod(entry["shape"]) for entry in parameters.values()
-        ),
+        exclude_frozen_parameters=all(entry.trained or not math.prod(entry.shape) for entry in parameters.values()),
     )
 
 

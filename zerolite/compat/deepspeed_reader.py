@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from zerolite.checkpoint import plain
-from zerolite.checkpoint.deepspeed_files import Files, find_tag, read_files
-from zerolite.checkpoint.deepspeed_groups import (
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.names import clean
+from zerolite.compat.deepspeed_files import Files, find_tag, read_files
+from zerolite.compat.deepspeed_groups import (
     Group,
     as_count,
     common_number,
@@ -22,10 +24,8 @@ from zerolite.checkpoint.deepspeed_groups import (
     gather,
     read_groups,
 )
-from zerolite.checkpoint.deepspeed_layout import slices
-from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.inert_pickle import Inert
-from zerolite.checkpoint.names import clean
+from zerolite.compat.deepspeed_layout import slices
+from zerolite.compat.inert_pickle import Inert
 from zerolite.utils.dtypes import CODES
 
 # What DeepSpeed writes beside the client's own entries in a file of model states.

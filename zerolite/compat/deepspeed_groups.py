@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.deepspeed_files import Files, Loaded
-from zerolite.checkpoint.deepspeed_layout import Pieces, equal_partitions, sliced_parameters
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.inert_pickle import Inert
+from zerolite.compat.deepspeed_files import Files, Loaded
+from zerolite.compat.deepspeed_layout import Pieces, equal_partitions, sliced_parameters
+from zerolite.compat.inert_pickle import Inert
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,131 @@
+"""Contents of state.json: everything but the tensors, as models that are checked before the engine is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, Field, InstanceOf
+
+from zerolite.checkpoint.file_model import FileModel, Natural
+from zerolite.utils.dtypes import BY_CODE
+
+
+def _known_dtype(code: str) -> str:
+    if code not in BY_CODE:
+        raise ValueError(f"expected a dtype out of {', '.join(BY_CODE)}")
+    return code
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("expected a number")
+    return value
+
+
+def _scalar(value: Any) -> Any:
+    plain = value is None or isinstance(value, bool) or (isinstance(value, torch.Tensor) and not value.dim())
+    return value if plain else _number(value)
+
+
+# Every number up to here is exact as JSON, as a float and as 64 bits, in which ranks exchange it.
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[Any, AfterValidator(_number)]
+Scalar = Annotated[Any, AfterValidator(_scalar)]
+Plain = InstanceOf[dict]  # of the user's own, or torch's
+
+
+class TensorFacts(FileModel):
+    """A buffer; of a tied one, the other names."""
+
+    shape: list[Natural]
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    aliases: list[str] = []
+
+
+class ParameterFacts(TensorFacts):
+    """A parameter, in the dtype that it computes in."""
+
+    trained: bool
+
+
+class GroupState(FileModel):
+    """A param group: names of its parameters, and hyperparameters."""
+
+    names: list[str]
+    values: Plain
+
+
+class OptimizerState(FileModel):
+    """scalars: states that are one number for a whole parameter, by state and parameter."""
+
+    type: str
+    groups: list[GroupState]
+    scalars: dict[str, dict[str, Scalar]]
+
+
+class ScheduleState(FileModel):
+    """type: None where only the user knows it."""
+
+    type: str | None
+    state: Plain
+
+
+class Counters(FileModel):
+    """See :class:`~zerolite.zero.step_outcome.StepCounters`."""
+
+    micro_steps: Count
+    global_steps: Count
+    skipped_steps: Count
+    skipped_in_a_row: Count
+    last_norm: Number | None
+    weight_unit: Number
+
+
+class StoredModel(FileModel):
+    """The model's part of state.json."""
+
+    parameters: dict[str, ParameterFacts]
+    buffers: dict[str, TensorFacts]
+
+
+class SavedState(StoredModel):
+    """All of state.json.
+
+    window: of checkpoints that earlier versions saved in the middle of a gradient accumulation; otherwise None.
+    """
+
+    extra: Plain
+    optimizer: OptimizerState
+    lr_scheduler: ScheduleState | None
+    loss_scaler: dict[str, Number] | None
+    counters: Counters
+    loaders: list[Plain] | None
+    client_state: Plain
+    window: Any = None
+
+    def check_shapes(self, stored: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError unless the tensors that are stored, by key, have the shapes that are told here."""
+        for kind, entries in (("parameters", self.parameters), ("buffers", self.buffers)):
+            for name, entry in entries.items():
+                shape = stored.get(f"{kind}/{name}")
+                if shape is not None and list(shape) != entry.shape:
+                    raise ValueError(f"{kind}/{name}: expected the shape {entry.shape}, found {list(shape)} stored")
+
+
+def check_hyperparameters(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a value that is to be replaced by a saved one is of another type."""
+    for key, value in saved.items():
+        given = value is not None and group.get(key) is not None
+        if given and _shape(value) != _shape(group[key]):
+            raise ValueError(f"{key}: expected a value like {group[key]!r:.40}, found {value!r:.40}")
+
+
+def _shape(value: Any) -> Any:
+    """Numbers are like each other, and so are lists of as many."""
+    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+        return "number"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_shape(item) for item in value]
+    return type(value).__name__
