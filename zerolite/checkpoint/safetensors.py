@@ -1,11 +1,11 @@
-"""The safetensors file format (https://github.com/huggingface/safetensors), written and read in place.
+"""Writer of the safetensors file format (https://github.com/huggingface/safetensors).
 
     | 8 bytes, little-endian: length of the header | header: JSON, padded with spaces | data |
 
 The header maps each tensor's name to ``{"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}``, bytes counted
 from the start of the data; ``"__metadata__"`` maps strings to strings. The data is little-endian and has no holes.
 
-Own code, because a checkpoint is written and read piece by piece, with checksums, at known offsets in the file.
+Own code, because a checkpoint is written piece by piece, with checksums, and read at offsets that its index names.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import ctypes
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.utils.dtypes import BY_CODE, CODES
+from zerolite.utils.dtypes import CODES
 
 MAX_HEADER_BYTES = 100_000_000  # what other readers of the format accept
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_LARGEST = 2**63 - 1
-_DIMENSIONS = 64  # what torch's operators take
 
 
 @dataclass(frozen=True)
@@ -41,25 +39,6 @@ class ToStore:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor that a file holds. ``start`` and ``end`` are bytes from the beginning of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """A file's checked header. ``tensors`` in the order in which the header names them."""
-
-    tensors: dict[str, Stored]
-    metadata: dict[str, str]
-    data_start: int
 
 
 # -------------------------------------------------------------------- writing
@@ -106,133 +85,6 @@ def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None 
     return _LENGTH.pack(len(text)) + text, [start + begin for begin in begins]
 
 
-# -------------------------------------------------------------------- reading
-
-
-def read_header(file: BinaryIO, size: int, name: str | None = None) -> Header:
-    """Read and check the header of ``file``, which has ``size`` bytes and stands at its beginning.
-
-    Nothing in the file is trusted: on return every tensor's bytes lie in the file, fit its dtype and shape, and
-    together they are the rest of the file. Raises CheckpointError, which calls the file ``name`` (its own one where
-    it has one).
-    """
-    where = f"safetensors file '{name or getattr(file, 'name', '(unnamed)')}'"
-    table = _parse(_header_text(file, size, where), where)
-    metadata = _metadata(table.pop(_METADATA, {}), where)
-    data_start = file.tell()
-    available = size - data_start
-    tensors = {key: _stored(key, value, data_start, available, where) for key, value in table.items()}
-    _cover(tensors, data_start, size, where)
-    return Header(tensors, metadata, data_start)
-
-
-def _header_text(file: BinaryIO, size: int, where: str) -> bytes:
-    first = file.read(_LENGTH.size)
-    if len(first) < _LENGTH.size:
-        raise CheckpointError(f"{where}: expected at least {_LENGTH.size} bytes, found {len(first)}")
-    (length,) = _LENGTH.unpack(first)
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{where}: expected a header of at most {MAX_HEADER_BYTES} bytes, found {length}")
-    if length > size - _LENGTH.size:
-        raise CheckpointError(f"{where}: expected a header of {length} bytes, found {size - _LENGTH.size} in the file")
-    text = file.read(length)
-    if len(text) < length:
-        raise CheckpointError(f"{where}: expected a header of {length} bytes, found {len(text)} in the file")
-    return text
-
-
-def _parse(text: bytes, where: str) -> dict[str, Any]:
-    if not text.startswith(b"{"):
-        raise CheckpointError(f"{where}: expected a header that begins with '{{', found {text[:8]!r}")
-    try:
-        table = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_integer, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: expected a header in JSON, found what is none: {error}") from None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{where}: expected a JSON object as header, found {type(table).__name__}")
-    return table
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{_quoted(twice)} comes twice")
-    for key in found:
-        key.encode()  # a lone surrogate is no name: UnicodeEncodeError is a ValueError
-    return found
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > 20:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"the constant {word}")
-
-
-def _metadata(found: Any, where: str) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(f"{where}: expected {_METADATA} to map strings to strings, found {_quoted(found)}")
-    return found
-
-
-def _stored(key: str, value: Any, data_start: int, available: int, where: str) -> Stored:
-    """One entry of the header, its bytes within the file."""
-    where = f"{where}, tensor {_quoted(key)}"
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {_quoted(value)}")
-    name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    dtype = BY_CODE.get(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise CheckpointError(f"{where}: expected a dtype out of {', '.join(BY_CODE)}, found {_quoted(name)}")
-    if not _naturals(shape) or len(shape) > _DIMENSIONS:
-        raise CheckpointError(
-            f"{where}: expected a shape of at most {_DIMENSIONS} whole numbers from 0 on, found {_quoted(shape)}"
-        )
-    if math.prod(max(1, dimension) for dimension in shape) > _LARGEST:
-        raise CheckpointError(f"{where}: expected a shape of at most 2**63 - 1 elements, found {_quoted(shape)}")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1] or offsets[1] > available:
-        raise CheckpointError(
-            f"{where}: expected data_offsets [begin, end] within the {available} bytes of data in the file, found "
-            f"{_quoted(offsets)}"
-        )
-    expected = math.prod(shape) * dtype.itemsize
-    if offsets[1] - offsets[0] != expected:
-        raise CheckpointError(
-            f"{where}: expected {expected} bytes for shape {tuple(shape)} of {name}, found {offsets[1] - offsets[0]}"
-        )
-    return Stored(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
-
-
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
-def _cover(tensors: Mapping[str, Stored], data_start: int, size: int, where: str) -> None:
-    """Raise CheckpointError unless the tensors' bytes are all of the data, each byte one tensor's."""
-    position = data_start
-    for key, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if stored.start != position:
-            what = "overlaps the one before it" if stored.start < position else "leaves a hole before it"
-            raise CheckpointError(
-                f"{where}, tensor {_quoted(key)}: {what}: expected its data to begin at byte {position} of the file, "
-                f"found {stored.start}"
-            )
-        position = stored.end
-    if position != size:
-        raise CheckpointError(f"{where}: expected {position} bytes, found {size} in the file")
-
-
-def _quoted(value: Any) -> str:
-    """A value out of an untrusted file, for a message."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}… ({len(text)} characters)"
-
-
 # -------------------------------------------------------------------- bytes of tensors
 
 
@@ -253,12 +105,3 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
-
-
-def tensor_on(buffer: Any, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A tensor on the bytes of a writable ``buffer`` from byte ``offset`` on, aligned or not; no copy. It keeps the
-    buffer alive. Raises ValueError if the buffer is too small."""
-    numel = math.prod(shape)
-    if numel == 0:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset).view(tuple(shape))

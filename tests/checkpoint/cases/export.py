@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import weakref
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import boxes_of_range
 from zerolite.checkpoint.checksums import entry_of
 from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
-from zerolite.checkpoint.safetensors import Header, ToStore, as_bytes, build_header, read_header, tensor_on
+from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.engine.whole_model import WholeModel
-from zerolite.utils.dtypes import CODES
+from zerolite.utils.dtypes import BY_CODE, CODES
 
 Tensors = dict[str, torch.Tensor]
 
@@ -108,11 +109,20 @@ def make_checkpoint(
 # -------------------------------------------------------------------- what was written
 
 
-def read_file(path: Path) -> tuple[Header, Tensors]:
-    buffer = bytearray(path.read_bytes())
-    with path.open("rb") as file:
-        header = read_header(file, len(buffer))
-    return header, {n: tensor_on(buffer, s.dtype, s.shape, s.start).clone() for n, s in header.tensors.items()}
+def read_file(path: Path) -> tuple[dict[str, str], Tensors]:
+    """Metadata and tensors, all of which are aligned."""
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    metadata = header.pop("__metadata__")
+    tensors: Tensors = {}
+    for name, entry in header.items():
+        dtype, low = BY_CODE[entry["dtype"]], start + entry["data_offsets"][0]
+        assert low % dtype.itemsize == 0 and entry["data_offsets"][1] <= len(content) - start
+        numel = math.prod(entry["shape"])
+        flat = torch.frombuffer(content, dtype=dtype, count=numel, offset=low) if numel else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(entry["shape"]).clone()
+    return metadata, tensors
 
 
 def read_model(directory: Path) -> tuple[Tensors, dict[str, str]]:
@@ -122,13 +132,12 @@ def read_model(directory: Path) -> tuple[Tensors, dict[str, str]]:
     metadata: dict[str, str] = {}
     weight_map = {} if single.exists() else json.loads(index.read_bytes())["weight_map"]
     for path in [single] if single.exists() else sorted({directory / name for name in weight_map.values()}):
-        header, found = read_file(path)
-        assert header.metadata["format"] == "pt"
+        of_file, found = read_file(path)
+        assert of_file["format"] == "pt"
         assert not found.keys() & tensors.keys()
-        assert all(stored.start % stored.dtype.itemsize == 0 for stored in header.tensors.values())
         assert single.exists() or all(weight_map[name] == path.name for name in found)
         tensors |= found
-        metadata |= header.metadata
+        metadata |= of_file
     assert single.exists() or tensors.keys() == weight_map.keys()
     del metadata["format"]
     return tensors, metadata
