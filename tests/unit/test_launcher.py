@@ -12,7 +12,7 @@ import pytest
 
 from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
 from zerolite.launcher.failures import Failure, NodeOutcome
-from zerolite.launcher.job import NodeJob, run_module
+from zerolite.launcher.job import NodeJob, find_target_problem, run_module
 from zerolite.launcher.processes import JobProcesses, ProcessStat, descendants
 from zerolite.launcher.rank_start import rank_command, threads_per_rank
 from zerolite.utils import resources
@@ -26,16 +26,16 @@ class TestThreads:
     ) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: cores)
-        assert threads_per_rank(NodeJob("1", ["t.py"], nproc=nproc), {}) == threads
-        supervisor.share_cores(NodeJob("1", ["t.py"], nproc=nproc))
+        assert threads_per_rank(NodeJob(["t.py"], job_id="1", nproc=nproc), {}) == threads
+        supervisor.share_cores(NodeJob(["t.py"], job_id="1", nproc=nproc))
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and f"{cores} cores" in line
-        supervisor.share_cores(NodeJob("1", ["t.py"], nproc=nproc, node_rank=1))
+        supervisor.share_cores(NodeJob(["t.py"], job_id="1", nproc=nproc, node_rank=1))
         assert capsys.readouterr().err == "", "said once for the job, not on each node"
 
     def test_the_users_choice_stays(self) -> None:
-        assert threads_per_rank(NodeJob("1", ["t.py"]), {"OMP_NUM_THREADS": "5"}) is None
-        assert threads_per_rank(NodeJob("1", ["t.py"], env={"OMP_NUM_THREADS": "5"}), {}) is None
+        assert threads_per_rank(NodeJob(["t.py"], job_id="1"), {"OMP_NUM_THREADS": "5"}) is None
+        assert threads_per_rank(NodeJob(["t.py"], job_id="1", env={"OMP_NUM_THREADS": "5"}), {}) is None
 
 
 class TestCommandLine:
@@ -190,13 +190,13 @@ class TestCommandLine:
         (tmp_path / "zl_search_probe").mkdir()
         (tmp_path / "zl_search_probe" / "__init__.py").write_text("raise SystemExit('imported')")
         before = list(sys.path)
-        assert cli.find_module_problem("zl_search_probe.train") is None
+        assert find_target_problem(["-m", "zl_search_probe.train"], True) is None
         assert sys.path == before and "zl_search_probe" not in sys.modules
 
     def test_unreadable_script(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "t.py").write_text("")
         monkeypatch.setattr(os, "access", lambda *_: False)
-        assert "cannot be read" in str(cli.find_script_problem(str(tmp_path / "t.py")))
+        assert "cannot be read" in str(find_target_problem([str(tmp_path / "t.py")], True))
 
     def test_largest_number_of_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -208,9 +208,15 @@ class TestCommandLine:
 
     def test_command_of_a_rank(self) -> None:
         start = [sys.executable, *run_module("zerolite.launcher.rank")]
-        assert rank_command(NodeJob("1", ["t.py"], ["-x"])) == [*start, "--script", "t.py", "-x"]
-        assert rank_command(NodeJob("1", ["-m", "a.b"], ["-m"])) == [*start, "--module", "a.b", "-m"]
-        assert rank_command(NodeJob("1", ["sh"], ["-c", ":"], python=False)) == [*start, "--command", "sh", "-c", ":"]
+        assert rank_command(NodeJob(["t.py"], ["-x"], job_id="1")) == [*start, "--script", "t.py", "-x"]
+        assert rank_command(NodeJob(["-m", "a.b"], ["-m"], job_id="1")) == [*start, "--module", "a.b", "-m"]
+        assert rank_command(NodeJob(["sh"], ["-c", ":"], job_id="1", python=False)) == [
+            *start,
+            "--command",
+            "sh",
+            "-c",
+            ":",
+        ]
 
 
 class TestFailures:

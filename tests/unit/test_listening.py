@@ -64,7 +64,7 @@ def test_a_store_on_one_machine_cannot_be_reached_by_another_address() -> None:
 
 
 def test_the_launchers_store_listens_where_the_first_node_is() -> None:
-    store = meeting.connect(NodeJob("job", ["train.py"]))
+    store = meeting.connect(NodeJob(["train.py"], job_id="job"))
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
 
@@ -94,7 +94,7 @@ def test_nothing_is_unpickled_without_the_secret(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_agents_unpickle_their_state_and_nothing_else() -> None:
-    store = meeting.connect(NodeJob("job", ["train.py"]))
+    store = meeting.connect(NodeJob(["train.py"], job_id="job"))
     state = _RendezvousState()
     node = _NodeDesc("worker-1", 1, 0)
     state.participants[node] = 0

@@ -297,9 +297,9 @@ def test_this_host() -> None:
 def test_gloo_is_told_an_interface_only_where_it_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "interface_addresses", lambda: iter([("lo", "127.0.0.1"), ("eth7", "10.0.0.5")]))
     monkeypatch.setattr(network, "address_towards", lambda name: "10.0.0.5" if name == "host1" else "127.0.1.1")
-    job = NodeJob("abc", ["t.py"], max_nodes=2, master_addr="host1")
+    job = NodeJob(["t.py"], job_id="abc", max_nodes=2, master_addr="host1")
     assert gloo_variables(job, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}
     assert gloo_variables(job, {"GLOO_SOCKET_IFNAME": "x"}) == {}
-    assert gloo_variables(NodeJob("abc", ["t.py"], master_addr="host1"), {}) == {}
-    first = NodeJob("abc", ["t.py"], max_nodes=2, master_addr="localhost")
+    assert gloo_variables(NodeJob(["t.py"], job_id="abc", master_addr="host1"), {}) == {}
+    first = NodeJob(["t.py"], job_id="abc", max_nodes=2, master_addr="localhost")
     assert gloo_variables(first, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}

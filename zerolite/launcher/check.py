@@ -6,11 +6,9 @@ check listens meanwhile. Needs no torch.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
@@ -20,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
+from zerolite.launcher.job import find_target_problem
 from zerolite.launcher.remote_commands import pack, unpack
 from zerolite.utils import network
 from zerolite.utils.resources import count_cuda_devices
@@ -132,19 +131,6 @@ def own_versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         torch = ""
     return {"python": ".".join(platform.python_version_tuple()[:2]), "zerolite": __version__, "torch": torch}
-
-
-def find_target_problem(target: Sequence[str], python: bool) -> str | None:
-    """Say why this cannot be run from the working directory, or return None."""
-    if not python:
-        return None if shutil.which(target[0]) else f"there is no command {target[0]!r}"
-    if target[0] == "-m":
-        top_level = target[1].partition(".")[0]
-        found = top_level in sys.modules or importlib.util.find_spec(top_level) is not None
-        return None if found else f"there is no module {top_level!r}"
-    if not os.path.isfile(target[0]):
-        return f"there is no script {target[0]!r}"
-    return None if os.access(target[0], os.R_OK) else f"the script {target[0]!r} cannot be read"
 
 
 def await_others(listener: socket.socket, spec: CheckSpec) -> Reach:

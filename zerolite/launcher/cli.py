@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Sequence
 
-from zerolite.launcher.job import NodeJob
-from zerolite.launcher.options import LaunchRequest, build_parser, make_node_job, read_options
+from zerolite.launcher.job import NodeJob, find_target_problem
+from zerolite.launcher.options import LaunchRequest, build_parser, read_options
 from zerolite.utils.resources import default_nproc, find_nproc_problem
 
 COMMANDS = {
@@ -35,7 +33,7 @@ def parse_command_line(argv: Sequence[str]) -> LaunchRequest:
     """Check the command line; a mistake prints a sentence and exits with status 2."""
     parser = build_parser()
     request = read_options(argv, parser)
-    problem = find_target_problem(request)
+    problem = find_target_problem(request.target, request.python)
     if problem is None and request.nproc is not None:
         problem = find_nproc_problem(request.nproc)
     problem = problem or find_node_problem(request)
@@ -51,16 +49,6 @@ def is_remote(request: LaunchRequest) -> bool:
     asks = (request.hostfile, request.include, request.exclude)
     several = request.num_nodes is not None and request.num_nodes[1] > 1
     return not request.no_ssh and (several or request.launcher != "ssh" or any(ask is not None for ask in asks))
-
-
-def find_target_problem(request: LaunchRequest) -> str | None:
-    """Say why the script, module or command cannot be run, or return None."""
-    if not request.python:
-        command = request.target[0]
-        return None if shutil.which(command) else f"there is no command {command!r} that could be run"
-    if request.target[0] == "-m":
-        return find_module_problem(request.target[1])
-    return find_script_problem(request.target[0])
 
 
 def find_node_problem(request: LaunchRequest) -> str | None:
@@ -82,33 +70,6 @@ def find_node_problem(request: LaunchRequest) -> str | None:
     if request.master_addr is None:
         return "--no-ssh with several nodes needs --master-addr: the first node's name or address, the same everywhere"
     return None
-
-
-def find_script_problem(script: str) -> str | None:
-    """Say why this script cannot be run, or return None."""
-    if os.path.isdir(script):
-        return (
-            f"expected a script, and {script!r} is a directory: name the Python file in it, or use `-m` for a package"
-        )
-    if not os.path.exists(script):
-        return f"there is no script {script!r} (looked for it in {os.getcwd()!r})"
-    if not os.access(script, os.R_OK):
-        return f"the script {script!r} cannot be read: check its permissions"
-    return None
-
-
-def find_module_problem(module: str) -> str | None:
-    """Say why this module cannot be run, or return None. Only its top-level package is looked for."""
-    top_level = module.partition(".")[0]
-    if not all(part.isidentifier() for part in module.split(".")):
-        return f"-m expects the name of a module, as in `-m mypackage.train`, and got {module!r}"
-    path_before = list(sys.path)
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
-    try:
-        found = top_level in sys.modules or importlib.util.find_spec(top_level) is not None
-    finally:
-        sys.path[:] = path_before
-    return None if found else f"there is no module {top_level!r} in {os.getcwd()!r} nor among the installed packages"
 
 
 def find_port_problem(port: int | None) -> str | None:
@@ -137,7 +98,7 @@ def make_local_job(request: LaunchRequest) -> NodeJob:
         return own_part(request, DEFAULT_PORT)
     fewest, most = request.num_nodes or (1, 1)
     nproc = default_nproc({**os.environ, **request.env}) if request.nproc is None else request.nproc
-    job = make_node_job(request, nproc=nproc, min_nodes=fewest, max_nodes=most)
+    job = NodeJob.of(request, nproc=nproc, min_nodes=fewest, max_nodes=most)
     if most == 1:
         return dataclasses.replace(job, master_port=request.master_port or 0)
     from zerolite.launcher.job import gloo_variables

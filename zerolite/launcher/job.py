@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from zerolite.utils.network import GLOO_VARIABLE, interface_towards
 
@@ -24,6 +29,30 @@ def run_module(module: str) -> list[str]:
     ]
 
 
+def find_target_problem(target: Sequence[str], python: bool) -> str | None:
+    """Say why a script, module or command cannot be run from the working directory, or return None. Of a module only
+    the top-level package is looked for."""
+    name = target[-1]
+    if not python:
+        return None if shutil.which(name) else f"there is no command {name!r} that could be run"
+    if target[0] == "-m":
+        if not all(part.isidentifier() for part in name.split(".")):
+            return f"-m expects the name of a module, as in `-m mypackage.train`, and got {name!r}"
+        top_level, path_before = name.partition(".")[0], list(sys.path)
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+        try:
+            found = top_level in sys.modules or importlib.util.find_spec(top_level) is not None
+        finally:
+            sys.path[:] = path_before
+        missing = f"there is no module {top_level!r}, neither in {os.getcwd()!r} nor among the installed packages"
+        return None if found else missing
+    if os.path.isdir(name):
+        return f"expected a script, and {name!r} is a directory: name the Python file in it, or use `-m` for a package"
+    if not os.path.exists(name):
+        return f"there is no script {name!r} in {os.getcwd()!r}"
+    return None if os.access(name, os.R_OK) else f"the script {name!r} cannot be read: check its permissions"
+
+
 def gloo_variables(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
     """Return gloo's interface for a node that finds it for itself, as a variable of the environment.
 
@@ -36,33 +65,47 @@ def gloo_variables(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class NodeJob:
+class JobSpec:
+    """The part of a job that the command line gives and every node takes as it is.
+
+    Attributes:
+        target: what Python is to run, `["script.py"]` or `["-m", "module"]`; a command where ``python`` is False.
+        script_args: the script's own arguments, untouched.
+        python: whether ``target`` is run by this Python.
+        max_restarts: how often all ranks are started again after a failure.
+        log_dir: directory for the ranks' output, absolute; None for a temporary one, removed if the job succeeds.
+        tee: ranks, besides rank 0, whose output also goes to the terminal, each line behind its rank; None for all.
+        env: variables to set in the ranks' environment.
+        bind_cores: whether each rank is bound to cores of its own.
+    """
+
+    target: list[str]
+    script_args: list[str] = field(default_factory=list)
+    python: bool = True
+    max_restarts: int = 0
+    log_dir: str | None = None
+    tee: list[int] | None = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    bind_cores: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeJob(JobSpec):
     """One node's part of a job.
 
     Attributes:
         job_id: hexadecimal, the same on all nodes; the value of :data:`JOB_ID_VARIABLE`.
-        target: what Python is to run, `["script.py"]` or `["-m", "module"]`; a command where ``python`` is False.
-        script_args: the script's own arguments, untouched.
-        python: whether ``target`` is run by this Python.
         nproc: processes on this node, 1 or more.
         min_nodes, max_nodes: how many nodes the job may have; equal unless it is elastic.
         node_rank: this node's place, 0 or more; None where nodes are numbered as they come (an elastic job).
         master_addr: host name or address of the first node, as the others reach it.
         several_addresses: whether the nodes reach the first one at different addresses, so that it listens at all.
         master_port: TCP port on the first node; 0 for a free one, where there is one node.
-        max_restarts: how often all ranks are started again after a failure.
-        log_dir: directory for the ranks' output; None for a temporary one, which is removed if the job succeeds.
-        tee: ranks, besides rank 0, whose output also goes to the terminal, each line behind its rank; None for all.
-        env: variables to set in the ranks' environment.
         devices: indices of the CUDA devices to use on this node; None for all that are visible.
-        bind_cores: whether each rank is bound to cores of its own.
-        watch_stdin: whether the node's part ends when nothing more comes through standard input.
+        watch_stdin: whether signals come through standard input, and the node's part ends when it closes.
     """
 
     job_id: str
-    target: list[str]
-    script_args: list[str] = field(default_factory=list)
-    python: bool = True
     nproc: int = 1
     min_nodes: int = 1
     max_nodes: int = 1
@@ -70,13 +113,14 @@ class NodeJob:
     master_addr: str = "127.0.0.1"
     several_addresses: bool = False
     master_port: int = 0
-    max_restarts: int = 0
-    log_dir: str | None = None
-    tee: list[int] | None = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
     devices: list[int] | None = None
-    bind_cores: bool = False
     watch_stdin: bool = False
+
+    @classmethod
+    def of(cls, spec: JobSpec, **fields: Any) -> NodeJob:
+        """Return a node's part of a job; ``fields`` are the node's own."""
+        shared = {one.name: getattr(spec, one.name) for one in dataclasses.fields(JobSpec)}
+        return cls(**{"job_id": secrets.token_hex(8), **shared, **fields})
 
     def to_json(self) -> str:
         """One line."""

@@ -78,7 +78,7 @@ class RankLogs(LogsSpecs):
             if stream is None:  # closed when the job was started
                 continue
             files = {rank: paths[place] for rank, paths in chosen.items()}
-            self._followers.append(FileFollower(files, stream, prefixes).start())
+            self._followers.append(FileFollower(files, stream.buffer, prefixes))
 
     def stop_tee(self) -> None:
         """Copy what is left; the ranks have ended."""

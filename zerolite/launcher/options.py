@@ -6,26 +6,21 @@ import argparse
 import dataclasses
 import difflib
 import os
-import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from zerolite.launcher.job import NodeJob
+from zerolite.launcher.job import JobSpec
 from zerolite.version import __version__
 
 LAUNCHERS = ("ssh", "pdsh", "openmpi", "slurm", "none")
 
 
 @dataclass(frozen=True)
-class LaunchRequest:
+class LaunchRequest(JobSpec):
     """A checked command line.
 
     Attributes:
-        target: what Python is to run, `["script.py"]` or `["-m", "module"]`; a command where ``python`` is False.
-        script_args: the script's own arguments, untouched.
-        python: whether ``target`` is run by this Python.
         nproc: processes on each node; None for the default of the node (its slots in the hostfile, else its devices).
         num_nodes: (fewest, most) nodes, as asked for; None for all hosts of the hostfile, or for this machine.
         node_rank: this node's place, where every node is started by a command of its own.
@@ -37,17 +32,9 @@ class LaunchRequest:
         launcher_args: further arguments of the launcher's own command (of ssh, mpirun, ...), split as a shell does.
         ssh_port: TCP port of the other nodes' sshd; None for what ssh's own configuration says.
         no_ssh: every node is started by a command of its own.
-        max_restarts: how often all ranks are started again after a failure.
-        log_dir: directory for the ranks' output, absolute; None for a temporary one.
-        tee: ranks, besides rank 0, whose output also goes to the terminal; None for all.
-        env: variables for the ranks' environment, from the env file.
-        bind_cores: whether each rank is bound to cores of its own.
         dry_run: print the commands that would run, and run nothing.
     """
 
-    target: list[str]
-    script_args: list[str] = field(default_factory=list)
-    python: bool = True
     nproc: int | None = None
     num_nodes: tuple[int, int] | None = None
     node_rank: int | None = None
@@ -60,11 +47,6 @@ class LaunchRequest:
     launcher_args: list[str] = field(default_factory=list)
     ssh_port: int | None = None
     no_ssh: bool = False
-    max_restarts: int = 0
-    log_dir: str | None = None
-    tee: list[int] | None = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    bind_cores: bool = False
     dry_run: bool = False
 
 
@@ -288,8 +270,8 @@ def find_env_file(asked: str | None, environ: Mapping[str, str]) -> str | None:
 
 def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
     """What a command line asks for, each option checked by itself; a mistake prints a sentence and exits with 2."""
-    own, rest = split_command_line(argv, parser)
-    options = parser.parse_args(own)
+    words, rest = split_command_line(argv, parser)
+    options = parser.parse_args(words)
     if options.module_name is not None:
         rest = ["-m", options.module_name, *rest]
     elif options.module and rest:
@@ -304,49 +286,21 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
     if options.max_restarts < 0:
         parser.error(f"--max-restarts expects a number, 0 or more, and got {options.max_restarts}")
     try:
+        own = {one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchRequest) if one.name in options}
         env_file = find_env_file(options.env_file, os.environ)
-        return LaunchRequest(
-            target=target,
-            script_args=script_args,
+        alone = options.node_rank is not None or (options.launcher == "none" and options.hostfile is None)
+        own.update(
             python=not options.no_python,
-            nproc=options.nproc,
             num_nodes=None if options.num_nodes is None else parse_num_nodes(options.num_nodes),
-            node_rank=options.node_rank,
             master_addr=None if options.master_addr is None else options.master_addr.strip("[]"),
-            master_port=options.master_port,
-            hostfile=options.hostfile,
-            include=options.include,
-            exclude=options.exclude,
-            launcher=options.launcher,
             launcher_args=shlex.split(options.launcher_args),
-            ssh_port=options.ssh_port,
-            no_ssh=options.no_ssh
-            or options.node_rank is not None
-            or (options.launcher == "none" and options.hostfile is None),
-            max_restarts=options.max_restarts,
+            no_ssh=options.no_ssh or alone,
             log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
             tee=parse_ranks(options.tee),
             env={} if env_file is None else read_env_file(env_file),
-            bind_cores=options.bind_cores,
-            dry_run=options.dry_run,
         )
+        return LaunchRequest(target, script_args, **own)
     except OSError as error:
         parser.error(f"the env file {error.filename!r} cannot be read: {error.strerror}")
     except ValueError as error:
         parser.error(str(error))
-
-
-def make_node_job(request: LaunchRequest, **fields: Any) -> NodeJob:
-    """A node's part of the job, with all that the request says of every node; ``fields`` are the node's own."""
-    job = NodeJob(
-        job_id=secrets.token_hex(8),
-        target=request.target,
-        script_args=request.script_args,
-        python=request.python,
-        max_restarts=request.max_restarts,
-        log_dir=request.log_dir,
-        tee=request.tee,
-        env=request.env,
-        bind_cores=request.bind_cores,
-    )
-    return dataclasses.replace(job, **fields)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zerolite.launcher.check import Reach
 from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
 from zerolite.launcher.job import NodeJob, gloo_variables
-from zerolite.launcher.options import LaunchRequest, make_node_job
+from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.remote_commands import Route, exported_variables
 from zerolite.utils import network
 from zerolite.utils.listening import SECRET_VARIABLE
@@ -140,7 +140,7 @@ def make_node_jobs(request: LaunchRequest, job: JobPlan, reaches: Sequence[Reach
         reach = Reach() if reaches is None else reaches[i]
         interface = reach.interface if set_gloo else ""
         parts.append(
-            make_node_job(
+            NodeJob.of(
                 request,
                 job_id=job.job_id,
                 nproc=host.slots,
@@ -177,7 +177,7 @@ def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
     if not 0 <= rank < len(hosts):
         raise HostsError(f"--node-rank is {rank}, and there are {len(hosts)} hosts, counted from 0: {', '.join(names)}")
     host = hosts[rank]
-    job = make_node_job(
+    job = NodeJob.of(
         request,
         job_id=uuid.uuid4().hex,
         nproc=host.slots,

@@ -233,7 +233,7 @@ def find_fact_problems(
     if not facts.at_work:
         yield f"has no working directory {spec.cwd!r}: start where all hosts have the same directory, or share it"
     elif facts.target_problem is not None:
-        yield f"cannot run the job: {facts.target_problem} in {spec.cwd!r} there; copy or share what is to run"
+        yield f"cannot run the job: {facts.target_problem}; copy or share what is to run"
     needed = host.slots if host.devices is None else max(host.devices) + 1
     if most_devices and facts.devices < needed:
         asked = "slots in the hostfile" if host.devices is None else "devices up to the last that is asked for"

@@ -10,7 +10,7 @@ from zerolite.launcher.check import CheckSpec, Reach
 from zerolite.launcher.follow import Signals, follow_parts
 from zerolite.launcher.hosts import Host, HostsError
 from zerolite.launcher.job import NodeJob
-from zerolite.launcher.options import LaunchRequest, make_node_job
+from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.parts import Part
 from zerolite.launcher.plan import JobPlan, make_node_jobs, make_plan
 from zerolite.launcher.preflight import ChecksFailed, check_hosts
@@ -64,7 +64,7 @@ def run_here(request: LaunchRequest, job: JobPlan) -> int:
     """Run a job whose only host is this one."""
     host = job.hosts[0]
     devices = None if host.devices is None else list(host.devices)
-    part = make_node_job(
+    part = NodeJob.of(
         request, job_id=job.job_id, nproc=host.slots, devices=devices, master_port=request.master_port or 0
     )
     if request.dry_run:
