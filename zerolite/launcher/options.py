@@ -128,7 +128,6 @@ def build_parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.register("type", int, parse_integer)
     _add_processes(parser)
     _add_nodes(parser.add_argument_group("several nodes"))
     for option in _IGNORED:
@@ -202,18 +201,11 @@ def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str],
     return own, list(argv[i:])
 
 
-def parse_integer(text: str) -> int:
-    """Raise ValueError for what only Python takes for an integer: digits of other scripts, and `1_000`."""
-    if not text.isascii() or "_" in text:
-        raise ValueError(text)
-    return int(text)
-
-
 def parse_num_nodes(text: str) -> tuple[int, int]:
     """`"4"` is (4, 4), `"2:4"` is (2, 4). Raises ValueError with a sentence."""
     fewest, colon, most = text.partition(":")
     try:
-        numbers = (parse_integer(fewest), parse_integer(most if colon else fewest))
+        numbers = (int(fewest), int(most if colon else fewest))
     except ValueError:
         numbers = (0, 0)
     if not 1 <= numbers[0] <= numbers[1]:
@@ -229,7 +221,7 @@ def parse_ranks(text: str) -> list[int] | None:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
-            start, stop = parse_integer(first), parse_integer(last or first) + 1
+            start, stop = int(first), int(last or first) + 1
             if start >= stop:
                 raise ValueError(part)
             ranks.extend(range(start, stop))
