@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import platform
 import shutil
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks import harness
 from benchmarks.report import positive, render_table
 from zerolite.ops.library import why_unavailable
 from zerolite.optim.update_rules import rule_of
@@ -345,18 +345,13 @@ def section(name: str, numel: int, device: str) -> list[Contender]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--numel", type=positive, default=50_000_000, help="elements (default: 50 million)")
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"comma-separated, of: {', '.join(SECTIONS)}")
-    parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")
-    parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     args = parser.parse_args(argv)
-    args.sections = [name.strip() for name in args.sections.split(",") if name.strip()]
-    unknown = [name for name in args.sections if name not in SECTIONS]
-    if unknown or not args.sections:
-        parser.error(f"--sections: expected names of {', '.join(SECTIONS)}, got {', '.join(unknown) or 'none'}")
+    args.sections = harness.pick(parser, "--sections", args.sections, SECTIONS)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
     return args
@@ -387,13 +382,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.sections:
         results[name] = contest(section(name, args.numel, args.device), args.rounds, args.device)
         print(f"\n{render_table(results[name], args.markdown, tuple(columns(name)))}", flush=True)
-    if args.json:
-        document = {
-            "setting": vars(args),
-            "description": describe(args),
-            "results": {name: [asdict(row) for row in rows] for name, rows in results.items()},
-        }
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    rows = {name: [asdict(row) for row in found] for name, found in results.items()}
+    harness.write_json(args, setting=vars(args), description=describe(args), results=rows)
     return 0
 
 

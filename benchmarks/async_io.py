@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks import harness
 from benchmarks.report import positive, render_table
 from zerolite.ops.async_io import AsyncIO
 from zerolite.utils.pinned_memory import host_memory
@@ -146,7 +147,7 @@ def ratio(contender: Contender, tool: Contender, direction: str) -> float:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where the file is made")
     parser.add_argument("--nbytes", type=parse_size, default=1 << 30, help="of the file (default: 1GiB)")
     parser.add_argument("--rounds", type=positive, default=5)
@@ -154,8 +155,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--queue-depth", type=positive, default=8)
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--backends", default="io_uring,threads,python", help="comma-separated")
-    parser.add_argument("--json", metavar="OUT", type=Path, help="write everything measured to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args(argv)
     args.nbytes = -(-args.nbytes // args.block_size) * args.block_size
     return args
@@ -183,9 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     print(render_table(rows + absent, args.markdown, tuple(columns(contenders[0].name))))
     for row in rows[1:]:
         print(f"{row.name}: {row.write_of_tool:.0%} and {row.read_of_tool:.0%} of {rows[0].name}, goal {GOAL:.0%}")
-    if args.json:
-        found = {c.name: {d: [asdict(speed) for speed in c.found[d]] for d in DIRECTIONS} for c in contenders}
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = {c.name: {d: [asdict(speed) for speed in c.found[d]] for d in DIRECTIONS} for c in contenders}
+    harness.write_json(args, **found)
     return 0
 
 

@@ -12,8 +12,6 @@ layers.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -29,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks import memory
+from benchmarks import harness, memory
 from benchmarks.report import positive, render_table
 from benchmarks.setting import Setting
 from benchmarks.timeline import Diary, Event, Sleeper, idle_shares, least_idle
@@ -216,7 +214,7 @@ def numbers(text: str) -> list[int]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--library", choices=tuple(BUILD), default="zerolite", help="torch: its schedules alone")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--stages", type=numbers, default=[2, 4], help="comma-separated (default: 2,4)")
@@ -226,13 +224,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--kept-mb", type=float, default=4.0, help="that a rank keeps of a micro-batch (default: 4)")
     parser.add_argument("--steps", type=positive, default=5)
-    parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args(argv)
-    args.schedules = [name.strip() for name in args.schedules.split(",") if name.strip()]
-    unknown = [name for name in args.schedules if name not in SCHEDULES]
-    if unknown or not args.schedules:
-        parser.error(f"--schedules: expected names of {', '.join(SCHEDULES)}, got {', '.join(unknown) or 'none'}")
+    args.schedules = harness.pick(parser, "--schedules", args.schedules, SCHEDULES)
     if min(args.stages) < 2:
         parser.error("--stages: expected 2 or more, got 1")
     return args
@@ -249,13 +242,9 @@ def main(argv: list[str] | None = None) -> int:
                     job = Job(args.library, name, stages, count, args.milliseconds / 1e3, kept)
                     rows.append(measure(job, args.steps, Path(directory) / f"store-{len(rows)}"))
                     print(f"{name} on {stages} stages done", file=sys.stderr, flush=True)
-    print(
-        f"{args.library}, {args.milliseconds:g} ms a forward, {args.steps} steps, torch {torch.__version__}, "
-        f"{os.cpu_count()} cores"
-    )
-    print(render_table(rows, args.markdown, COLUMNS))
-    if args.json:
-        Path(args.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    about = f"{args.library}, {args.milliseconds:g} ms a forward, {args.steps} steps, {harness.machine()}"
+    table = render_table(rows, args.markdown, COLUMNS)
+    harness.publish(args, about, [table], [], results=[asdict(row) for row in rows])
     return 1 if any(row.absent for row in rows) else 0
 
 

@@ -26,27 +26,23 @@ second. "adds" is what the second one, its end included, adds to the steps after
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
-from benchmarks.checkpoint_report import TABLES, Row, goals, machine, summarise
+from benchmarks import harness
+from benchmarks.checkpoint_report import TABLES, goals, machine, summarise
 from benchmarks.checkpoint_turn import Plan, Turn, serve
 from benchmarks.competitors import Setting
 from benchmarks.model import ModelSize
 from benchmarks.report import positive, render_table
 from benchmarks.savers import COMPETITORS
-from benchmarks.workers import CompetitorFailed, Workers
+from benchmarks.workers import Workers
 
 SIZE = ModelSize(layers=7, width=1024, heads=16, vocab=256, context=32)
 STATE_BYTES = 12  # a parameter: master, two moments
@@ -54,36 +50,14 @@ MOST_FILE_BYTES = 18  # the same, with copies of weights and gradients, as some 
 FILES_AT_ONCE = 4  # a save, and three of the disk's own
 
 
-class Contest:
-    """The competitors that take part, what they measured, and why the others do not."""
+class Contest(harness.Contest):
+    """Competitors that save and load the same states, each turn with new processes in a directory of its own."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.setting = Setting("cpu", args.dtype, args.micro_batch, args.nproc)
-        self.size = size_of(args)
-        self.rounds: dict[str, list[Turn]] = {name: [] for name in args.competitors}
-        self.absent = {name: reason for name in self.rounds if (reason := COMPETITORS[name].missing())}
-        self.failed: set[str] = set()
-
-    def run_round(self, number: int) -> None:
-        """One turn for everyone; every second round runs in the opposite order, with the disk's own files after."""
-        flip = number % 2 == 1
-        names = [name for name in self.rounds if name not in self.absent]
-        for name in names[::-1] if flip else names:
-            start = time.perf_counter()
-            try:
-                self.rounds[name].append(self.take_turn(name, flip))
-                seconds = time.perf_counter() - start
-                print(f"round {number + 1} of {self.args.rounds}: {name}, {seconds:.0f} s", file=sys.stderr, flush=True)
-            except CompetitorFailed as failure:
-                print(f"{name} failed: {failure}\n{failure.details}", file=sys.stderr)
-                self.absent[name] = "failed: " + " ".join(str(failure).split())
-                self.failed.add(name)
-
-    def take_turn(self, name: str, flip: bool) -> Turn:
+    def turn(self, name: str, flip: bool) -> Turn:
+        setting = Setting("cpu", self.args.dtype, self.args.micro_batch, self.args.nproc)
         with tempfile.TemporaryDirectory(prefix="zerolite-checkpoint-", dir=self.args.directory) as directory:
-            plan = Plan(self.size, Path(directory), self.args.warmup, self.args.steps)
-            workers = Workers(serve, self.setting, (name, plan, flip), Path(directory) / "store")
+            plan = Plan(harness.model_size(self.args), Path(directory), self.args.warmup, self.args.steps)
+            workers = Workers(serve, setting, (name, plan, flip), Path(directory) / "store")
             try:
                 workers.start()
                 turn = workers.run(1)
@@ -93,16 +67,12 @@ class Contest:
         return turn
 
 
-def size_of(args: argparse.Namespace) -> ModelSize:
-    return ModelSize(args.layers, args.width, args.heads, args.vocab, args.context)
-
-
 def estimated_parameters(size: ModelSize) -> int:
     return 12 * size.layers * size.width**2 + (2 * size.vocab + size.context) * size.width
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     default = ",".join(COMPETITORS)
     parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
     parser.add_argument("--rounds", type=positive, default=5)
@@ -113,25 +83,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--warmup", type=positive, default=4, help="steps before; zerolite's stage 3 follows its plan from the fourth"
     )
-    parser.add_argument("--nproc", type=positive, default=2, help="ranks")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute dtype; masters are fp32")
+    harness.add_model(parser, SIZE)
     parser.add_argument("--micro-batch", type=positive, default=1, help="sequences a rank and step")
-    for name in ("layers", "width", "heads", "vocab", "context"):
-        parser.add_argument(f"--{name}", type=positive, default=getattr(SIZE, name))
-    parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args(argv)
-    args.competitors = [name.strip() for name in args.competitors.split(",") if name.strip()]
-    unknown = [name for name in args.competitors if name not in COMPETITORS]
-    if unknown or not args.competitors:
-        parser.error(f"--competitors: expected names of {default}, got {', '.join(unknown) or 'none'}")
-    if args.width % args.heads:
-        parser.error(f"--width must be a multiple of --heads, got {args.width} and {args.heads}")
+    args.competitors = harness.pick(parser, "--competitors", args.competitors, COMPETITORS)
+    size = harness.model_size(args, parser)
     if shutil.which("dd") is None:
         parser.error("the disk is measured with dd, which is not installed")
     if not os.path.isdir(args.directory):
         parser.error(f"--directory: expected a directory, got '{args.directory}'")
-    needed = FILES_AT_ONCE * MOST_FILE_BYTES * estimated_parameters(size_of(args))
+    needed = FILES_AT_ONCE * MOST_FILE_BYTES * estimated_parameters(size)
     free = shutil.disk_usage(args.directory).free
     if free < needed:
         parser.error(
@@ -142,40 +103,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace) -> str:
-    states = STATE_BYTES * estimated_parameters(size_of(args)) / 1e9
+    states = STATE_BYTES * estimated_parameters(harness.model_size(args)) / 1e9
     return (
-        f"{args.nproc} gloo ranks, {args.dtype}, {states:.2f} GB of states, {args.rounds} rounds, "
-        f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"
+        f"{args.nproc} gloo ranks, {args.dtype}, {states:.2f} GB of states, {args.rounds} rounds, {harness.machine()}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    contest = Contest(args)
-    for number in range(args.rounds):
-        contest.run_round(number)
+    with Contest(args, COMPETITORS) as contest:
+        contest.run()
     rows = summarise(contest.rounds, contest.absent, args.steps)
-    print(describe(args))
-    print(machine(contest.rounds))
-    for title, columns in TABLES.items():
-        print(f"\n{title}")
-        print(render_table(rows, args.markdown, columns))
+    tables = [f"\n{title}\n{render_table(rows, args.markdown, columns)}" for title, columns in TABLES.items()]
     judged = goals(contest.rounds, contest.absent)
-    print("\n" + "\n".join(judged))
-    if args.json:
-        _write_json(Path(args.json), args, rows, contest, judged)
+    harness.publish(
+        args,
+        describe(args),
+        [machine(contest.rounds), *tables, "\n" + "\n".join(judged)],
+        [],
+        results={row.name: asdict(row) for row in rows},
+        turns={name: [asdict(turn) for turn in turns] for name, turns in contest.rounds.items()},
+        goals=judged,
+    )
     return 1 if contest.failed else 0
-
-
-def _write_json(path: Path, args: argparse.Namespace, rows: list[Row], contest: Contest, judged: list[str]) -> None:
-    document = {
-        "setting": vars(args),
-        "description": describe(args),
-        "results": {row.name: asdict(row) for row in rows},
-        "turns": {name: [asdict(turn) for turn in turns] for name, turns in contest.rounds.items()},
-        "goals": judged,
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

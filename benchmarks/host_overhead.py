@@ -24,9 +24,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
-import os
-import platform
 import pstats
 import statistics
 import sys
@@ -39,11 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks import harness
 from benchmarks.competitors import Setting
 from benchmarks.report import disagreement, render_table
 from benchmarks.tiny_layers import BATCH, COMPETITORS, WIDTH, Ready, Turn, make_inputs, prepare, serve_stack, train
 from benchmarks.tiny_layers import warm_up as warm_up_trainee
-from benchmarks.workers import CompetitorFailed, Workers, join_group
+from benchmarks.workers import Workers, join_group
 
 REFERENCE = "plain"
 SETTING = Setting(world_size=1)
@@ -88,77 +86,42 @@ COLUMNS = (
 )
 
 
-class Contest:
-    """The competitors at one number of layers, what they measured, and why the others did not.
-
-    `pairs[name]` holds turns of plain PyTorch and of the competitor, next to each other in time.
-    """
+class Contest(harness.Contest):
+    """The competitors at one number of layers. A turn is a pair: of plain PyTorch and of the competitor, next to each
+    other in time."""
 
     def __init__(self, args: argparse.Namespace, layers: int) -> None:
-        self.args, self.layers = args, layers
-        self.workers: dict[str, Workers] = {}
-        self.ready: dict[str, Ready] = {}
-        self.absent: dict[str, str] = {}
-        self.pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in args.competitors}
+        super().__init__(args, COMPETITORS)
+        self.layers = layers
 
-    def run(self) -> list[Row]:
-        try:
-            with tempfile.TemporaryDirectory(prefix="zerolite-overhead-") as directory:
-                for name in (REFERENCE, *self.pairs):
-                    if name not in self.workers:
-                        self._start(name, Path(directory) / f"store-{name}")
-                for number in range(self.args.rounds):
-                    self._run_round(number)
-                    print(f"{self.layers} layers: round {number + 1} of {self.args.rounds} done", file=sys.stderr)
-        finally:
-            for workers in self.workers.values():
-                workers.close()
-        return [self._row(name) for name in self.pairs]
+    def make(self, name: str, store: Path) -> Workers:
+        return Workers(serve_stack, SETTING, (name, self.layers, self.args.warmup), store)
 
-    def _start(self, name: str, store: Path) -> None:
-        missing = COMPETITORS[name].missing()
-        if missing:
-            self.absent[name] = missing
-            return
-        self.workers[name] = Workers(serve_stack, SETTING, (name, self.layers, self.args.warmup), store)
-        try:
-            self.ready[name] = self.workers[name].start()
-        except CompetitorFailed as failure:
-            self._drop(name, failure)
+    def turn(self, name: str, flip: bool) -> tuple[Turn, Turn]:
+        self.start(name)
+        order = (name, REFERENCE) if flip else (REFERENCE, name)
+        first, second = (self.workers[each].run(self.args.steps) for each in order)
+        return (second, first) if flip else (first, second)
 
-    def _drop(self, name: str, failure: CompetitorFailed) -> None:
-        if name == REFERENCE:
-            raise failure
-        print(f"{name} failed: {failure}\n{failure.details}", file=sys.stderr)
-        self.absent[name] = "failed: " + " ".join(str(failure).split())
-        self.workers.pop(name).close()
-
-    def _run_round(self, number: int) -> None:
-        """A pair of turns for everyone; every second round runs in the opposite order."""
-        names = [name for name in self.pairs if name not in self.absent]
-        for name in names if number % 2 == 0 else names[::-1]:
-            try:
-                if number % 2 == 0:
-                    plain, turn = (self.workers[each].run(self.args.steps) for each in (REFERENCE, name))
-                else:
-                    turn, plain = (self.workers[each].run(self.args.steps) for each in (name, REFERENCE))
-                self.pairs[name].append((plain, turn))
-            except CompetitorFailed as failure:
-                self._drop(name, failure)
+    def measure(self) -> list[Row]:
+        with self:
+            self.start(REFERENCE)
+            self.run()
+        return [self._row(name) for name in self.rounds]
 
     def _row(self, name: str) -> Row:
         if name in self.absent:
             return Row(name, self.layers, absent=self.absent[name])
-        return summarise(name, self.layers, self.ready[name], self.pairs[name])
+        return summarise(name, self.layers, self.started[name], self.rounds[name])
 
     def disagreements(self) -> list[str]:
         """Sentences about competitors whose losses in the warm-up are not plain PyTorch's, where they should be."""
         found = []
-        for name in self.pairs:
-            if name in self.absent or not COMPETITORS[name].communicates:
+        for name in self.present():
+            if not COMPETITORS[name].communicates:
                 continue
-            reference = self.ready[REFERENCE].losses
-            sentence = disagreement(self.ready[name].losses, reference, LOSS_TOLERANCE * reference[0])
+            reference = self.started[REFERENCE].losses
+            sentence = disagreement(self.started[name].losses, reference, LOSS_TOLERANCE * reference[0])
             if sentence:
                 found.append(f"{name}, {self.layers} layers: {sentence} ({REFERENCE})")
         return found
@@ -205,23 +168,18 @@ def profile(args: argparse.Namespace) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     default = ",".join(COMPETITORS)
     parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
     parser.add_argument("--layers", default="100,400", help="numbers of layers, comma-separated (default: 100,400)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn")
     parser.add_argument("--warmup", type=int, default=8, help=f"steps before the first round, {LEAST_WARMUP} or more")
-    parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--profile", metavar="NAME", choices=list(COMPETITORS), help="run cProfile on one competitor")
     parser.add_argument("--top", type=int, default=30, help="functions that --profile prints")
     parser.add_argument("--sort", default="tottime", help="their order: tottime (default), cumtime, ncalls")
     args = parser.parse_args(argv)
-    args.competitors = [name.strip() for name in args.competitors.split(",") if name.strip()]
-    unknown = [name for name in args.competitors if name not in COMPETITORS]
-    if unknown or not args.competitors:
-        parser.error(f"--competitors: expected names of {default}, got {', '.join(unknown) or 'none'}")
+    args.competitors = harness.pick(parser, "--competitors", args.competitors, COMPETITORS)
     try:
         args.layers = [int(text) for text in args.layers.split(",")]
     except ValueError:
@@ -240,7 +198,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def describe(args: argparse.Namespace) -> str:
     return (
         f"one process and one thread each, fp32, {BATCH} x {WIDTH} a step, {args.rounds} rounds of {args.steps} steps, "
-        f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"
+        f"{harness.machine()}"
     )
 
 
@@ -250,26 +208,16 @@ def main(argv: list[str] | None = None) -> int:
         profile(args)
         return 0
     contests = [Contest(args, layers) for layers in args.layers]
-    rows = [row for contest in contests for row in contest.run()]
+    rows = [row for contest in contests for row in contest.measure()]
     disagreements = [sentence for contest in contests for sentence in contest.disagreements()]
-    print(describe(args))
-    print(render_table(rows, args.markdown, COLUMNS))
-    for sentence in disagreements:
-        print(f"LOSSES DISAGREE: {sentence}")
-    if args.json:
-        document = {
-            "setting": vars(args),
-            "description": describe(args),
-            "results": [asdict(row) for row in rows],
-            "turns": [
-                {"name": name, "layers": contest.layers, "plain": asdict(plain), "competitor": asdict(turn)}
-                for contest in contests
-                for name, pairs in contest.pairs.items()
-                for plain, turn in pairs
-            ],
-            "disagreements": disagreements,
-        }
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    turns = [
+        {"name": name, "layers": contest.layers, "plain": asdict(plain), "competitor": asdict(turn)}
+        for contest in contests
+        for name, pairs in contest.rounds.items()
+        for plain, turn in pairs
+    ]
+    table = render_table(rows, args.markdown, COLUMNS)
+    harness.publish(args, describe(args), [table], disagreements, results=[asdict(row) for row in rows], turns=turns)
     return 1 if disagreements else 0
 
 

@@ -225,9 +225,9 @@ def test_host_overhead_pairs_every_turn_with_one_of_plain() -> None:
     contest = overhead.Contest(overhead.parse_args(["--competitors", "ddp,fsdp2"]), layers=2)
     contest.workers = {name: _Sleepers(name) for name in ("plain", "ddp", "fsdp2")}  # type: ignore[misc]
     for number in range(2):
-        contest._run_round(number)
+        contest.run_round(number)
     assert _Sleepers.turns == ["plain", "ddp", "plain", "fsdp2", "fsdp2", "plain", "ddp", "plain"]
-    for pairs in contest.pairs.values():
+    for pairs in contest.rounds.values():
         assert [(plain.cpu_s, turn.cpu_s) for plain, turn in pairs] == [(0.0, 1.0)] * 2
         assert [abs(plain.step_s[0] - turn.step_s[0]) for plain, turn in pairs] == [1.0, 1.0]
 
@@ -235,13 +235,13 @@ def test_host_overhead_pairs_every_turn_with_one_of_plain() -> None:
 def test_host_overhead_tells_of_wrong_losses() -> None:
     args = overhead.parse_args(["--competitors", "ddp,zerolite-3,zerolite-3-w64,deepspeed-3"])
     contest = overhead.Contest(args, layers=2)
-    contest.ready = {name: Ready([1.0, 0.9]) for name in ("plain", "ddp")}
-    contest.ready["zerolite-3"] = Ready([1.0, 0.8])
-    contest.ready["zerolite-3-w64"] = Ready([1.0, 7.0])  # its peers are copies of it: other numbers are right
+    contest.started = {name: Ready([1.0, 0.9]) for name in ("plain", "ddp")}
+    contest.started["zerolite-3"] = Ready([1.0, 0.8])
+    contest.started["zerolite-3-w64"] = Ready([1.0, 7.0])  # its peers are copies of it: other numbers are right
     contest.absent["deepspeed-3"] = "not installed: deepspeed"
     (sentence,) = contest.disagreements()
     assert sentence.startswith("zerolite-3, 2 layers: the loss of step 2 is 1.00e-01")
-    contest.ready["zerolite-3"] = Ready([1.0, float("nan")])
+    contest.started["zerolite-3"] = Ready([1.0, float("nan")])
     assert len(contest.disagreements()) == 1
 
 

@@ -56,7 +56,7 @@ def test_bubble_finds_the_order_of_each_schedule(library: str, tmp_path: Path) -
     few = "--stages 2 --micro-batches 4 --steps 2 --milliseconds 10".split()
     done = run("bubble.py", "--library", library, *few, "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["name"]: row for row in json.loads(out.read_text(encoding="utf-8"))}
+    rows = {row["name"]: row for row in json.loads(out.read_text(encoding="utf-8"))["results"]}
     assert list(rows) == list(bubble.SCHEDULES)
     for row in rows.values():
         assert row["order"] == pytest.approx(row["theory"] or row["order"], abs=1e-9)
