@@ -147,8 +147,8 @@ def test_adam_takes_ratios_within_a_round() -> None:
 # Two layers of two modules with parameters: launches of a step of zerolite as rank 0 of 64.
 LAUNCHES = {
     "zerolite-3-w64": (1, 1),
-    "zerolite-3-w64-modules": (4, 4),
-    "zerolite-3-w64-modules-reshard": (8, 4),
+    "zerolite-3-w64-modules": (3, 4),
+    "zerolite-3-w64-modules-reshard": (6, 4),
 }
 
 
