@@ -135,7 +135,7 @@ def test_200_steps_grow_nothing(pools: Pools, world: int) -> None:
             room = {"Tensor": 10}
             grown = {key: (early[key], late[key]) for key in early if late[key] > early[key] + room.get(key, 0)}
             assert not grown, setting
-            assert (late["Use"], late["_Launch"]) == (0, 0)
+            assert (late["Use"], late["AllGather"]) == (0, 0)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -12,7 +12,7 @@ class Passes:
         self.number, self.length = 0, 0
         self.ends = 0
         uncertain = [bucket for bucket, of_bucket in enumerate(units) if not of_bucket]
-        self.plan = LaunchPlan(units, uncertain, lambda: self.number, lambda: self.ends == self.length)
+        self.plan = LaunchPlan(units, uncertain, lambda: (self.number, self.ends == self.length))
 
     def run(self, events: list[tuple[int, list[int]]], number: int = 0, length: int = 0) -> list[list[int]]:
         """What is launched at each end. number, length: of the schedule's plan that the events follow."""

@@ -597,7 +597,7 @@ class Gathering:
         self.device = device
         self._observers = observers
         self.handles = [self] * 100
-        self.reader = self
+        self.group = self.reader = self
 
     def ahead(self, handles: Any) -> None:
         self.device.now += 3
@@ -611,7 +611,7 @@ class Gathering:
         return "a use"
 
     @property
-    def launch(self) -> None:
+    def pending(self) -> None:
         raise RuntimeError("a rank is gone")
 
     execute = PartitionedParameterCoordinator._execute

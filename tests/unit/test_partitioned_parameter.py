@@ -14,11 +14,12 @@ from torch import nn
 from tests.models import has_no_values
 from zerolite.comm import Communicator, NullCommunicator
 from zerolite.offload.tiers import Tier
-from zerolite.zero.stage3.partition_parameters import GatheredParameters, partition
+from zerolite.zero.stage3.gathered_parameters import GatheredParameters
+from zerolite.zero.stage3.param_group import ParamGroup, gather
+from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import (
     PartitionedParameter,
     ZeroParamStatus,
-    gather,
     handle_of,
     whole_numel,
     whole_shape,
@@ -31,7 +32,7 @@ NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition",
 def cut(value: torch.Tensor, rank: int = 0, world: int = 1) -> tuple[nn.Parameter, PartitionedParameter]:
     parameter = nn.Parameter(value.clone(memory_format=torch.preserve_format))
     comm = Communicator() if world == 1 else NullCommunicator(rank, world)
-    return parameter, partition(parameter, "layer.weight", comm, CPU)
+    return parameter, partition(parameter, "layer.weight", ParamGroup(comm, CPU))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 3), (4, 3, 2, 2)])
@@ -91,7 +92,7 @@ def test_what_users_take_from_a_gathered_parameter_keeps_its_memory() -> None:
 def test_attributes_of_the_user_and_identity_survive_and_ids_differ() -> None:
     parameter = nn.Parameter(torch.randn(3))
     parameter.label = "mine"  # type: ignore[attr-defined]
-    partition(parameter, "a", Communicator(), CPU)
+    partition(parameter, "a", ParamGroup(Communicator(), CPU))
     other, _ = cut(torch.randn(3))
     assert parameter.label == "mine" and isinstance(parameter, nn.Parameter)  # type: ignore[attr-defined]
     assert parameter.ds_id != other.ds_id  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerolite.comm import NullCommunicator
+from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.units import UnitPlan, leaf_rule, plan_units
 
@@ -61,7 +62,7 @@ class Stack(nn.Module):
 def units(model: nn.Module, max_live: int = INFINITE, leaves: list[str] | None = None) -> list[UnitPlan]:
     comm = NullCommunicator(0, 2)
     for name, parameter in model.named_parameters():
-        partition(parameter, name, comm, torch.device("cpu"))
+        partition(parameter, name, ParamGroup(comm, torch.device("cpu")))
     plans = plan_units(model, leaf_rule(leaves) if leaves else nothing, 0, max_live)
     # Every parameter has a unit, and no module is in two.
     assert {id(p) for plan in plans for p in plan.parameters} == {id(p) for p in model.parameters()}

@@ -29,7 +29,8 @@ from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.pieces import Piece
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, refresh, whole_numel, whole_shape
+from zerolite.zero.stage3.param_group import refresh
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, whole_numel, whole_shape
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
 _COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # what torch's optimizers keep once for a whole parameter

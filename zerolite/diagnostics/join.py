@@ -23,7 +23,6 @@ from zerolite.zero.commands import Command, number_of, unannounced
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.sharded_optimizer import KEPT
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.zero.stage3.partitioned_parameter import launch
 from zerolite.zero.step import StepPipeline
 
 logger = logging.getLogger("zerolite")
@@ -205,9 +204,7 @@ class Join:
     def _gather(self, *indices: int) -> None:
         coordinator = self._owner.coordinator
         assert coordinator is not None
-        handles = [coordinator.handles[index] for index in indices]
-        launch(handles)
-        coordinator.let_go(indices)
+        coordinator.follow_gather(indices)
 
     def _use_end(self, unit: int) -> None:
         self._reducer.on_use_end(unit)
@@ -229,7 +226,7 @@ class Join:
         coordinator = self._owner.coordinator
         if coordinator is not None:
             coordinator.comm.guard = lambda op: None if op == "gather_shards" else self._guard(op)
-            coordinator.listen(self)
+            coordinator.group.listen(self)
 
     def _remove(self) -> None:
         self._pipeline.commands = self._reducer.commands = unannounced
@@ -238,7 +235,7 @@ class Join:
         coordinator = self._owner.coordinator
         if coordinator is not None:
             coordinator.comm.guard = None
-            coordinator.listen(None)
+            coordinator.group.listen(None)
             coordinator.schedule.resume()
 
     def _note(self, command: Command, *numbers: int) -> None:

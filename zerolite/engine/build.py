@@ -50,7 +50,6 @@ from zerolite.engine.build_stage3 import (
     partitioned_buffer,
     sliced_layout,
     start_stage3,
-    tell_trained,
 )
 from zerolite.engine.components import Components, EngineRef, ModuleCall
 from zerolite.engine.decisions import (
@@ -487,10 +486,15 @@ class _Assembly:
         model, buffer, pipeline, comm, device = self.model, self.buffer, self.pipeline, self.comm, self.device
         fill = functools.partial(fill_buckets, buffer, self.precision, comm, device)
         ways = Ways(self._layout_of, fill, self._tell)
-        growth = Growth(model, comm, device, buffer, self.reducer, self.sharded, self.publisher, pipeline, ways, adopts)
-        wake = growth.wake if self.trains else functools.partial(check_frozen, model)
-        at_stage3 = self.partitioned is not None
-        (self.observers.before_forward if at_stage3 else self.observers.before_backward).append(wake)
+        observers = self.observers
+        event = observers.before_backward if self.partitioned is None else observers.before_forward
+        reducer, sharded, publisher = self.reducer, self.sharded, self.publisher
+        due = event if self.trains else []
+        growth = Growth(model, comm, device, buffer, reducer, sharded, publisher, pipeline, ways, adopts, due)
+        wake = growth.wake
+        if not self.trains:
+            wake = functools.partial(check_frozen, model)
+            event.append(wake)
         self.sharded.connect(_Phases(pipeline, growth, self.reference, self.staged is not None))
         tensors = ModelState(model, buffer, self.sharded, comm, self.topology)
         host = HostGroup(self.topology.world, "checkpoint")
@@ -512,8 +516,6 @@ class _Assembly:
         for parameter in parameters:
             OWNERS[parameter] = self.reference
         if self.partitioned is not None:
-            tell_trained(self.buffer.parameters)
-            self.partitioned.coordinator.look_at_whole()
             follow_units(self.partitioned, self.reducer)
 
 

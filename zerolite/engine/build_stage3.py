@@ -133,25 +133,13 @@ def start_stage3(
     observers.on_gradients_dropped.append(coordinator.drop_failed)
     follow_units(partitioned, reducer)
     pipeline.follow(coordinator)
-    tell_trained(reducer.parameters)
-    coordinator.look_at_whole()
     return coordinator
 
 
 def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
-    """Let buckets be launched at the ends of their units' backward uses, which is learned from here on, and shards be
-    read ahead from where they are now."""
-    partitioned.coordinator.look_at_disk()
+    """Tell the coordinator which parameters are trained, and let buckets be launched at the ends of their units'
+    backward uses, which is learned from here on."""
     coordinator = partitioned.coordinator
-    schedule = coordinator.schedule
+    coordinator.train(reducer.parameters)
     units, uncertain = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
-    number = lambda: 0 if coordinator.used_outside else schedule.plan_number  # noqa: E731
-    reducer.follow(LaunchPlan(units, uncertain, number, lambda: schedule.plan_done))
-
-
-def tell_trained(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """The engine trains these parameters: each update gives them new values."""
-    for parameter in parameters:
-        handle = handle_of(parameter)
-        assert handle is not None
-        handle.trained = True
+    reducer.follow(LaunchPlan(units, uncertain, coordinator.plan_progress))

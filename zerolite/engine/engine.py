@@ -92,7 +92,7 @@ class Engine:
         with self._pipeline.commands(Command.FORWARD, sends):
             if sends:
                 self.send_buffers()
-        args, kwargs = self._precision.cast(self._boundary.enter((args, kwargs)))
+        args, kwargs = self._boundary.enter((args, kwargs))
         watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
         with watch, self._precision.autocast_context(self.device):
             try:

@@ -31,7 +31,7 @@ from zerolite.utils.accelerator import host_values
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.publisher import Publisher
-from zerolite.zero.stage3.partition_parameters import GatheredParameters
+from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import opened
 

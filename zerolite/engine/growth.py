@@ -52,9 +52,10 @@ class Growth:
         pipeline: StepPipeline,
         ways: Ways,
         adopts: bool,
+        event: list[Callable[[], None]],
     ) -> None:
         """adopts: whether a parameter that wakes up and is in no param group joins the only one; otherwise the user
-        has chosen what is trained."""
+        has chosen what is trained. event: the listeners of that in which :meth:`wake` is due."""
         self._model = model
         self._comm = comm
         self._device = device
@@ -65,7 +66,15 @@ class Growth:
         self._pipeline = pipeline
         self._ways = ways
         self._adopts = adopts
-        self._resting = [p for p in model.parameters() if not p.requires_grad]
+        self._event = event
+        self._resting: list[torch.nn.Parameter] = []
+        self._watch([p for p in model.parameters() if not p.requires_grad])
+
+    def _watch(self, parameters: Parameters) -> None:
+        """Train these as soon as they require a gradient."""
+        if parameters and not self._resting and self.wake not in self._event:
+            self._event.append(self.wake)
+        self._resting += parameters
 
     def wake(self) -> None:
         """Train what was frozen when the engine was made and requires a gradient now. Before a backward's first
@@ -112,7 +121,7 @@ class Growth:
         inner = self._optimizer.inner
         type(inner).add_param_group(inner, {**group, "params": parameters})
         resting = {id(p) for p in self._resting}
-        self._resting += [p for p in parameters if id(p) not in resting]
+        self._watch([p for p in parameters if id(p) not in resting])
         self.wake()
 
     def _names(self) -> dict[int, str]:

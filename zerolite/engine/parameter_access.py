@@ -215,7 +215,7 @@ class ParameterAccess:
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
         if handle is not None:
-            handle.writes += 1
+            handle.note_write()
         if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
             shape = whole_shape(parameter)
             parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))

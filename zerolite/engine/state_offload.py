@@ -13,10 +13,12 @@ import torch
 
 from zerolite.monitor.memory_report import MemoryParts
 from zerolite.utils.memory_items import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, own, resize
+from zerolite.utils.nested import find_tensors
 from zerolite.utils.pinned_memory import host_memory
+from zerolite.zero.stage3.param_group import gather
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.zero.stage3.partitioned_parameter import gather, handle_of
-from zerolite.zero.stage3.released_parameter import put_away, take_back
+from zerolite.zero.stage3.partitioned_parameter import handle_of
+from zerolite.zero.stage3.released_parameter import COUNTS, HARMLESS, opened
 from zerolite.zero.step import StepPipeline
 
 KINDS = {
@@ -71,7 +73,7 @@ class StateOffload:
             resize(storage, 0)
         for name, parameter in parameters:
             if handle_of(parameter) is None:
-                put_away(parameter, name)
+                _put_away(parameter, name)
         self._out, self._items, self._pipeline.away = out, [item for item, _ in chosen], True
 
     def reload(self) -> None:
@@ -91,9 +93,9 @@ class StateOffload:
         self._synchronize()  # before the host's memory goes
         self._out, self._pipeline.away = [], False
         if self._coordinator is not None:
-            self._coordinator.listen(None)
+            self._coordinator.group.listen(None)
         for parameter in self._parts.module.parameters():
-            take_back(parameter)
+            _take_back(parameter)
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
         """What is on the host now, and whose it is."""
@@ -127,7 +129,7 @@ class StateOffload:
             self._whole = [handle for handle in self._coordinator.handles if handle.persistent]
             for handle in self._whole:
                 handle.release()
-            self._coordinator.listen(_Refusal(self._pipeline))
+            self._coordinator.group.listen(_Refusal(self._pipeline))
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
         parts = self._parts
@@ -184,3 +186,36 @@ def _moves(tensor: torch.Tensor, device: torch.device) -> bool:
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class OffloadedParameter(torch.nn.Parameter):
+    """Class of a whole parameter whose memory is on the host for a time: reading it would read nothing."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with opened():
+            if function in HARMLESS or function in COUNTS:
+                return function(*args, **(kwargs or {}))
+            if function is torch.Tensor.__repr__:
+                return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"
+        away = find_tensors((args, kwargs), OffloadedParameter)
+        raise RuntimeError(
+            f"parameter '{vars(away[0])[_NAME] if away else '?'}' is on the host, where engine.offload_states() "
+            "has brought it; call engine.reload_states() before it is used"
+        )
+
+
+_NAME = "_offloaded_name"
+
+
+def _put_away(parameter: Any, name: str) -> None:
+    """Let ``parameter``, of torch's own class, refuse to be used from here on."""
+    vars(parameter)[_NAME] = name
+    parameter.__class__ = OffloadedParameter
+
+
+def _take_back(parameter: Any) -> None:
+    """Undo :func:`_put_away`, if it was done."""
+    if type(parameter) is OffloadedParameter:
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+        del vars(parameter)[_NAME]

@@ -19,7 +19,7 @@ from zerolite.comm import HostGroup, Topology
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
-from zerolite.zero.stage3.partition_parameters import GatheredParameters
+from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_shape
 
 TAG = "checkpoint"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,13 +99,22 @@ class GraphBoundary:
         self._precision = precision
         self._loss_scale = loss_scale
         self.scaled = False  # whether the backward under way has met the loss scale
+        self._changes_of_inputs: list[Callable[[Any], Any]] = []
+        if loss_scale is not None:
+            self._changes_of_inputs.append(functools.partial(map_tensors, self._unscale_on_the_way_out))
+        if precision.compute is not None:
+            self._changes_of_inputs.append(precision.cast)
 
     def enter(self, inputs: Any) -> Any:
-        """``inputs``, their gradients to be unscaled. Before any cast."""
-        return inputs if self._loss_scale is None else map_tensors(self._unscale_on_the_way_out, inputs)
+        """``inputs`` in the compute dtype, their gradients to be unscaled before any cast."""
+        for change in self._changes_of_inputs:
+            inputs = change(inputs)
+        return inputs
 
     def leave(self, outputs: Any) -> Any:
         """``outputs`` in the dtypes that the caller sees, watched where they need gradients."""
+        if type(outputs) is torch.Tensor and outputs.dtype not in HALF:  # a loss, nearly always
+            return self._watch(outputs, widen=False)
         widens = self._precision.widens(outputs)
         return map_tensors(lambda tensor: self._watch(tensor, widens(tensor)), outputs)
 

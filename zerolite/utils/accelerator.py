@@ -145,6 +145,12 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return :func:`address` of each, without a call of Python for each that has memory."""
+    fake = FakeTensor in set(map(type, tensors))
+    return [address(tensor) for tensor in tensors] if fake else list(map(torch.Tensor.data_ptr, tensors))
+
+
 class HostRead:
     """A tensor on its way to the host. On CUDA the copy runs behind the work queued so far; ``get()`` waits for it
     alone. The machine of a dry run says what is read of a tensor without memory."""

@@ -12,16 +12,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerolite.zero.stage3.gathered_parameters import GatheredParameters
     from zerolite.zero.stage3.init_context import Init
     from zerolite.zero.stage3.partition_parameters import (
-        GatheredParameters,
         register_external_parameter,
         unregister_external_parameter,
     )
     from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus
 
 _LAZY = {
-    "GatheredParameters": "partition_parameters",
+    "GatheredParameters": "gathered_parameters",
     "Init": "init_context",
     "ZeroParamStatus": "partitioned_parameter",
     "register_external_parameter": "partition_parameters",

@@ -42,7 +42,7 @@ def evaluate(stage: int, precision: str) -> dict[str, Any]:
         plain.to(torch.bfloat16 if precision == "bf16" else torch.float16)
     same, plans = [], []
     if engine.coordinator is not None:
-        engine.module.up.register_forward_hook(lambda *_: plans.append(engine.coordinator.schedule.plan_number))
+        engine.module.up.register_forward_hook(lambda *_: plans.append(engine.coordinator.schedule.plan_progress[0]))
     for step in range(6):
         tokens, _ = models.token_batch(step, 0, dist.get_rank())
         with torch.no_grad():

@@ -140,8 +140,9 @@ def _write(engine: Any) -> None:
 
 
 def _nothing_is_whole(engine: Any) -> None:
-    reader = engine.coordinator.reader
-    assert not any(reader.is_ahead(handle) for handle in engine.coordinator.handles), "read, and not dropped"
+    reader = engine.coordinator.group.reader
+    ahead = [] if reader is None else [h.name for h in engine.coordinator.handles if reader.is_ahead(h)]
+    assert not ahead, "read, and not dropped"
     for handle in engine.coordinator.handles:
         assert handle.shard.numel() == part_numel(handle.numel, dist.get_world_size())
         if not handle.persistent:

@@ -52,7 +52,8 @@ def read_ahead(directory: str | None) -> dict[str, Any]:
     engine: Any = zerolite.initialize(model, config(3, **zero))
     train(engine, 4)
     loss_of(engine, 5)
-    ahead = len(engine.coordinator.reader._ahead)
+    reader = engine.coordinator.group.reader
+    ahead = 0 if reader is None else len(reader._ahead)
     for parameter in model.parameters():
         zerolite.set_full_master(parameter, torch.full(tuple(parameter.ds_shape), 0.01))
     with torch.no_grad():

@@ -258,6 +258,6 @@ def asked_parameters_are_not_kept(limit: int) -> None:
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine.step()
-        assert engine.coordinator.schedule.parameters_of(0) == (), "the root has taken parameters that it only asked"
+        assert engine.coordinator.schedule.units[0] == (), "the root has taken parameters that it only asked"
     assert engine.module.most <= limit
     assert engine.coordinator.schedule.following

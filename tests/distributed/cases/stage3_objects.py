@@ -25,8 +25,10 @@ from tests.distributed.cases.stage3_lifecycle import (
     train,
 )
 from zerolite.engine.engine import Engine
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, Unit, Use
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, _Launch
+from zerolite.zero.stage3.module_hooks import Unit, Use
+from zerolite.zero.stage3.param_group import AllGather
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
 # ---------------------------------------------------------------- torch.compile
 
@@ -269,7 +271,7 @@ def tensor_bytes() -> int:
     return sum(sizes.values())
 
 
-_OURS = (Engine, PartitionedParameterCoordinator, PartitionedParameter, Unit, Use, _Launch)
+_OURS = (Engine, PartitionedParameterCoordinator, PartitionedParameter, Unit, Use, AllGather)
 
 
 def census() -> dict[str, int]:

@@ -17,7 +17,6 @@ from tests import models
 from tests.distributed.cases.edges import everywhere_equal
 from tests.distributed.cases.traffic import gathered, stage3_engine, stage3_loss
 from zerolite.zero import GatheredParameters, ZeroParamStatus
-from zerolite.zero.stage3 import partitioned_param_coordinator as coordinating
 
 Event = tuple[str, Any]
 
@@ -56,25 +55,26 @@ class Watch:
     @contextlib.contextmanager
     def launches(self) -> Iterator[None]:
         """Note launches inside."""
-        original = coordinating.launch
+        group = self.coordinator.group
+        original = group.all_gather
 
         def launch(members: Sequence[Any]) -> None:
             original(members)
             self._note("launch", tuple(member.name for member in members))
             self.peaks.append((self._live(), self._needed()))
 
-        coordinating.launch = launch
+        group.all_gather = launch
         try:
             yield
         finally:
-            coordinating.launch = original
+            del group.all_gather
 
     def _live(self) -> int:
         return sum(h.numel for h in self.coordinator.handles if h.status is not ZeroParamStatus.NOT_AVAILABLE)
 
     def _needed(self) -> int:
         uses = [*self.coordinator._stack, *self.coordinator._backward]
-        wanted = {index for use in uses for index in self.coordinator.schedule._units[use.unit.index]}
+        wanted = {index for use in uses for index in self.coordinator.schedule.units[use.unit.index]}
         return sum(self.coordinator.handles[index].numel for index in wanted)
 
     def unhook(self) -> None:
@@ -105,7 +105,7 @@ def events_of_steps(
         "peaks": watch.peaks,
         "names": [handle.name for handle in engine.coordinator.handles],
         "unit names": [unit.name for unit in engine.coordinator.units],
-        "units": [list(unit) for unit in schedule._units],
+        "units": [list(unit) for unit in schedule.units],
         "numels": [handle.numel for handle in engine.coordinator.handles],
         "parameters": whole_values(engine),
     }

@@ -184,7 +184,7 @@ def what_moves(engine: Any) -> dict[str, Any]:
     """Padded elements: of each unit's and parameter's gather, of all that stays whole, of every bucket."""
     coordinator = engine.coordinator
     sizes = [handle.full.numel() for handle in coordinator.handles]
-    units = [[sizes[index] for index in unit] for unit in coordinator.schedule._units]
+    units = [[sizes[index] for index in unit] for unit in coordinator.schedule.units]
     return {
         "units": {unit.name: (sum(numels), len(numels)) for unit, numels in zip(coordinator.units, units, strict=True)},
         "parameters": {handle.name: size for handle, size in zip(coordinator.handles, sizes, strict=True)},

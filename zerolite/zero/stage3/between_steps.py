@@ -22,7 +22,8 @@ import torch
 from zerolite.utils.accelerator import address
 from zerolite.utils.nested import find_tensors, map_tensors
 from zerolite.utils.user_line import warn_of_collective
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter, finish, gather
+from zerolite.zero.stage3.param_group import gather
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter
 from zerolite.zero.stage3.released_parameter import (
     LIKE,
     NEEDS_NO_VALUES,
@@ -187,14 +188,14 @@ def _gathered(handles: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
     """The whole values, flat, in memory of their own: a graph may hold that in which the engine gathers. Called on all
     ranks, in the same order."""
     for handle in handles:
-        if handle.launch is not None:
-            finish(handle.launch)
+        if handle.pending is not None:
+            handle.pending.wait()
     here = {handle: handle.full.clone() for handle in handles if handle.is_here}
     missing = [handle for handle in handles if handle not in here]
     with contextlib.ExitStack() as stack:
         for handle in missing:
             stack.callback(handle.release)
-            stack.callback(handle.take_memory(), handle)
+            stack.callback(handle.take_memory())
         gather(missing)
         here.update((handle, handle.full) for handle in missing)
     return [here[handle] for handle in handles]
@@ -291,8 +292,7 @@ def _replace(handle: PartitionedParameter, data: torch.Tensor) -> None:
         )
     full = data.new_zeros(handle.full.numel())
     full.as_strided(handle.shape, handle.strides).copy_(data)
-    handle.replaced.append(handle.age)
-    handle.write(full)
+    handle.replace(full)
 
 
 def _written(function: Any, args: Sequence[Any]) -> set[int]:
@@ -326,16 +326,16 @@ def _expect_gradient(handle: PartitionedParameter) -> Any:
     parameter = handle.parameter
     if not parameter.requires_grad:
         return None
-    manager = handle.manager() if handle.manager is not None else None
-    if manager is not None:
-        manager.used_outside = True
+    coordinator = handle.group.coordinator
+    if coordinator is not None:
+        coordinator.note_use_outside()
     accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     if _SHOWS not in accumulator.metadata:
         accumulator.metadata[_SHOWS] = True
 
         def show(gradients: Any) -> None:
-            manager = handle.manager() if handle.manager is not None else None
-            (handle.show_shape if manager is None else functools.partial(manager.show_shape, handle))()
+            coordinator = handle.group.coordinator
+            (handle.show_shape if coordinator is None else functools.partial(coordinator.show_shape, handle))()
 
         accumulator.register_prehook(show)
     return accumulator
@@ -387,10 +387,10 @@ def _check(function: Any, handles: Sequence[PartitionedParameter], gathers: bool
             "stage 3 cannot gather inside a transform of torch.func (grad, vmap, …): use copy.deepcopy(model)",
         )
     for handle in handles:
-        manager = handle.manager() if handle.manager is not None else None
-        if manager is not None and manager.busy and handle.status is not AVAILABLE:
+        coordinator = handle.group.coordinator
+        if coordinator is not None and coordinator.busy and handle.status is not AVAILABLE:
             raise no_values(handle.name, "and a forward or backward is under way")
-        if manager is not None and threading.get_ident() != manager.thread:
+        if coordinator is not None and threading.get_ident() != coordinator.thread:
             raise no_values(handle.name, "and this thread is not the one that trains")
 
 
@@ -402,56 +402,3 @@ def _warn(handles: Sequence[PartitionedParameter]) -> None:
             "gathered for it, a collective that all ranks must call. Inside "
             "zerolite.zero.GatheredParameters(parameters) parameters are gathered together and once"
         )
-
-
-# -------------------------------------------------------------------- parameters whole for a while
-
-
-def hold(handles: Sequence[PartitionedParameter]) -> None:
-    """Gather ``handles`` and keep them until :func:`unhold`; calls nest. Called on all ranks, in the same order."""
-    free, managed = _by_manager(handles)
-    gather(free)
-    for handle in free:
-        handle.held += 1
-    for coordinator, indices in managed:
-        coordinator.hold(indices)
-    for handle in handles:
-        open_again(handle.parameter)
-
-
-def unhold(handles: Sequence[PartitionedParameter]) -> None:
-    """End one :func:`hold`. Called on all ranks, in the same order."""
-    free, managed = _by_manager(handles)
-    for handle in free:
-        handle.held -= 1
-        if not handle.held:
-            handle.release()
-    for coordinator, indices in managed:
-        coordinator.unhold(indices)
-
-
-def _by_manager(
-    handles: Iterable[PartitionedParameter],
-) -> tuple[list[PartitionedParameter], list[tuple[Any, list[int]]]]:
-    """Those that belong to no engine, and those of each coordinator by its numbers."""
-    free: list[PartitionedParameter] = []
-    managed: dict[int, tuple[Any, list[int]]] = {}
-    for handle in handles:
-        coordinator = handle.manager() if handle.manager is not None else None
-        if coordinator is None:
-            free.append(handle)
-        else:
-            managed.setdefault(id(coordinator), (coordinator, []))[1].append(coordinator.index_of(handle))
-    return free, list(managed.values())
-
-
-def bring_home(handle: PartitionedParameter) -> None:
-    """``p.data = values`` has put other memory of the same shape in the parameter's place: copy them where they
-    belong. Nothing if that has not happened."""
-    data, view = handle.parameter.data, handle.view
-    if address(data) == address(view) and data.stride() == view.stride() and data.dtype == view.dtype:
-        return
-    if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
-        data = data.clone()
-    view.copy_(data)
-    handle.parameter.data = view

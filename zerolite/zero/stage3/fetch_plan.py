@@ -51,6 +51,10 @@ class FetchPlan:
     serial: int = 0
 
 
+NO_PLAN = FetchPlan((), (END,), (), (), ())
+"""Followed where no plan is: no event agrees with it."""
+
+
 class Residency:
     """What is live, in flight, needed by open uses and held, as events change it."""
 

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from zerolite.zero.stage3.fetch_plan import END, Fetch, FetchLimits, FetchPlan, Residency, plan_step
+from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, Residency, plan_step
 
 _LONGEST = 1 << 20  # events that are recorded: forwards that no backward follows never end their step
 
@@ -41,21 +41,17 @@ class FetchSchedule:
         for unit, parameters in enumerate(units):
             for p in parameters:
                 self._check(p, f"unit {unit}")
-        self._units = [tuple(dict.fromkeys(p for p in unit if p not in self._persistent)) for unit in units]
+        self.units = [tuple(dict.fromkeys(p for p in unit if p not in self._persistent)) for unit in units]
         self._plans: dict[str, FetchPlan] = {}
         self._candidates: dict[str, tuple[int, ...]] = {}
         self._serial = 0  # plans adopted so far
         self._on_demand_only = False
         self._paused = False
-        # The plan that is followed, and its parts for the hot path.
-        self._plan: FetchPlan | None = None
+        self._plan = NO_PLAN  # that is followed
         self._position = 0
-        self._events: tuple[int, ...] = (END,)
-        self._fetches: tuple[Fetch, ...] = ()
-        self._releases: tuple[tuple[int, ...], ...] = ()
         self._following = False
         # The state on demand; empty while a plan is followed.
-        self._state = Residency(self._units, self._numels, limits.max_live_numel)
+        self._state = Residency(self.units, self._numels, limits.max_live_numel)
         # The events of this step, on demand.
         self._kind: str | None = None  # None: outside of a step
         self._recording = False
@@ -79,20 +75,20 @@ class FetchSchedule:
 
     def enter(self, unit: int) -> Fetch:
         """A use of `unit` begins: what to release, launch, prefetch and wait for, in this order."""
-        position = self._position
-        if self._events[position] == unit:
+        plan, position = self._plan, self._position
+        if plan.events[position] == unit:
             self._position = position + 1
-            return self._fetches[position]
+            return plan.fetches[position]
         self._depart()
         self._note(unit)
         return self._state.enter(unit)
 
     def leave(self, unit: int) -> tuple[int, ...]:
         """The latest open use of `unit` ends: what to release. Without an open use of it nothing happens."""
-        position = self._position
-        if self._events[position] == ~unit:
+        plan, position = self._plan, self._position
+        if plan.events[position] == ~unit:
             self._position = position + 1
-            return self._releases[position]
+            return plan.releases[position]
         self._depart()
         self._note(~unit)
         return self._state.release(self._state.end_use(unit))
@@ -116,7 +112,8 @@ class FetchSchedule:
         A step that begins with something live (held, or left by a step that was not ended) is served on demand.
         """
         self.steps += 1
-        self._depart()
+        if self._plan is not NO_PLAN:
+            self._depart()
         self._reset(kind)
         self._following = False
         self._follow()
@@ -124,10 +121,10 @@ class FetchSchedule:
     def end_step(self) -> tuple[int, ...]:
         """The step is over, open uses too: what to release, everything that is neither persistent nor held."""
         plan = self._plan
-        if plan is not None and self._position == len(plan.trace):
+        if self.plan_progress[1]:
             if self._kind is not None:
                 self._candidates.pop(self._kind, None)  # the step that departed was an exception
-            self._stop_following()
+            self._plan, self._position = NO_PLAN, 0
             self._reset(None)
             return plan.final
         self._depart()
@@ -149,37 +146,26 @@ class FetchSchedule:
         return self._state.end_all()
 
     def _reset(self, kind: str | None) -> None:
-        self._kind, self._trace, self._count, self._last = kind, [], 0, None
-        self._recording = self._may_record()
-
-    def _may_record(self) -> bool:
-        # What runs inside somebody's gather context may run on one rank alone, so it is no trace for all.
-        state = self._state
-        free = not (self._on_demand_only or self._paused)
-        return self._kind is not None and not state.open and not state.held and free
+        self._kind, self._trace, self._count, self._last, self._recording = kind, [], 0, None, False
 
     def _follow(self) -> None:
-        """Starts on this kind's plan if nothing has happened in the step and nothing is live."""
-        if not self._count:
-            self._recording = self._may_record()
-        fresh = self._recording and not self._count and not self._state.live and not self._state.flight
-        plan = self._plans.get(self._kind or "")
-        if self._plan is None and fresh and plan is not None:
-            self._plan, self._position = plan, 0
-            self._events, self._fetches, self._releases = plan.events, plan.fetches, plan.releases
+        """Start on this kind's plan if nothing has happened in the step and nothing is live, or record the step."""
+        state = self._state
+        if self._kind is None or self._count or self._plan is not NO_PLAN:
+            return
+        # What runs inside somebody's gather context may run on one rank alone, so it is no trace for all.
+        self._recording = not (self._on_demand_only or self._paused or state.open or state.held)
+        if self._recording and not state.live and not state.flight and self._kind in self._plans:
+            self._plan, self._position = self._plans[self._kind], 0
             self._following = True
-
-    def _stop_following(self) -> None:
-        self._plan, self._position = None, 0
-        self._events, self._fetches, self._releases = (END,), (), ()
 
     def _depart(self) -> None:
         """Leaves the plan, if one is followed: from here on this step is served on demand and recorded."""
         plan, position = self._plan, self._position
-        if plan is None:
+        if plan is NO_PLAN:
             return
         self._state = self._replay(plan, position)
-        self._stop_following()
+        self._plan, self._position = NO_PLAN, 0
         self._following = False
         self._trace = list(plan.trace[:position])
         self._count = position
@@ -187,7 +173,7 @@ class FetchSchedule:
 
     def _replay(self, plan: FetchPlan, position: int) -> Residency:
         """The state before event `position` of a plan."""
-        state = Residency(self._units, self._numels, self._limits.max_live_numel)
+        state = Residency(self.units, self._numels, self._limits.max_live_numel)
         for event, fetch, releases in zip(plan.trace[:position], plan.fetches, plan.releases, strict=False):
             state.release(fetch.release)
             for launch in (fetch.launch, fetch.prefetch):
@@ -237,38 +223,34 @@ class FetchSchedule:
         If a use of the unit is open, the caller gathers the parameter: it is live, and released when that use ends.
         """
         self._check(parameter, f"unit {unit}")
-        if parameter in self._persistent or parameter in self._units[unit]:
+        if parameter in self._persistent or parameter in self.units[unit]:
             return
         self._depart()
         self._plans.clear()
         self._candidates.clear()
-        self._units[unit] = (*self._units[unit], parameter)
+        self.units[unit] = (*self.units[unit], parameter)
         uses = self._state.open.count(unit)
         if uses:
             self._state.needs[parameter] += uses
             self._state.make_live(parameter)
 
     @property
-    def plan_number(self) -> int:
-        """The serial number of the plan that this step has followed so far, the same on all ranks; 0 if none."""
-        return self._plan.serial if self._plan is not None else 0
+    def plan_progress(self) -> tuple[int, bool]:
+        """The serial number of the plan that this step has followed so far, the same on all ranks, 0 if none; and
+        whether the step has reached its end."""
+        return self._plan.serial, self._plan is not NO_PLAN and self._position == len(self._plan.trace)
 
     @property
-    def plan_done(self) -> bool:
-        """Whether this step has followed its plan to the end."""
-        return self._plan is not None and self._position == len(self._plan.trace)
-
-    def parameters_of(self, unit: int) -> tuple[int, ...]:
-        """The parameters that are gathered for `unit`."""
-        return self._units[unit]
+    def held(self) -> Mapping[int, int]:
+        """How many times each parameter is held, of those that are."""
+        return self._state.held
 
     @property
     def candidate_hash(self) -> int:
         """40 bits over the traces that wait for adoption and the units they speak of; 0 if no trace waits."""
-        waiting = self._waiting()
-        if not waiting:
+        if not self._candidates:
             return 0
-        text = repr((waiting, self._units))
+        text = repr((self._waiting(), self.units))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") or 1
 
     def adopt(self) -> None:
@@ -276,7 +258,7 @@ class FetchSchedule:
         Called by all ranks."""
         for kind, trace in self._waiting():
             self._serial += 1
-            plan = plan_step(trace, self._units, self._numels, self._limits, self._on_disk)
+            plan = plan_step(trace, self.units, self._numels, self._limits, self._on_disk)
             self._plans[kind] = replace(plan, serial=self._serial)
             del self._candidates[kind]
 
@@ -320,7 +302,7 @@ class FetchSchedule:
         from there: a unit that is entered, or ~unit when it is left. The latest alone where no trace is kept. May be
         called by another thread."""
         plan, position, trace, count, last = self._plan, self._position, tuple(self._trace), self._count, self._last
-        if plan is not None:
+        if plan is not NO_PLAN:
             return self._kind or "", 1, plan.trace[:position]
         if len(trace) == count:
             return self._kind or "", 1, trace
@@ -329,7 +311,7 @@ class FetchSchedule:
     def where(self) -> str:
         """Where this rank stands, for messages: the event, counted from 1, and the open uses, outermost first."""
         count, last, open_uses = self._count, self._last, self._state.open
-        if self._plan is not None:
+        if self._plan is not NO_PLAN:
             count = self._position
             last = self._plan.trace[count - 1] if count else None
             open_uses = self._replay(self._plan, count).open

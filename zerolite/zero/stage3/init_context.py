@@ -23,8 +23,10 @@ from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.tiers import HostTier, Tier, Tiers
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import default_device
-from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, partition_model, take_rank0, unseen
-from zerolite.zero.stage3.partitioned_parameter import Home, handle_of
+from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0, unseen
+from zerolite.zero.stage3.partitioned_model import partition_model
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
 class Init:
@@ -74,11 +76,11 @@ class Init:
         if not enabled:
             return
         init_distributed()
-        self._device = default_device(local_rank())
-        self._comm = create_communicator(self._device)  # until an engine takes the parameters over
-        self._home = _home(remote_device, config, self._device, self._comm)
+        device = default_device(local_rank())
+        # Until an engine takes the parameters over.
+        self._group = _group(remote_device, config, device, create_communicator(device))
         if module is not None:
-            partition_model(module, self._comm, self._device, dtype, self._home)
+            partition_model(module, self._group, dtype)
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -121,8 +123,8 @@ class Init:
             self._partition(child.modules())
             for inside, parameter in child.named_parameters():
                 handle = handle_of(parameter)
-                if handle is not None and handle.manager is None:
-                    handle.name = f"{name}.{inside}"
+                if handle is not None and handle.group.coordinator is None:
+                    handle.rename(f"{name}.{inside}")
 
     def _partition_finished(self) -> None:
         """Before a tensor is made: partition the modules whose constructors have returned."""
@@ -140,16 +142,16 @@ class Init:
                 if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
                     continue
                 if not parameter.is_meta:
-                    take_rank0(parameter, self._comm, self._device)
-                    partition(parameter, name, self._comm, self._device, self._dtype, self._home)
+                    take_rank0(parameter, self._group)
+                    partition(parameter, name, self._group, self._dtype)
             self._built.pop(id(module), None)
 
 
-def _home(
+def _group(
     remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, comm: Communicator
-) -> Home | None:
-    """Where parts rest until an engine takes them over; None: on ``device``. Raises ValueError for ``remote_device``,
-    OSError for a disk that cannot be used."""
+) -> ParamGroup:
+    """The group of the parameters, which says where parts rest until an engine takes them over. Raises ValueError for
+    ``remote_device``, OSError for a disk that cannot be used."""
     chosen: str = "none" if config is None else config.zero_optimization.offload_param.device
     if remote_device not in (None, chosen):
         if remote_device == "cpu":
@@ -167,13 +169,12 @@ def _home(
                 f"{remote_device!r}"
             )
     if chosen == "none":
-        return None
+        return ParamGroup(comm, device)
     host = HostTier(pin=False)  # the engine gives them other memory
     tiers = Tiers(device, Tier(device), host, apart=device.type != "cpu")
     if chosen == "nvme" and config is not None:
         tiers = tiers_of(_only_parameters(config), device, device.type, comm)
-    reader = ShardReader(tiers, Transfers(tiers))
-    return lambda numel: (tiers.place_parameters(numel), reader)
+    return ParamGroup(comm, device, ShardReader(tiers, Transfers(tiers)), tiers.place_parameters)
 
 
 def _only_parameters(config: ZeroliteConfig) -> ZeroliteConfig:

@@ -20,18 +20,16 @@ class LaunchPlan:
     """units: for each bucket the units that it belongs to, for whose first ends it waits in any case. uncertain: the
     buckets that are launched when the pass ends as long as nothing is learned: some of their parameters stay whole, or
     belong to several units.
-    plan_number: of the schedule's plan that the events follow, 0 if none; plan_done: whether they have reached its end;
-    the same on all ranks."""
+    progress: tells the number of the schedule's plan that the events follow, 0 if none, and whether they have reached
+    its end; the same on all ranks."""
 
     def __init__(
         self,
         units: Sequence[Collection[int]],
         uncertain: Collection[int],
-        plan_number: Callable[[], int],
-        plan_done: Callable[[], bool],
+        progress: Callable[[], tuple[int, bool]],
     ) -> None:
-        self._plan_number = plan_number
-        self._plan_done = plan_done
+        self._progress = progress
         self._done = False  # whether the last end was the plan's last event
         self._number = 0  # the plan that the events of this pass follow: asked while they come, it ends before the pass
         self._units = units
@@ -40,6 +38,7 @@ class LaunchPlan:
         for bucket, of_bucket in enumerate(units):
             for unit in () if bucket in self._uncertain else of_bucket:
                 self._buckets.setdefault(unit, []).append(bucket)
+        self._all_missing = [len(of_bucket) for of_bucket in units]
         self._missing: list[int] = []  # units that each bucket waits for in this pass
         self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number
         self._due: dict[End, list[int]] | None = None  # None: nothing is learned
@@ -49,10 +48,10 @@ class LaunchPlan:
 
     def begin_pass(self) -> None:
         """Before the first gradient of a backward."""
-        self._number = self._plan_number()
+        self._number, self._done = self._progress()[0], False
         self._due = self._learned.get(self._number)
-        self._missing = [len(units) for units in self._units]
-        self._ends, self._counts, self._done = [], {}, False
+        self._missing = list(self._all_missing)
+        self._ends, self._counts = [], {}
         self.arrivals = [-1] * len(self.arrivals)
 
     @property
@@ -69,7 +68,7 @@ class LaunchPlan:
         count = self._counts.get(unit, 0) + 1
         self._counts[unit] = count
         self._ends.append((unit, count))
-        self._number, self._done = self._plan_number(), self._plan_done()
+        self._number, self._done = self._progress()
         if self._due is not None:
             return self._due.get((unit, count), ())
         return self._complete_with(unit) if count == 1 else ()

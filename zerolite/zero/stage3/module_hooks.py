@@ -1,4 +1,4 @@
-"""Module hooks that report enter and leave, and detect parameters used outside their module.
+"""Hooks on modules and on their outputs: they report uses of units, and of parameters outside their module.
 
 Units, the modules that are gathered as one, are defined in units.py.
 """
@@ -9,20 +9,97 @@ import copy
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerolite.utils.module_hook import WeakHook, untraced
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, Unit
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE
 from zerolite.zero.stage3.questions import asks_only
 from zerolite.zero.stage3.units import UnitPlan, is_compiled, is_released, owns_released
 
-_transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
+if TYPE_CHECKING:
+    from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+_current_graph_task = torch._C._current_graph_task_id
 
 
-class _Hook(WeakHook[PartitionedParameterCoordinator]):
+class Unit:
+    """What is gathered as one: a module or a subtree. ``uses`` is how many of its uses are open, in which its values
+    are there; ``inside`` the module in it that was called without it, in the use under way. ``is_table``: its backward
+    needs no values (``UnitPlan.is_table``)."""
+
+    __slots__ = ("index", "inside", "is_table", "name", "uses")
+
+    def __init__(self, index: int, name: str, is_table: bool) -> None:
+        self.index = index
+        self.name = name
+        self.is_table = is_table
+        self.uses = 0
+        self.inside: torch.nn.Module | None = None
+
+    def call_inside(self, module: torch.nn.Module | None) -> None:
+        """``module`` in it is called without the unit, whose use this is; None: it has returned."""
+        self.inside = module
+
+    def need_values(self) -> None:
+        """From now on the backward needs values."""
+        self.is_table = False
+
+    def end_use(self) -> None:
+        """One use of the unit has ended."""
+        self.uses -= 1
+        if not self.uses:
+            self.inside = None
+
+    def reset(self) -> None:
+        """No use is open any more."""
+        self.uses, self.inside = 0, None
+
+
+class Use:
+    """One forward of a unit, and the hook on its outputs until its backward. ``start`` and ``end`` are times of a clock
+    that ticks at every begin and end, so that nesting is a comparison. Graphs outlive backwards (a loss that is kept
+    keeps its graph), so it knows the coordinator weakly."""
+
+    __slots__ = ("coordinator", "end", "start", "task", "unit")
+
+    def __init__(self, coordinator: weakref.ref[PartitionedParameterCoordinator], unit: Unit, start: int) -> None:
+        self.coordinator = coordinator
+        self.unit = unit
+        self.start = start
+        self.end = start
+        self.task = -1  # the backward (autograd's graph task) that has entered it last
+
+    def contains(self, other: Use) -> bool:
+        return self.start <= other.start and other.end <= self.end
+
+    def close(self, time: int) -> None:
+        """The forward has ended."""
+        self.end = time
+        self.unit.end_use()
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """A gradient has reached an output. Of a backward the first counts."""
+        task = _current_graph_task()
+        coordinator = self.coordinator() if task != self.task else None
+        if coordinator is not None:
+            self.task = task
+            coordinator.on_output_gradient(self, task)
+
+    def hook(self, tensor: torch.Tensor) -> None:
+        """Let a gradient that reaches ``tensor``, an output, begin the backward.
+
+        Not where the unit hands on what a use that ended before this one has made (T5's position bias). A gradient that
+        reaches it comes when the backward of that use begins, and says nothing of this one; least of all of one that
+        checkpointing repeats, whose hooks are the last on the tensor."""
+        for hook in (tensor._backward_hooks or {}).values():  # None after a change in place: this use has made it
+            if type(hook) is Use and hook.coordinator is self.coordinator and hook.end < self.start:
+                return
+        tensor.register_hook(self)
+
+
+class _Hook(WeakHook["PartitionedParameterCoordinator"]):
     def __init__(self, coordinator: PartitionedParameterCoordinator, unit: Unit) -> None:
         super().__init__(coordinator)
         self._unit = unit
@@ -33,15 +110,7 @@ class _Enter(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         coordinator = self.owner()
         if coordinator is not None:
-            self._enter(coordinator)
-
-    def _enter(self, coordinator: PartitionedParameterCoordinator) -> None:
-        if _transform_level() is not None:
-            raise RuntimeError(
-                f"module '{self._unit.name}' is called inside a transform of torch.func (grad, vmap, …), where "
-                "stage 3 cannot gather its parameters; call a whole copy of the model: copy.deepcopy(engine.module)"
-            )
-        coordinator.enter_forward(self._unit)
+            coordinator.enter_forward(self._unit)
 
 
 class _Leave(_Hook):
@@ -52,7 +121,7 @@ class _Leave(_Hook):
             coordinator.leave_forward(self._unit, module, outputs)
 
 
-class _EnterInside(_Enter):
+class _EnterInside(_Hook):
     """On modules inside a unit that own some of its parameters. Where none of the units that have these is in use, the
     caller has reached into the unit (a block may have methods of its own): then this is a use of the unit. Dynamo
     traces the question."""
@@ -71,11 +140,11 @@ class _EnterInside(_Enter):
     def _begin(self, module: torch.nn.Module) -> None:
         coordinator = self.owner()
         if coordinator is not None:
-            self._enter(coordinator)
-            self._unit.inside = module
+            coordinator.enter_forward(self._unit)
+            self._unit.call_inside(module)
 
 
-class _LeaveInside(_Leave):
+class _LeaveInside(_Hook):
     def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
         if self._unit.inside is module:
             self._end(module, outputs)
@@ -83,7 +152,7 @@ class _LeaveInside(_Leave):
     @untraced
     def _end(self, module: torch.nn.Module, outputs: Any) -> None:
         coordinator = self.owner()
-        self._unit.inside = None
+        self._unit.call_inside(None)
         if coordinator is not None:
             coordinator.leave_forward(self._unit, module, outputs)
 

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 
 from zerolite.comm import Communicator
+from zerolite.comm.initial_sync import broadcast_into, differing
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.tiers import HostTier, Tiers
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_items import COMPUTE, DEVICE
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.fetch_plan import FetchLimits
+from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.module_hooks import attach
-from zerolite.zero.stage3.partition_parameters import partition_model
+from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, gather, handle_of, whole_numel
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, whole_numel
 from zerolite.zero.stage3.units import LeafRule, UnitPlan, plan_units
 
 
@@ -53,21 +56,21 @@ class PartitionedModel:
         device, or on the host where they are not to stay there, until they are given a place; some of them have been
         given one by ``zero.Init``."""
         self.model = model
-        self.reader = ShardReader(tiers, transfers)
-        away = tiers.parameters.place != DEVICE
-        on_host = HostTier(pin=False)  # on the way to their tier: the device has no room to spare
-        partition_model(model, comm, device, home=(lambda _: (on_host, self.reader)) if away else None)
+        self._away = tiers.parameters.place != DEVICE
+        reader = ShardReader(tiers, transfers)
+        group = ParamGroup(comm, device)
+        if self._away:  # on the way to their tier: the device has no room to spare
+            on_host = HostTier(pin=False)
+            group = ParamGroup(comm, device, reader, lambda _: on_host)
+        partition_model(model, group)
+        self.group = ParamGroup(gathers, device, reader)
         self.parameters = list(model.parameters())
         self.handles: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter in self.parameters:
             handle = handle_of(parameter)
             assert handle is not None, "partition_model has partitioned it"
-            handle.comm, handle.name = gathers, names[id(parameter)]
-            handle.persistent, handle.manager, handle.trained = False, None, False
-            handle.release()
-            if away or handle.reader is not None:
-                handle.reader = self.reader
+            handle.join(self.group, len(self.handles), names[id(parameter)])
             self.handles.append(handle)
 
     def plan(self, options: Stage3Options) -> list[UnitPlan]:
@@ -75,7 +78,7 @@ class PartitionedModel:
         left = options.model_persistence
         for handle in self.handles:
             if handle.numel <= options.persistence and (left is None or handle.numel <= left):
-                handle.persistent = True
+                handle.stay_whole()
                 left = None if left is None else left - handle.numel
         max_live = options.limits.max_live_numel if options.blocks else 0
         self.plans = plan_units(self.model, options.is_leaf, options.granularity, max_live)
@@ -103,13 +106,15 @@ class PartitionedModel:
 
     def start(self, links: StepLinks) -> PartitionedParameterCoordinator:
         """Gather what stays whole, install the hooks. Shards are where they belong by now."""
-        gather([handle for handle in self.handles if handle.persistent])
+        if not self._away and all(handle.tier.place == DEVICE for handle in self.handles):
+            self.group.read_with(None)
+        self.group.gather([handle for handle in self.handles if handle.persistent])
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         units = [[index_of[id(parameter)] for parameter in plan.parameters] for plan in self.plans]
         names = [plan.name for plan in self.plans]
         tables = [index for index, plan in enumerate(self.plans) if plan.is_table]
         self.coordinator = PartitionedParameterCoordinator(
-            self.handles, names, units, tables, self._limits, self.reader, links
+            self.group, self.handles, names, units, tables, self._limits, links
         )
         self.hooks: list[Any] = attach(self.model, self.plans, self.coordinator)
         return self.coordinator
@@ -209,3 +214,72 @@ def make_whole(model: torch.nn.Module) -> None:
         handle = handle_of(parameter)
         if handle is not None:
             handle.make_whole()
+
+
+# -------------------------------------------------------------------- partitioning
+
+
+@torch.no_grad()
+def partition_model(model: torch.nn.Module, group: ParamGroup, dtype: torch.dtype | None = None) -> None:
+    """Partition every plain parameter of ``model``; rank 0's values are everyone's. Modules on the meta device are
+    materialised one by one, children first. Called on all ranks, with equal models."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
+    different = differing(plain, group.comm, group.device)
+    for parameter, differs in zip(plain, different, strict=True):
+        if differs:
+            take_rank0(parameter, group)
+        partition(parameter, names[id(parameter)], group, dtype)
+    for name, module in _children_first(model):
+        _materialise(name, module, names, group, dtype)
+
+
+def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Every module once, after those inside it: a module may set what its children have set before."""
+    found: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+
+    def walk(name: str, module: torch.nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for child_name, child in module.named_children():
+            walk(f"{name}.{child_name}" if name else child_name, child)
+        found.append((name, module))
+
+    walk("", model)
+    return found
+
+
+def _materialise(
+    name: str, module: torch.nn.Module, names: dict[int, str], group: ParamGroup, dtype: torch.dtype | None
+) -> None:
+    """Give a module's own meta parameters and buffers memory and values, then partition them. Own parameters that
+    have values (tied ones, from their first owner) keep them."""
+    own = list(module.parameters(recurse=False))
+    meta = [p for p in own if p.is_meta]
+    if not meta and not any(b.is_meta for b in module.buffers(recurse=False)):
+        return
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise RuntimeError(
+            f"zerolite: module '{name}' ({type(module).__name__}) is on the meta device and has no reset_parameters() "
+            "method to give its parameters and buffers values; add one, or build the module inside zero.Init instead"
+        )
+    for parameter in meta:
+        # The same Parameter object, wherever it is used. torch.utils.swap_tensors would swap attributes too, and
+        # refuse where a weak reference exists (recurrent layers keep some).
+        fresh = torch.nn.Parameter(torch.empty_like(parameter, device=group.device), parameter.requires_grad)
+        torch._C._swap_tensor_impl(parameter, fresh)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = torch.empty_like(buffer, device=group.device)
+    kept = GatheredParameters([p for p in own if handle_of(p) is not None])
+    with GatherOnUse(dtype=dtype), kept:
+        reset()
+        kept.drop_changes()
+    for buffer in module.buffers(recurse=False):
+        broadcast_into(buffer, group.comm, group.device, "initial_sync")
+    for parameter in meta:
+        take_rank0(parameter, group)
+        partition(parameter, names[id(parameter)], group, dtype)

@@ -15,60 +15,25 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from zerolite.comm import Communicator
 from zerolite.comm.flight import Mismatch
 from zerolite.offload.shard_reader import ShardReader
-from zerolite.utils.accelerator import address
 from zerolite.utils.memory_items import DISK
 from zerolite.utils.nested import find_in_objects
-from zerolite.zero.buffer import take_values
 from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
-from zerolite.zero.stage3.partitioned_parameter import (
-    AVAILABLE,
-    NOT_AVAILABLE,
-    PartitionedParameter,
-    finish,
-    gather,
-    handle_of,
-    launch,
-    refresh,
-)
+from zerolite.zero.stage3.module_hooks import Unit, Use
+from zerolite.zero.stage3.param_group import ParamGroup, refresh
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.released_parameter import close_all, open_all
+from zerolite.zero.stage3.whole_parameters import WholeParameters
 
 _current_graph_task = torch._C._current_graph_task_id
-
-
-class Unit:
-    """What is gathered as one: a module or a subtree. ``uses`` is how many of its uses are open, in which its values
-    are there; ``inside`` the module in it that was called without it, in the use under way."""
-
-    __slots__ = ("index", "inside", "name", "uses")
-
-    def __init__(self, index: int, name: str) -> None:
-        self.index = index
-        self.name = name
-        self.uses = 0
-        self.inside: torch.nn.Module | None = None
-
-    def reset(self) -> None:
-        """No use is open any more."""
-        self.uses, self.inside = 0, None
-
-
-class GatherListener(Protocol):
-    """What is told of gathers before this rank launches them, on all ranks in the same order."""
-
-    def before_launch(self, indices: Sequence[int]) -> None:
-        """These parameters are about to be gathered, in one launch."""
-
-    def before_external(self, unit: int, index: int) -> None:
-        """From now on ``unit`` gathers a parameter that it turns out to use."""
+_transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
 
 class StepLinks(NamedTuple):
@@ -78,38 +43,6 @@ class StepLinks(NamedTuple):
     observers: Observers
     begin_backward: Callable[[], None]
     on_use_end: Callable[[int], None]
-
-
-class Use:
-    """One forward of a unit, remembered by the hooks on its outputs until its backward. ``start`` and ``end`` are
-    times of a clock that ticks at every begin and end, so that nesting is a comparison."""
-
-    __slots__ = ("end", "start", "task", "unit")
-
-    def __init__(self, unit: Unit, start: int) -> None:
-        self.unit = unit
-        self.start = start
-        self.end = start
-        self.task = -1  # the backward (autograd's graph task) that has entered it last
-
-    def contains(self, other: Use) -> bool:
-        return self.start <= other.start and other.end <= self.end
-
-
-class _OnGradient:
-    """A hook on an output. Graphs outlive backwards (whoever keeps a loss keeps its graph), so it knows the
-    coordinator weakly."""
-
-    __slots__ = ("coordinator", "use")
-
-    def __init__(self, coordinator: PartitionedParameterCoordinator, use: Use) -> None:
-        self.coordinator = coordinator.itself
-        self.use = use
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        coordinator = self.coordinator()
-        if coordinator is not None:
-            coordinator.on_output_gradient(self.use)
 
 
 class PartitionedParameterCoordinator:
@@ -122,51 +55,41 @@ class PartitionedParameterCoordinator:
 
     def __init__(
         self,
+        group: ParamGroup,
         handles: Sequence[PartitionedParameter],
         unit_names: Sequence[str],
         units: Sequence[Sequence[int]],
         tables: Collection[int],
         limits: FetchLimits,
-        reader: ShardReader,
         links: StepLinks,
     ) -> None:
-        """tables: the units whose backward needs no values (``UnitPlan.is_table``)."""
+        """group: that of ``handles``. tables: the units whose backward needs no values (``UnitPlan.is_table``)."""
         self._links, self._observers = links, links.observers
+        self.group, self.comm = group, group.comm
         self.handles = list(handles)
-        self.units = [Unit(index, name) for index, name in enumerate(unit_names)]
-        self._index = {id(handle): index for index, handle in enumerate(self.handles)}
+        self.units = [Unit(index, name, index in tables) for index, name in enumerate(unit_names)]
         persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
         self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
-        self.reader = reader
-        self._tables = set(tables)
         self._stack: list[Use] = []  # forward uses under way
         self._backward: list[Use] = []  # backward uses under way
         self._recomputed: list[Use] = []  # forward uses that ended inside a backward and are still needed
+        self._staying: set[int] = set()  # parameters of units that have ended and keep some for the backward
         self._closed: list[PartitionedParameter] = []  # gathered for a backward that has not begun
-        self._leaving = 0  # the unit whose outputs are looked at
         self._tasks: list[int] = []  # backwards under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
         self._shown: list[PartitionedParameter] = []  # not here, and with their shapes
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
+        self._read_ahead: ShardReader | None = None  # that has read shards ahead in this step
         self._clock = 0
-        self._whole: list[tuple[PartitionedParameter, torch.Tensor]] = []  # trained and whole, with their values
-        self._parts: list[torch.Tensor] = []
-        self._shards: list[torch.Tensor] = []
-        self._clock_of_updates = [0]  # how often shards have got new values
-        self.used_outside = False  # since the last update, in a graph: gradients may come after a unit's backward
+        self._trained: set[int] = set()
+        self._whole = WholeParameters(group, ())  # of those
+        self._used_outside = False  # since the last update, in a graph: gradients may come after a unit's backward
         self.thread = threading.get_ident()  # of the last forward
         self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
-        # What engine.join() wants to know of: gathers, and parameters that a unit turns out to use.
-        self.listener: GatherListener | None = None
         self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
         self.itself = weakref.ref(self)
-        for index, handle in enumerate(self.handles):
-            handle.manager, handle.key, handle.clock = self.itself, index + 1, self._clock_of_updates
-
-    def listen(self, listener: GatherListener | None) -> None:
-        """Tell ``listener`` of gathers from now on, instead of the one before; None: nobody."""
-        self.listener = listener
+        group.serve(self)
 
     def assign(self, module: torch.nn.Module, unit: Unit) -> None:
         """``module`` is the unit, or part of it."""
@@ -175,34 +98,46 @@ class PartitionedParameterCoordinator:
     def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
         """Gather a parameter with ``module``'s unit (the root where it has none) from its next use on. Called on all
         ranks."""
-        index = self._index.get(id(handle))
-        if index is None or handle.persistent:
+        if handle.group is not self.group or handle.persistent:
             return
         unit = self.units[self._unit_of.get(id(module), 0)]
         if any(use.unit is unit for use in (*self._stack, *self._backward)):
-            gather([handle])
-        self._add_parameter(unit.index, index)
+            self.group.gather([handle])
+        self._add_parameter(unit, handle.index)
 
-    def _add_parameter(self, unit: int, index: int) -> None:
-        if index not in self.schedule.parameters_of(unit):
-            if self.listener is not None:
-                self.listener.before_external(unit, index)
-            self.schedule.add_parameter(unit, index)
-            if unit in self._tables:  # its values are needed from now on, in a backward that is under way too
-                self._tables.remove(unit)
-                for use in [use for use in self._backward if use.unit.index == unit]:
-                    use.unit.uses += 1
-                    self._execute(self.schedule.enter(unit))
+    def _add_parameter(self, unit: Unit, index: int) -> None:
+        if index not in self.schedule.units[unit.index]:
+            if self.group.listener is not None:
+                self.group.listener.before_external(unit.index, index)
+            self.schedule.add_parameter(unit.index, index)
+            if unit.is_table:  # its values are needed from now on, in a backward that is under way too
+                unit.need_values()
+                for _ in [use for use in self._backward if use.unit is unit]:
+                    unit.uses += 1
+                    self._execute(self.schedule.enter(unit.index))
+
+    def train(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """These are the parameters to which each update gives new values, from where their shards are by now."""
+        of_group = (handle for p in parameters if (handle := handle_of(p)) is not None)
+        self._trained = {handle.index for handle in of_group}
+        trained_whole = [h for h in self.handles if h.persistent and h.index in self._trained]
+        self._whole = WholeParameters(self.group, trained_whole)
+        self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.tier.place == DISK})
 
     # ---------------------------------------------------------------- forward
 
     def enter_forward(self, unit: Unit) -> None:
         """Begin a use of ``unit``: before its forward, recomputations in backward included, or before the forward of
         a module inside it that is called without the unit."""
+        if _transform_level() is not None:
+            raise RuntimeError(
+                f"module '{unit.name}' is called inside a transform of torch.func (grad, vmap, …), where "
+                "stage 3 cannot gather its parameters; call a whole copy of the model: copy.deepcopy(engine.module)"
+            )
         if not self._stack:
             self._begin_outermost()
         self._clock += 1
-        self._stack.append(Use(unit, self._clock))
+        self._stack.append(Use(self.itself, unit, self._clock))
         unit.uses += 1
         self._execute(self.schedule.enter(unit.index))
 
@@ -213,68 +148,71 @@ class PartitionedParameterCoordinator:
             if not any(use.unit is unit for use in stack):
                 return  # swept meanwhile
             while stack[-1].unit is not unit:
-                self._close(stack.pop())
+                self._end(stack.pop())
         use = stack.pop()
-        self._leaving = unit.index
-        watched = self._watch(use, module, outputs) if torch.is_grad_enabled() else self._escaped(outputs)
-        if self._tasks and any(self.handles[i].frozen for i in self.schedule.parameters_of(unit.index)):
+        watched = self._watch(use, module, outputs) if torch.is_grad_enabled() else self._escaped(unit, outputs)
+        if self._tasks and any(self.handles[i].frozen for i in self.schedule.units[unit.index]):
             # A recomputation. What torch.utils.checkpoint compares afterwards is the frozen parameter itself.
-            self._end(use)
+            self._clock += 1
+            use.close(self._clock)
             self._recomputed.append(use)
         else:
-            self._close(use)
+            self._end(use)
         if not stack and not self._tasks:
-            if watched:
-                self._close_available()
-            else:
+            if not watched:
                 self._end_step()
+            elif self._staying:
+                self._close_available()
+
+    def _end(self, use: Use) -> None:
+        """End a forward use that is not under way in a backward."""
+        self._clock += 1
+        use.close(self._clock)
+        index = use.unit.index
+        released = self.schedule.leave(index)
+        if released:
+            self._release(released)
+        if len(released) < len(self.schedule.units[index]):
+            self._staying.update(self.schedule.units[index])
 
     def _close_available(self) -> None:
         """Between forward and backward, what stays gathered for the backward is closed as the rest is: somebody may
         take its values, whose memory is about to be released."""
-        self._closed = [h for h in self.handles if h.status is AVAILABLE and not h.persistent and not h.held]
+        staying = [self.handles[index] for index in self._staying - self.schedule.held.keys()]
+        self._closed = [handle for handle in staying if handle.status is AVAILABLE]
         close_all([handle.ref() for handle in self._closed])
 
     def _open_again(self) -> None:
         closed, self._closed = self._closed, []
-        if closed:
-            open_all([handle.ref() for handle in closed if handle.status is AVAILABLE])
-
-    def _close(self, use: Use) -> None:
-        self._end(use)
-        self._release(self.schedule.leave(use.unit.index))
-
-    def _end(self, use: Use) -> None:
-        self._clock += 1
-        use.end = self._clock
-        use.unit.uses -= 1
-        if not use.unit.uses:
-            use.unit.inside = None
+        open_all([handle.ref() for handle in closed if handle.status is AVAILABLE])
 
     def _begin_outermost(self) -> None:
         if self._tasks:
             if _current_graph_task() != -1:
                 return  # a recomputation inside backward
             self.sweep()  # that backward ended with an exception
-        self._open_again()
-        self.used_outside = False  # since the last update, in a graph: gradients may come after a unit's backward
+        if self._closed:
+            self._open_again()
+        self._used_outside = False
         self.thread = threading.get_ident()
         if not self._step_open:
             if torch.is_grad_enabled():
                 for notify in self._observers.before_forward:
                     notify()
-            self._begin_step("train" if torch.is_grad_enabled() else "eval")
+            self._step_open = True
+            self.schedule.begin_step("train" if torch.is_grad_enabled() else "eval")
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Around the engine's call of the model, with the user's hooks on it."""
-        self.drop_failed()
+        if self._stack or self._tasks:
+            self.drop_failed()
         self.calls += 1
         try:
             yield
         finally:
             self.calls -= 1
-            if not self.calls and not self._step_open:
+            if self._strays and not self.calls and not self._step_open:
                 self._let_strays_go()
 
     def drop_failed(self) -> None:
@@ -285,63 +223,44 @@ class PartitionedParameterCoordinator:
     def _watch(self, use: Use, module: torch.nn.Module, outputs: Any) -> bool:
         """Hook every tensor through which a backward may come: outputs, and what the module keeps as an attribute.
         True if there is one."""
-        hook = _OnGradient(self, use)
         watched = False
         for value in module.__dict__.values():
-            if type(value) is torch.Tensor and value.grad_fn is not None and not self._from_before(value, use):
-                value.register_hook(hook)
+            if type(value) is torch.Tensor and value.grad_fn is not None:
+                use.hook(value)
         if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
-            if not self._from_before(outputs, use):
-                outputs.register_hook(hook)
+            use.hook(outputs)
             return True
         for tensor in find_in_objects(outputs):
-            self._check_escape(tensor)
+            self._check_escape(use.unit, tensor)
             base = tensor._base
-            if base is not None and base.grad_fn is not None and not self._from_before(base, use):
-                base.register_hook(hook)  # a caller may change the view in place; then gradients come this way
+            if base is not None and base.grad_fn is not None:
+                use.hook(base)  # a caller may change the view in place; then gradients come this way
             if tensor.grad_fn is not None:
                 watched = True
-                if not self._from_before(tensor, use):
-                    tensor.register_hook(hook)
+                use.hook(tensor)
         return watched
 
-    def _from_before(self, tensor: torch.Tensor, use: Use) -> bool:
-        """The unit hands on what a use that ended before this one has made (T5's position bias). A gradient that
-        reaches it comes when the backward of that use begins, and says nothing of this one; least of all of one that
-        checkpointing repeats, whose hooks are the last on the tensor."""
-        hooks = tensor._backward_hooks  # None after a change in place: then this use has made it
-        if not hooks:
-            return False
-        ours = [hook for hook in hooks.values() if type(hook) is _OnGradient]
-        return any(hook.coordinator is self.itself and hook.use.end < use.start for hook in ours)
-
-    def _escaped(self, outputs: Any) -> bool:
+    def _escaped(self, unit: Unit, outputs: Any) -> bool:
         for tensor in find_in_objects(outputs):
-            self._check_escape(tensor)
+            self._check_escape(unit, tensor)
         return False
 
-    def _check_escape(self, tensor: torch.Tensor) -> None:
-        """A parameter, or an alias of one, that a unit returns stays gathered with whoever called the unit."""
+    def _check_escape(self, unit: Unit, tensor: torch.Tensor) -> None:
+        """A parameter, or an alias of one, that ``unit`` returns stays gathered with the unit that called it."""
         handle = handle_of(tensor) or handle_of(tensor._base)
         if handle is None and tensor.grad_fn is None and self._stack:
             storage = tensor.untyped_storage()._cdata
-            live = (self.handles[i] for i in self.schedule.parameters_of(self._leaving))
+            live = (self.handles[i] for i in self.schedule.units[unit.index])
             handle = next((h for h in live if h.full.untyped_storage()._cdata == storage), None)
-        if handle is None or handle.persistent:
+        if handle is None or handle.persistent or handle.group is not self.group:
             return
-        index = self._index.get(id(handle))
-        caller = self._stack[-1].unit.index if self._stack else None
-        if index is not None and (caller is None or index not in self.schedule.parameters_of(caller)):
-            self._attach(index)
+        if not self._stack or handle.index not in self.schedule.units[self._stack[-1].unit.index]:
+            self._attach(handle.index)
 
     # ---------------------------------------------------------------- backward
 
-    def on_output_gradient(self, use: Use) -> None:
-        """A gradient has reached an output of ``use``."""
-        task = _current_graph_task()
-        if use.task == task:
-            return
-        use.task = task
+    def on_output_gradient(self, use: Use, task: int) -> None:
+        """A gradient of a backward has reached an output of ``use``, the first one."""
         if task not in self._tasks:
             self._begin_task(task)
         if torch.is_grad_enabled():
@@ -357,8 +276,8 @@ class PartitionedParameterCoordinator:
                 del open_uses[position]
                 self._end_backward_use(last)
         open_uses.insert(position, use)
-        if use.unit.index in self._tables:
-            for index in self.schedule.parameters_of(use.unit.index):
+        if use.unit.is_table:
+            for index in self.schedule.units[use.unit.index]:
                 self.show_shape(self.handles[index])
         else:
             use.unit.uses += 1
@@ -367,11 +286,15 @@ class PartitionedParameterCoordinator:
     def _end_backward_use(self, use: Use) -> None:
         if self._recomputed:
             self._close_recomputed(use.unit)
-        if use.unit.index not in self._tables:
+        if not use.unit.is_table:
             use.unit.uses -= 1
             if not self._second_order:
                 self._release(self.schedule.leave(use.unit.index))
         self._links.on_use_end(use.unit.index)
+
+    def note_use_outside(self) -> None:
+        """A parameter is used in a graph, without any unit: gradients may come after a unit's backward."""
+        self._used_outside = True
 
     def show_shape(self, handle: PartitionedParameter) -> None:
         """A gradient comes to a parameter whose values are not here; until the backward ends it has its shape."""
@@ -393,9 +316,11 @@ class PartitionedParameterCoordinator:
 
     def _begin_task(self, task: int) -> None:
         """A backward begins, perhaps inside another (reentrant checkpointing)."""
-        self._open_again()
+        if self._closed:
+            self._open_again()
         if not self._tasks and not self._step_open:
-            self._begin_step("backward")
+            self._step_open = True
+            self.schedule.begin_step("backward")
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
         if not self._stack:  # torch.autograd.grad inside a forward is no backward of the engine's
@@ -411,22 +336,28 @@ class PartitionedParameterCoordinator:
             return
         while self._backward:
             self._end_backward_use(self._backward.pop())
-        self._close_recomputed(None)
+        if self._recomputed:
+            self._close_recomputed(None)
         if not self._stack and not self._second_order:
             self._end_step()
 
     # ---------------------------------------------------------------- steps of the schedule
 
-    def _begin_step(self, kind: str) -> None:
-        self._step_open = True
-        self.schedule.begin_step(kind)
-
     def _end_step(self) -> None:
         self._step_open = False
         self._release(self.schedule.end_step())
-        self._hide_shapes()
-        self._let_strays_go()
-        self.reader.forget()
+        self._end_others()
+
+    def _end_others(self) -> None:
+        """End what the schedule does not know of."""
+        self._staying.clear()
+        if self._shown:
+            self._hide_shapes()
+        if self._strays:
+            self._let_strays_go()
+        if self._read_ahead is not None:
+            self._read_ahead.forget()
+            self._read_ahead = None
 
     def sweep(self) -> None:
         """End everything under way and release all that nobody holds: after an exception, and when values have
@@ -434,54 +365,37 @@ class PartitionedParameterCoordinator:
         self._step_open = self._second_order = False
         for use in (*self._stack, *self._backward):
             use.unit.reset()
-        self._hide_shapes()
         self._stack.clear()
         self._backward.clear()
         self._recomputed.clear()
         self._tasks.clear()
         self._release(self.schedule.forget())
-        self._let_strays_go()
-        self.reader.forget()
+        self._end_others()
 
     def _let_strays_go(self) -> None:
-        if self._strays:
-            strays, self._strays = self._strays, []
-            self.unhold(strays)
+        strays, self._strays = self._strays, []
+        self.unhold(strays)
 
     def on_update(self) -> None:
         """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
         stay. Called on all ranks, by the publisher."""
-        self._clock_of_updates[0] += 1
-        self.used_outside = False
-        self.sweep()
-        stale = [handle for handle in self.handles if handle.status is AVAILABLE and handle.trained]
+        self.group.on_update()
+        self._used_outside = False
+        if self._step_open or self._strays:
+            self.sweep()
         with self._observers.gathering():
-            refresh(stale)
+            if self.schedule.held or (self.group.kept and self.group.keeps_some()):
+                refresh([h for h in self.handles if h.status is AVAILABLE and h.index in self._trained])
+            else:
+                self._whole.refresh()
 
-    @torch.no_grad()
     def collect_writes(self) -> None:
         """What somebody has written into parameters that stay whole, alike on all ranks, reaches their shards."""
-        if any(handle.view is not view for handle, view in self._whole):
-            self.look_at_whole()
-        for handle, view in self._whole:
-            if address(handle.parameter) != address(view):
-                take_values(handle.name, handle.parameter, view)
-        if self._shards:
-            self.reader.write(self._shards, self._parts)
+        self._whole.take_writes()
 
-    def look_at_disk(self) -> None:
-        """Find the parameters whose shards are on disk."""
-        on_disk = {i: handle.shard.numel() for i, handle in enumerate(self.handles) if handle.tier.place == DISK}
-        self.schedule.set_on_disk(on_disk)
-
-    def look_at_whole(self) -> None:
-        """Find the trained parameters that stay whole, and their parts."""
-        kept = [handle for handle in self.handles if handle.persistent and handle.trained]
-        self._whole = [(handle, handle.view) for handle in kept]
-        self._parts, self._shards = [], []
-        apart = [handle for handle in kept if handle.storage is not None]
-        self._parts = [handle.own_part() for handle in apart]
-        self._shards = [handle.shard[: len(part)] for handle, part in zip(apart, self._parts, strict=True)]
+    def plan_progress(self) -> tuple[int, bool]:
+        """The number of the plan that uses follow and gradients come by, and whether it is done; (0, False) if none."""
+        return (0, False) if self._used_outside else self.schedule.plan_progress
 
     # ---------------------------------------------------------------- uses that no hook sees
 
@@ -491,11 +405,10 @@ class PartitionedParameterCoordinator:
         task = _current_graph_task()
         if task != -1 and not self._tasks:  # a user's hook, before any output's
             self._begin_task(task)
-        index = self._index.get(id(handle))
-        if index is None:
-            gather([handle])
+        if handle.group is not self.group:
+            handle.group.gather([handle])
             return
-        self._attach(index)
+        self._attach(handle.index)
 
     @property
     def busy(self) -> bool:
@@ -504,7 +417,7 @@ class PartitionedParameterCoordinator:
 
     def _attach(self, index: int) -> None:
         if self._stack and not self._tasks:
-            self._add_parameter(self._stack[-1].unit.index, index)
+            self._add_parameter(self._stack[-1].unit, index)
         self.gather_stray([index])
 
     def gather_stray(self, indices: Iterable[int]) -> None:
@@ -516,33 +429,22 @@ class PartitionedParameterCoordinator:
     def hold(self, indices: Sequence[int]) -> None:
         """Gather these parameters and keep them until :meth:`unhold`; calls nest. Called on all ranks."""
         with self._observers.gathering():
-            gather([self.handles[index] for index in indices])
-        for index in indices:
-            self.handles[index].held += 1
+            self.group.gather([self.handles[index] for index in indices])
         self.schedule.hold(indices)
 
     def unhold(self, indices: Sequence[int]) -> None:
         """End one :meth:`hold`. Called on all ranks."""
-        for index in indices:
-            self.handles[index].held -= 1
         self._release(self.schedule.unhold(indices))
 
-    def let_go(self, indices: Sequence[int]) -> None:
-        """End gathers that this rank has taken part in for the others."""
+    def follow_gather(self, indices: Sequence[int]) -> None:
+        """Take part in a gather for the other ranks."""
+        self.group.all_gather([self.handles[index] for index in indices])
         for index in indices:
-            started = self.handles[index].launch
-            if started is not None:
-                finish(started)
-        self._release(indices)
-
-    @property
-    def comm(self) -> Communicator:
-        """Of the gathers."""
-        return self.handles[0].comm
-
-    def index_of(self, handle: PartitionedParameter) -> int | None:
-        """The schedule's number of a parameter of this model."""
-        return self._index.get(id(handle))
+            handle = self.handles[index]
+            if not handle.persistent and index not in self.schedule.held:
+                handle.release()
+            elif handle.pending is not None:
+                handle.pending.wait()
 
     # ---------------------------------------------------------------- doing it
 
@@ -558,12 +460,13 @@ class PartitionedParameterCoordinator:
                 self._launch(starting)
             if prefetch:
                 self._launch(prefetch)
-            if read:
-                self.reader.ahead([self.handles[index] for index in read])
+            if read and self.group.reader is not None:
+                self._read_ahead = self.group.reader
+                self._read_ahead.ahead([self.handles[index] for index in read])
             for index in needed:
-                started = self.handles[index].launch
+                started = self.handles[index].pending
                 if started is not None:
-                    finish(started)
+                    started.wait()
         except RuntimeError as error:
             if type(error) not in (RuntimeError, Mismatch):
                 raise  # out of memory, for one, is caught by its type
@@ -577,13 +480,11 @@ class PartitionedParameterCoordinator:
         handles = self.handles
         missing = [handles[index] for index in indices if handles[index].status is NOT_AVAILABLE]
         if missing:
-            launch(missing)
+            self.group.all_gather(missing)
 
     def _release(self, indices: Iterable[int]) -> None:
         for index in indices:
-            handle = self.handles[index]
-            if not handle.held and not handle.persistent:
-                handle.release()
+            self.handles[index].release()
 
     def where(self) -> str:
         """At which use of which module this rank stands, for people."""

@@ -49,7 +49,7 @@ class ReleasedParameter(torch.nn.Parameter):
                 args = shown
             if function == _SET_GRAD:
                 return set_grad(*args)
-            if function in _HARMLESS:
+            if function in HARMLESS:
                 return function(*args, **kwargs)
             if function in _CASTS and "memory_format" not in kwargs:
                 result = function(*args, **kwargs)
@@ -62,7 +62,9 @@ class ReleasedParameter(torch.nn.Parameter):
             raise no_values("?", f"and {function} does not show them")
         if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
             raise no_values(_name(released[0]), "and torch.nn.Parameter(p) would be a second parameter in its memory")
-        return vars(released[0])["_zero_handle"].use_whole(function, args, kwargs)
+        from zerolite.zero.stage3.between_steps import use_whole  # which works on parameters of this class
+
+        return use_whole(function, args, kwargs)
 
 
 def no_values(name: str, why: str) -> RuntimeError:
@@ -73,23 +75,6 @@ def no_values(name: str, why: str) -> RuntimeError:
         "modifier_rank=0), both on all ranks. Casts, moves and parametrizations of a module are for before "
         "zerolite.initialize"
     )
-
-
-class AwayParameter(torch.nn.Parameter):
-    """The class of a whole parameter whose memory has been given away for a time: reading it would read nothing."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if function in _HARMLESS or function in _COUNTS:
-                return function(*args, **(kwargs or {}))
-            if function is Tensor.__repr__:
-                return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"
-        away = find_tensors((args, kwargs), AwayParameter)
-        raise RuntimeError(
-            f"parameter '{vars(away[0])[_NAME] if away else '?'}' is on the host, where engine.offload_states() "
-            "has brought it; call engine.reload_states() before it is used"
-        )
 
 
 class ArrivingParameter(torch.nn.Parameter):
@@ -136,22 +121,6 @@ class ArrivingParameter(torch.nn.Parameter):
         return function(*args, **kwargs)
 
 
-_NAME = "_away_name"
-
-
-def put_away(parameter: Any, name: str) -> None:
-    """From here on ``parameter``, of torch's own class, refuses to be used."""
-    vars(parameter)[_NAME] = name
-    parameter.__class__ = AwayParameter
-
-
-def take_back(parameter: Any) -> None:
-    """Undo :func:`put_away`, if it was done."""
-    if type(parameter) is AwayParameter:
-        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
-        del vars(parameter)[_NAME]
-
-
 def _getters(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
@@ -159,17 +128,17 @@ def _getters(*names: str) -> list[Any]:
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
 _SET_GRAD = getattr(Tensor, "grad").__set__  # noqa: B009
-_COUNTS = frozenset([Tensor.numel, Tensor.nelement])
+COUNTS = frozenset([Tensor.numel, Tensor.nelement])
 SHAPES = frozenset(
     [
-        *(*_getters("shape", "ndim", "nbytes"), *_COUNTS, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride),
+        *(*_getters("shape", "ndim", "nbytes"), *COUNTS, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride),
         *(Tensor.is_contiguous, Tensor.__len__, torch.numel, Tensor.is_same_size, Tensor.dim_order),
     ]
 )
 # What makes a tensor in the shape of its first argument, here that of the whole parameter.
 LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
 # What tells nothing of the values, and what autograd and optimizers ask of any parameter.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     [
         *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
         *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "ndim", "_version", "is_mkldnn"),
@@ -199,7 +168,7 @@ _HARMLESS = frozenset(
     ]
 )
 # The same where other arguments, or what runs inside, may be parameters that have to be waited for.
-NEEDS_NO_VALUES = (_HARMLESS | _COUNTS) - {
+NEEDS_NO_VALUES = (HARMLESS | COUNTS) - {
     *(Tensor.new_full, Tensor.new_tensor, torch.autograd.grad, torch.autograd.backward)
 }
 _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half double bfloat16 type contiguous".split())

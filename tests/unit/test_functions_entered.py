@@ -1,0 +1,70 @@
+"""Functions of zerolite that a plain training step enters at stage 3, without any option, in its steady state.
+
+They say how long the way through the code is: a feature that is off must add none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerolite
+from zerolite.comm import NullCommunicator, use_communicator
+
+ROOT = os.path.dirname(zerolite.__file__)
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "consistency_check_interval": 0,
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def entered(function: Callable[[], Any]) -> tuple[Any, set[tuple[str, str, int]]]:
+    """What ``function`` returns, and the functions that it enters: file, name, line."""
+    found: set[tuple[str, str, int]] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT):
+            found.add((os.path.relpath(code.co_filename, ROOT), code.co_name, code.co_firstlineno))
+
+    sys.setprofile(note)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+    return result, found
+
+
+# Of the forward: functions, and files that have them. Of backward and step: functions of stage 3.
+@pytest.mark.parametrize(
+    ("threshold", "forward_most", "files_most", "backward_most", "step_most"),
+    [pytest.param(100_000, 30, 7, 20, 15, id="all stay whole"), pytest.param(0, 53, 14, 26, 15, id="all are released")],
+)
+def test_a_plain_step_at_stage_3_enters_few_functions(
+    threshold: int, forward_most: int, files_most: int, backward_most: int, step_most: int
+) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)]
+    with use_communicator(lambda rank, world: NullCommunicator(0, 8)):
+        engine = zerolite.initialize(nn.Sequential(*layers), {**CONFIG, "zero_optimization": zero})
+    x = torch.ones(2, 8)
+    for _ in range(6):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    loss, forward = entered(lambda: engine(x).square().mean())
+    _, backward = entered(lambda: engine.backward(loss))
+    _, step = entered(engine.step)
+    assert len(forward) <= forward_most and len({file for file, *_ in forward}) <= files_most, sorted(forward)
+    for found, most in ((backward, backward_most), (step, step_most)):
+        own = sorted(function for function in found if "stage3" in function[0] or "shard_reader" in function[0])
+        assert len(own) <= most, own

@@ -1,0 +1,186 @@
+"""``zero.GatheredParameters``: partitioned parameters that are whole for a while, for a user to read or to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zerolite.comm.initial_sync import content_hash
+from zerolite.utils.accelerator import address, host_values
+from zerolite.zero.stage3.param_group import by_group, refresh
+from zerolite.zero.stage3.partition_parameters import broadcast_flat, commit_all, register_external_parameter
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
+
+_contexts: list[GatheredParameters] = []  # entered, the innermost last
+
+
+class GatheredParameters:
+    """Inside, the given partitioned parameters are whole.
+
+    params: a parameter, any iterable of them, a module, or None. modifier_rank: that rank of the group may change
+    values; when the context ends the change reaches every rank's part and the master weights. Without it changes are
+    refused when the context ends: RuntimeError on all ranks, naming the parameter. fwd_module: register the
+    parameters as external ones of this module. enabled: False for a context that does nothing. check: False to trust
+    that nothing is changed, which saves reading every value twice. Contexts nest; what is not partitioned is left
+    alone.
+
+    If the block raises, the parameters are released and changes are dropped. A tensor that shares a parameter's memory
+    (``p.data``, a view) keeps that memory alive beyond the context. Entered and left on all ranks, in the same order.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+        check: bool = True,
+    ) -> None:
+        self._check = check
+        self._modifier = modifier_rank
+        self._handles: list[PartitionedParameter] = []
+        self._digests: dict[int, torch.Tensor] = {}  # of what must not change
+        self._saved: dict[int, torch.Tensor] = {}  # whole values that do not end with the context
+        if not enabled:
+            return
+        self._parameters = list(_parameters_in(params))  # kept alive
+        handles = [handle_of(parameter) for parameter in self._parameters]
+        self._handles = list(dict.fromkeys(handle for handle in handles if handle is not None))
+        if modifier_rank is not None and self._handles:
+            world_size = self._handles[0].comm.world_size
+            whole_number = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
+            if not whole_number or not 0 <= modifier_rank < world_size:
+                raise ValueError(
+                    f"zero.GatheredParameters: expected modifier_rank from 0 to {world_size - 1} or None, got "
+                    f"{modifier_rank!r}"
+                )
+        if fwd_module is not None:
+            for handle in self._handles:
+                register_external_parameter(fwd_module, handle.parameter)
+
+    def __enter__(self) -> GatheredParameters:
+        with torch._C.DisableTorchFunction():
+            commit_all()
+            lasting = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
+            for group, of_group in by_group(self._handles):
+                group.hold(of_group)
+            for handle in self._handles:
+                handle.expose()  # the block may keep aliases of the values
+            if self._check:
+                self._saved = {id(handle): handle.full.clone() for handle in lasting}
+                if self._modifier is None:
+                    self._digests = {id(handle): content_hash(handle.view) for handle in self._handles}
+            _contexts.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with torch._C.DisableTorchFunction():
+            _contexts.remove(self)
+            refused: str | None = None
+            guilty: list[PartitionedParameter] = []
+            try:
+                if kind is not None:
+                    self.drop_changes()
+                elif self._modifier is not None:
+                    refused = self._write_changes(self._modifier)
+                else:
+                    guilty = self._changed()
+            finally:
+                for group, of_group in by_group(self._handles):
+                    group.unhold(of_group)
+                saved, self._saved = self._saved, {}
+                self._digests = {}
+            if guilty:
+                # What an engine goes on using has the changes still.
+                refresh([h for h in guilty if h.status is AVAILABLE and id(h) not in saved])
+                refused = (
+                    "parameters were changed inside a read-only context, so ranks would disagree: "
+                    f"{', '.join(handle.name for handle in guilty)}. The changes are dropped; pass modifier_rank=0 "
+                    "(the rank whose values everybody takes) to make some."
+                )
+        if refused:
+            raise RuntimeError(f"zero.GatheredParameters: {refused}")
+
+    @torch.no_grad()
+    def drop_changes(self) -> None:
+        """Take back what was written into the parameters since the context was entered, now or when they are released
+        at its end. Called on all ranks."""
+        for handle in self._handles:
+            if id(handle) in self._saved:
+                handle.full.copy_(self._saved[id(handle)])
+            else:
+                self._digests.pop(id(handle), None)
+            if handle.status is AVAILABLE:
+                handle.point_home()
+
+    @torch.no_grad()
+    def _write_changes(self, source: int) -> str | None:
+        """Rank ``source``'s values everywhere; or, on all ranks, what is wrong with them."""
+        if not self._handles:
+            return None
+        comm = self._handles[0].comm
+        fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
+        bad = torch.tensor([not fit for fit in fits], dtype=torch.int64, device=self._handles[0].group.device)
+        comm.broadcast(bad, "parameters", source)
+        wrong = [handle for handle, flag in zip(self._handles, host_values(bad), strict=True) if flag]
+        if wrong:
+            self.drop_changes()
+            names = ", ".join(f"{handle.name} {tuple(handle.shape)}" for handle in wrong)
+            return f"expected parameters to keep their shapes, rank {source} gave others to {names}. Nothing is changed"
+        for handle, fit in zip(self._handles, fits, strict=True):
+            if fit:
+                handle.bring_home()
+            else:
+                handle.point_home()
+            broadcast_flat(handle.full[: handle.numel], handle.comm, "parameters", source)
+            handle.write()
+            for context in _contexts:  # around this one
+                if id(handle) in context._digests:
+                    context._digests[id(handle)] = content_hash(handle.view)
+                if id(handle) in context._saved:
+                    context._saved[id(handle)].copy_(handle.full)
+        return None
+
+    def _changed(self) -> list[PartitionedParameter]:
+        """The parameters that some rank has changed; they are taken back."""
+        if not self._digests:
+            return []
+        device = self._handles[0].group.device
+        flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
+        for position, handle in enumerate(self._handles):
+            if id(handle) not in self._digests:
+                continue
+            data = handle.parameter.data
+            same = data.shape == handle.shape and data.dtype == handle.shard.dtype
+            changed = content_hash(data) != self._digests[id(handle)] if same else torch.ones_like(flags[0])
+            flags[position] = changed.to(torch.int64)
+            if same and address(data) != address(handle.view):
+                handle.point_home()
+        # All ranks make the same message of the same flags, so there is no text to exchange.
+        self._handles[0].comm.all_reduce_max(flags, "parameters")
+        guilty = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]
+        if guilty:
+            self.drop_changes()
+        return guilty
+
+
+def _parameters_in(params: Any) -> Iterator[torch.Tensor]:
+    if params is None:
+        return
+    if isinstance(params, torch.nn.Module):
+        yield from params.parameters()
+    elif isinstance(params, torch.Tensor):
+        yield params
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)):
+        for item in params.values() if isinstance(params, Mapping) else params:
+            yield from _parameters_in(item)
+    else:
+        raise ValueError(
+            "zero.GatheredParameters: expected a parameter, an iterable of parameters, a module or None, got "
+            f"{type(params).__name__}"
+        )
