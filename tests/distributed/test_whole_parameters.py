@@ -141,7 +141,7 @@ def test_checkpoints_load_at_other_worlds_and_stages(
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 1, marks=SLOW), pytest.param(0, 1, marks=SLOW)])
-def test_a_step_goes_on_from_its_middle(pools: Pools, tmp_path: Path, before: int, after: int) -> None:
+def test_a_run_with_accumulation_goes_on(pools: Pools, tmp_path: Path, before: int, after: int) -> None:
     configs = [settings(stage, MUON, accumulation=2) for stage in (before, after)]
     kwargs = {"before": configs[0], "after": configs[1], "directory": str(tmp_path)}
     for rank in pools(2).run(f"{CASES}:interrupted", kwargs):

@@ -82,7 +82,8 @@ def kills(scenario: str, directory: Path, how: str, death: str) -> dict[str, Any
         if not getattr(faults, death)(lambda path=save_dir: act(path), at, how):
             break
         loaded.append(_found(save_dir))
-        faults.save(save_dir, 4)
+        # The job that comes next goes on from what it finds; a save of this one would find another job's.
+        faults.save(save_dir, 4, run=faults.resumed(save_dir) if loaded[-1] else faults.RUN)
         assert faults.load(save_dir) == 4
         if loaded[-1]:  # and it is still there
             tags = [path.name for path in save_dir.iterdir() if (path / "manifest.json").exists()]

@@ -136,7 +136,7 @@ def look_at_gradients(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def interrupted(before: dict[str, Any], after: dict[str, Any], directory: str) -> dict[str, Any]:
-    """A run that is saved between the two micro-batches of a step and goes on in another engine, and one that is not
+    """A run that is saved after a step of two micro-batches and goes on in another engine, and one that is not
     interrupted."""
     results = {}
     for name in ("whole", "interrupted"):
@@ -144,11 +144,11 @@ def interrupted(before: dict[str, Any], after: dict[str, Any], directory: str) -
         for micro in range(4):
             engine.backward(LOSSES["OddModel"](engine, BATCHES["OddModel"](micro // 2, micro % 2, dist.get_rank())))
             engine.step()
-            if micro == 2 and name == "interrupted":
-                engine.save_checkpoint(Path(directory), tag="middle")
+            if micro == 1 and name == "interrupted":
+                engine.save_checkpoint(Path(directory), tag="first")
                 del engine
                 engine = make(after, "OddModel")
-                engine.load_checkpoint(Path(directory), tag="middle")
+                engine.load_checkpoint(Path(directory), tag="first")
         results[name] = held(engine)
         del engine
     return results
