@@ -197,26 +197,10 @@ def build_dataloader(
 
     Raises ValueError for a missing or wrong size, and TypeError for data that cannot be loaded.
     """
-    if micro_batch_size is None:
-        raise ValueError(
-            "training_data needs a batch size: set train_micro_batch_size_per_gpu in the configuration (or "
-            "train_batch_size and gradient_accumulation_steps, from which it follows)."
-        )
-    _check_size("train_micro_batch_size_per_gpu", micro_batch_size, 1)
+    batch_size = _check_size("train_micro_batch_size_per_gpu", micro_batch_size, 1)
     _check_size("num_local_io_workers", num_workers, 0)
-    options: dict[str, Any] = {
-        "batch_size": micro_batch_size,
-        "collate_fn": collate_fn,
-        "pin_memory": device_type == "cuda",
-        "num_workers": num_workers,
-        "drop_last": drop_last,
-    }
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "training_data must be a dataset, but is a DataLoader, which has made its batches already. Pass its "
-            "dataset, or iterate over it yourself."
-        )
     if isinstance(dataset, IterableDataset):
+        sampler = None
         if world_size > 1 and rank == 0:
             logger.warning(
                 "training_data is an IterableDataset (%s): each of the %d ranks iterates over all that it yields "
@@ -224,39 +208,52 @@ def build_dataloader(
                 type(dataset).__name__,
                 world_size,
             )
-        return DataLoader(dataset, **options)
-    samples = _length(dataset)
-    if drop_last and samples < micro_batch_size * world_size:
-        raise ValueError(
-            f"training_data has {samples} samples, too few for a batch of {micro_batch_size} on each of {world_size} "
-            "ranks, and dataloader_drop_last leaves out what does not fill one. Set it to false or take smaller "
-            "batches."
-        )
-    sampler = EpochSampler(
+    else:
+        samples = _length(dataset)
+        if drop_last and samples < batch_size * world_size:
+            raise ValueError(
+                f"training_data has {samples} samples, too few for a batch of {batch_size} on each of {world_size} "
+                "ranks, and dataloader_drop_last leaves out what does not fill one. Set it to false or take smaller "
+                "batches."
+            )
+        sampler = EpochSampler(dataset, world_size, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+    return DataLoader(
         dataset,  # type: ignore[arg-type]
-        num_replicas=world_size,
-        rank=rank,
-        shuffle=shuffle,
-        seed=seed,
+        batch_size,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        pin_memory=device_type == "cuda",
         drop_last=drop_last,
     )
-    return DataLoader(dataset, sampler=sampler, **options)  # type: ignore[arg-type]
 
 
-def _check_size(name: str, value: object, least: int) -> None:
+def _check_size(name: str, value: int | None, least: int) -> int:
+    if value is None:
+        raise ValueError(
+            f"training_data needs a batch size: set {name} in the configuration (or train_batch_size and "
+            "gradient_accumulation_steps, from which it follows)."
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")
+    return value
 
 
 def _length(dataset: Any) -> int:
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "training_data must be a dataset, but is a DataLoader, which has made its batches already. Pass its "
+            "dataset, or iterate over it yourself."
+        )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
         raise TypeError(
-            f"training_data must have a length and an index, or be a torch IterableDataset, but "
-            f"{type(dataset).__name__} has no {' and no '.join(missing)}. Add it, or derive the class from "
-            f"torch.utils.data.IterableDataset and let it yield this rank's samples."
+            f"training_data must have a length and an index, or be a torch IterableDataset, but {kind} has no "
+            f"{' and no '.join(missing)}. Add it, or derive the class from torch.utils.data.IterableDataset and let it "
+            "yield this rank's samples."
         )
     samples = len(dataset)
     if samples == 0:
-        raise ValueError(f"training_data ({type(dataset).__name__}) is empty: there is nothing to train on.")
+        raise ValueError(f"training_data ({kind}) is empty: there is nothing to train on.")
     return samples

@@ -73,37 +73,34 @@ def share_of(loader: Any, rank: int, world_size: int) -> Share:
     Raises ValueError for a loader of which that is not known: anything but a DataLoader that makes its batches with
     torch's BatchSampler from a DistributedSampler for this rank (on one process, from any sampler with a length).
     """
-    expected = (
-        "expected a torch DataLoader with a torch.utils.data.DistributedSampler for this rank, so that it is known "
-        "which samples its batches hold"
-    )
     remedy = "Give it such a sampler, pass its dataset to engine.deepspeed_io, or iterate over it as it is."
+    batches: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
+    distributed = isinstance(sampler, DistributedSampler)
+    problem = ""
     if not isinstance(loader, DataLoader):
-        raise ValueError(f"engine.prepare_loader: {expected}; got {type(loader).__name__}. {remedy}")
-    batches = loader.batch_sampler
-    if isinstance(loader.dataset, IterableDataset):
-        kind = type(loader.dataset).__name__
-        raise ValueError(f"engine.prepare_loader: {expected}; it loads the IterableDataset {kind}. {remedy}")
-    if type(batches) is not BatchSampler:
-        raise ValueError(f"engine.prepare_loader: {expected}; its batches come from {type(batches).__name__}. {remedy}")
-    sampler: Any = batches.sampler
-    if not isinstance(sampler, DistributedSampler):
-        if world_size > 1 or not hasattr(sampler, "__len__"):
-            raise ValueError(f"engine.prepare_loader: {expected}; it has a {type(sampler).__name__}. {remedy}")
-        return Share(len(sampler), len(sampler), 1, batches.batch_size, batches.drop_last)
-    if type(sampler).__iter__ not in (DistributedSampler.__iter__, EpochSampler.__iter__):
-        raise ValueError(
-            f"engine.prepare_loader: {expected}; {type(sampler).__name__} draws its indices in a way of its own. "
-            f"{remedy}"
+        problem = f"got {type(loader).__name__}"
+    elif isinstance(loader.dataset, IterableDataset):
+        problem = f"it loads the IterableDataset {type(loader.dataset).__name__}"
+    elif type(batches) is not BatchSampler:
+        problem = f"its batches come from {type(batches).__name__}"
+    elif not distributed and (world_size > 1 or not hasattr(sampler, "__len__")):
+        problem = f"it has a {type(sampler).__name__}"
+    elif distributed and type(sampler).__iter__ not in (DistributedSampler.__iter__, EpochSampler.__iter__):
+        problem = f"{type(sampler).__name__} draws its indices in a way of its own"
+    elif distributed and (sampler.num_replicas, sampler.rank) != (world_size, rank):
+        problem = (
+            f"its sampler is that of rank {sampler.rank} of {sampler.num_replicas}, and this is rank {rank} of "
+            f"{world_size}"
         )
-    if (sampler.num_replicas, sampler.rank) != (world_size, rank):
+        remedy = "Make it with num_replicas=engine.data_parallel_world_size, rank=engine.data_parallel_rank."
+    if problem:
         raise ValueError(
-            f"engine.prepare_loader: {expected}; its sampler is that of rank {sampler.rank} of {sampler.num_replicas}, "
-            f"and this is rank {rank} of {world_size}. Make it with num_replicas=engine.data_parallel_world_size, "
-            "rank=engine.data_parallel_rank."
+            "engine.prepare_loader: expected a torch DataLoader with a torch.utils.data.DistributedSampler for this "
+            f"rank, so that it is known which samples its batches hold; {problem}. {remedy}"
         )
-    total = len(sampler.dataset)  # type: ignore[arg-type]
-    return Share(len(sampler), total, world_size, batches.batch_size, batches.drop_last)
+    total, ranks = (len(sampler.dataset), world_size) if distributed else (len(sampler), 1)
+    return Share(len(sampler), total, ranks, batches.batch_size, batches.drop_last)
 
 
 _END: Any = object()
