@@ -94,6 +94,21 @@ def test_what_rests_off_the_device(pools: Pools, stage: int, offload: str, preci
     check(pools, 2, "odd", first=False, stage=stage, buckets="small", precision=precision, offload=offload)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "offload", "name"),
+    [
+        (0, "none", "RMSprop"),
+        (2, "none", "NAdam"),
+        (3, "none", "Adamax"),
+        (2, "optimizer on disk", "RAdam"),
+    ],
+)
+def test_states_that_torchs_optimizers_make_later(pools: Pools, stage: int, offload: str, name: str) -> None:
+    optimizer = {"type": name, "params": {"lr": 1e-3}}
+    check(pools, 2, "odd", first=False, stage=stage, buckets="small", offload=offload, optimizer=optimizer)
+
+
 def test_inputs_of_checkpoints_on_the_host(pools: Pools) -> None:
     block = {"modules": ["Block"], "cpu_checkpointing": True}
     setting = {"stage": 1, "buckets": "small", "activation_checkpointing": block}

@@ -41,7 +41,8 @@ class WithoutMemory(FakeMode):
         super().__init__()
         self.fake_tensor_converter = _Converter()
         self._constructing = False
-        self.stepping = False  # an optimizer may read its counts of steps: they are 1
+        # An optimizer may read its numbers, mostly counts of steps: they are 2, as some divide by 1 minus a number.
+        self.stepping = False
 
     def __deepcopy__(self, memo: Any) -> WithoutMemory:
         return self
@@ -65,7 +66,7 @@ class WithoutMemory(FakeMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.stepping and func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
+            return 2.0 if args[0].is_floating_point() else 2
         device = torch.device((kwargs or {}).get("device") or "cpu")
         if device.type not in ("cpu", "meta"):  # a torch that is built for it makes the tensor, and fails in backward
             raise RuntimeError(f"{func} asks for the device {device}, and tensors of a plan are on the CPU")
