@@ -30,7 +30,7 @@ def test_what_is_written_is_what_was_read(tmp_path: Path, stage: int) -> None:
     assert path == tmp_path / "ours" / "global_step6"
     assert (tmp_path / "ours" / "latest").read_text().strip() == "global_step6"
     reader = CheckpointReader(path)
-    values = {shard.key: shard.values() for shard in imported.shards()}
+    values = {shard.key: shard.values() for shard in imported.tensors}
     for key, value in values.items():
         found = reader.read(key)
         assert found.dtype == value.dtype and found.shape == value.shape and torch.equal(found, value), key
@@ -60,7 +60,7 @@ def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
     example(2, 2).write(tmp_path / "plain")
     wrapped, plain = read_deepspeed(tmp_path / "wrapped"), read_deepspeed(tmp_path / "plain")
     assert wrapped.state == plain.state
-    assert sorted(shard.key for shard in wrapped.shards()) == sorted(shard.key for shard in plain.shards())
+    assert sorted(shard.key for shard in wrapped.tensors) == sorted(shard.key for shard in plain.tensors)
 
 
 def test_without_frozen_parameters_the_checkpoint_says_so(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         return value
 
     monkeypatch.setattr(deepspeed_reader, "gather", watched)
-    shards = read_deepspeed(tmp_path).shards()
+    shards = read_deepspeed(tmp_path).tensors
     assert made == []
     for shard in shards:
         shard.values()

@@ -23,10 +23,10 @@ from zerolite.precision.loss_scaler import LossScaler
 
 def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
     found = {}
-    for shard in imported.shards():
+    for shard in imported.tensors:
         found[shard.key] = shard.values()
         assert found[shard.key].shape == shard.shape and found[shard.key].dtype == shard.dtype
-    assert len(found) == len(list(imported.shards()))
+    assert len(found) == len(list(imported.tensors))
     return found
 
 

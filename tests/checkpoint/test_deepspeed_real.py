@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
-    return {shard.key: shard.values() for shard in imported.shards()}
+    return {shard.key: shard.values() for shard in imported.tensors}
 
 
 def assert_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

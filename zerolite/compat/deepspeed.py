@@ -11,7 +11,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,6 @@ from zerolite.checkpoint import plain
 from zerolite.checkpoint.directory import MANIFEST, check_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About, count_parameters, library_versions
-from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.state import StoredModel
@@ -37,6 +36,7 @@ EPILOG = """\
 OUT becomes a directory of checkpoints, as engine.load_checkpoint takes it."""
 
 logger = logging.getLogger("zerolite")
+Values = torch.Tensor | Callable[[], torch.Tensor]
 
 
 def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify: bool = True) -> Path:
@@ -59,7 +59,8 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     tensors: list[torch.Tensor] = []
     scalars = imported.state["optimizer"].pop("scalars")
     state = {key: plain.encode(value, key, tensors) for key, value in imported.state.items()}
-    shards = [*_shards(imported), *(shard for i, t in enumerate(tensors) for shard in _plain_shards(i, t))]
+    shards = [_shard(*tensor) for tensor in imported.tensors]
+    shards += [_shard(f"client_state/{i}", tuple(t.shape), t.dtype, t) for i, t in enumerate(tensors)]
     commit = Commit(out, _about(imported), state, TrainingRun())  # imported ones name no run: any may replace them
     try:
         return write_checkpoint(out, imported.tag, shards, scalars, commit)
@@ -67,17 +68,8 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
         raise CheckpointError(f"'{imported.directory}' was not imported: {error}") from error
 
 
-def _shards(imported: ImportedCheckpoint) -> Iterator[Shard]:
-    for key, shape, dtype, values in imported.shards():
-        if math.prod(shape):
-            yield Shard(key, shape, dtype, ((0,) * len(shape), shape), values)
-        else:
-            yield empty_shard(key, shape, dtype)
-
-
-def _plain_shards(index: int, tensor: torch.Tensor) -> Iterator[Shard]:
-    key = f"client_state/{index}"
-    yield from whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
+def _shard(key: str, shape: tuple[int, ...], dtype: torch.dtype, values: Values) -> Shard:
+    return Shard(key, shape, dtype, ((0,) * len(shape), shape) if math.prod(shape) else None, values)
 
 
 def _about(imported: ImportedCheckpoint) -> About:

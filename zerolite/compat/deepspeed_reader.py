@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,8 @@ class ImportedTensor(NamedTuple):
 
 @dataclass
 class ImportedCheckpoint:
-    """``state``: as in state.json, not yet encoded. ``left_out``: what has no place there, a phrase each."""
+    """``state``: as in state.json, not yet encoded. ``tensors``: with keys as in tensors.json. ``left_out``: what has
+    no place there, a phrase each."""
 
     directory: Path
     tag: str
@@ -63,10 +64,6 @@ class ImportedCheckpoint:
     state: dict[str, Any]
     tensors: list[ImportedTensor]
     left_out: list[str]
-
-    def shards(self) -> Iterator[ImportedTensor]:
-        """All tensors, with keys as in tensors.json."""
-        return iter(self.tensors)
 
 
 def read_deepspeed(directory: Path, tag: str | None = None, verify: bool = True) -> ImportedCheckpoint:
