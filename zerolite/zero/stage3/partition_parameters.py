@@ -23,6 +23,7 @@ from zerolite.zero.stage3.partitioned_parameter import (
     handle_of,
     users_attributes,
 )
+from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPES
 from zerolite.zero.stage3.units import external_parameters
 
 _off: Callable[[], Any] = torch._C.DisableTorchFunction  # no mode sees the torch functions that run inside
@@ -98,15 +99,6 @@ def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int
 
 _modes: list[GatherOnUse] = []  # entered, the innermost last
 
-# What can be read of a partitioned parameter without its values: as of the whole one, and as of any.
-_OF_THE_SHAPE = frozenset(
-    "shape size ndim dim ndimension numel nelement stride is_contiguous element_size nbytes itemsize __len__".split()
-)
-_OF_ANY = frozenset(
-    "requires_grad requires_grad_ grad grad_fn is_leaf dtype device layout is_meta is_cuda is_sparse is_quantized "
-    "is_floating_point is_complex retain_grad register_hook register_post_accumulate_grad_hook _version".split()
-)
-
 
 class GatherOnUse(TorchFunctionMode):
     """Inside, a partitioned parameter that belongs to no engine is whole for the torch function that touches it, and
@@ -146,13 +138,10 @@ class GatherOnUse(TorchFunctionMode):
             self._open.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__"):
-            name = getattr(func.__self__, "__name__", "")
         with _off():
-            if name in _OF_THE_SHAPE:
+            if func in SHAPES:
                 args = [handle.view if (handle := self._hidden(value)) is not None else value for value in args]
-            elif name not in _OF_ANY:
+            elif func not in NEEDS_NO_VALUES:
                 self._prepare([*args, *(kwargs or {}).values()])
         return func(*args, **(kwargs or {}))
 
