@@ -109,3 +109,8 @@ def test_one_unit_and_whole_parameters(pools: Pools, setting: str) -> None:
     for name, result in run(pools, 2, names, "disturbance", 3, setting)[0].items():
         assert not result["left"], name
         assert_same(expected, result["state"], name)
+
+
+def test_what_a_user_has_made_whole_follows_updates(pools: Pools) -> None:
+    for same in pools(2).run(f"{CASES}:whole_by_hand", {}):
+        assert same == [True] * 3

@@ -447,3 +447,19 @@ class Plain:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+
+def whole_by_hand() -> list[bool]:
+    """After each of some steps, whether a parameter has the values of its master: also where ``p.all_gather()`` has
+    made it whole before the update, until the next forward releases it."""
+    engine = zerolite.initialize(build(), settings(3))
+    weight: Any = max(engine.module.parameters(), key=lambda parameter: parameter.ds_numel)
+    same = []
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        if step == 1:
+            weight.all_gather()
+        engine.step()
+        assert (weight.ds_status is ZeroParamStatus.AVAILABLE) is (step == 1), step
+        same.append(torch.equal(weight.detach(), zerolite.get_full_master(weight)))
+    return same
