@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import zerolite
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.utils.nested import find_in_objects, find_tensors, map_tensors, named_leaves
 
@@ -313,11 +314,17 @@ def test_an_output_fed_back_is_scaled_once():
     assert torch.equal(w.grad, torch.tensor([16.0]))
 
 
-def test_a_graph_that_missed_the_scale_is_an_error():
-    watch, _ = boundary(scale=8.0)
-    with pytest.raises(RuntimeError, match="'head.weight'.*engine"):
-        watch.check_scaled("head.weight")
-    boundary()[0].check_scaled("head.weight")
+def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
+    config = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "steps_per_print": None}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = zerolite.initialize(torch.nn.Linear(3, 1), config)
+    x = torch.ones(2, 3)
+    for backward in (engine.backward, torch.Tensor.backward):
+        engine.backward(engine(x).mean())  # meets the scale, which says nothing of the next backward
+        engine.step()
+        with pytest.raises(RuntimeError, match="'(weight|bias)'.*engine"):
+            backward(engine.module(x.half()).float().mean())
+        engine.zero_grad()
 
 
 def test_a_parameter_returned_from_forward_gets_no_lasting_hook():

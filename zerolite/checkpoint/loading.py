@@ -256,7 +256,7 @@ class Loader:
     def _read(self, plan: _Plan) -> None:
         """Parameters, buffers and states. Called on all ranks."""
         parts, reader = self._parts, plan.reader
-        parts.pipeline.settle()
+        parts.pipeline.outcomes.settle()
         parts.pipeline.zero_grad()
         parts.pipeline.follow_writes()
         targets = list(parts.model.targets(plan.match.names))

@@ -127,7 +127,7 @@ class Saver:
         users = own[0] if own else None
         if source:  # a rank that goes on while the first one has finished
             users = self._host.broadcast(users, source)
-        tag = agreed.tag or default_tag(self._parts.pipeline.global_steps)
+        tag = agreed.tag or default_tag(self._parts.pipeline.outcomes.global_steps)
 
         in_background = agreed.async_save and not self._rests_on_disk()
 
@@ -312,7 +312,7 @@ class Saver:
         return About(
             tag=tag,
             saved_at=now(),
-            global_steps=parts.pipeline.global_steps,
+            global_steps=parts.pipeline.outcomes.global_steps,
             world_size=self._host.world_size,
             stage=parts.config.zero_optimization.chosen_stage,
             precision={

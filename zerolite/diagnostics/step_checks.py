@@ -45,21 +45,19 @@ class StepChecks:
         self._device = device
         self._consistency = consistency
         self._updated = updated
+        self._parts = [part for part in (consistency, updated) if part is not None]
         self.blame = ""  # a sentence about an update that has made weights non-finite
 
     # ---------------------------------------------------------------- statistics
 
     @property
     def size(self) -> int:
-        return sum(part.size for part in self._parts())
-
-    def _parts(self) -> list[ConsistencyCheck | UpdatedWeights]:
-        return [part for part in (self._consistency, self._updated) if part is not None]
+        return sum(part.size for part in self._parts)
 
     def write(self, values: torch.Tensor) -> list[_Written]:
         """What is returned goes with ``values``: the next statistics may be begun before these have been read."""
         written = []
-        for part in self._parts():
+        for part in self._parts:
             of_part, values = values[: part.size], values[part.size :]
             part.write(of_part)
             written.append(_Written(len(of_part), part.numbers))
@@ -70,7 +68,7 @@ class StepChecks:
         if extra is None:
             return
         written, values = extra
-        for part, (size, numbers) in zip(self._parts(), written, strict=True):
+        for part, (size, numbers) in zip(self._parts, written, strict=True):
             of_part, values = values[:size], values[size:]
             if numbers is None:
                 continue

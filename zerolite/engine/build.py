@@ -235,13 +235,13 @@ class _Assembly:
     ) -> Engine:
         """Install the hooks and make the engine, complete. adopts: whether parameters that are unfrozen later join the
         param group that there is."""
-        pipeline, topology = self.pipeline, self.topology
-        boundary = _connect(pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model)
+        pipeline, topology, observers = self.pipeline, self.topology, self.observers
+        boundary = _connect(pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model, observers)
         call = ModuleCall(self.model)
         attached, monitoring, hooks = self._watch_model(call)
         coordinator = None
         if self.partitioned is not None:
-            coordinator = start_stage3(self.partitioned, pipeline, self.reducer, self.observers)
+            coordinator = start_stage3(self.partitioned, pipeline, self.reducer, observers)
             hooks += self.partitioned.hooks
         memory = self._memory_parts(attached)
         offload = StateOffload(memory, pipeline, coordinator)
@@ -336,7 +336,8 @@ class _Assembly:
             OWNERS[parameter] = self.reference
         weakref.finalize(engine, offload.restore).atexit = False
         weakref.finalize(engine, self.publisher.wait_all).atexit = False
-        weakref.finalize(engine, _remove_hooks, self.reducer.handles, self.publisher.handles, hooks, self.fp32.handles)
+        handles = self.reducer.arrivals.handles, self.publisher.handles, hooks, self.fp32.handles
+        weakref.finalize(engine, _remove_hooks, *handles)
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -383,14 +384,15 @@ class _Assembly:
         config, policy, comm, buffer = self.config, self.policy, self.comm, self.buffer
         accumulation = (config.gradient_accumulation_steps or 1) * (1 if self.staged is None else self.staged.passes)
         self.window = AccumulationWindow(accumulation)
-        self.by_index = [self.communication(p) for p in trained]
         keep = self.kind == "cpu"
         alone = self.topology.world.world_size == 1
-        reduction = reduction_options(config, policy, self.precision, comm, accumulation, self.by_index, keep, alone)
+        dtype_of = self.communication
+        reduction = reduction_options(config, policy, self.precision, comm, accumulation, dtype_of, keep, alone)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         closes = self.window.next_backward_closes
         collector = StatsCollector(comm, self.device)
-        resting = RestingGradients(self.tiers, self.transfers, collector.note)
+        here = self.tiers.within_reach(self.tiers.optimizer, on_host=False)
+        resting = None if here else RestingGradients(self.tiers, self.transfers, collector.note)
         self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting, self.observers)
         choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
@@ -511,7 +513,6 @@ class _Assembly:
 
     def _tell(self, parameters: Parameters) -> None:
         """They have a place."""
-        self.by_index.extend(self.communication(p) for p in parameters)
         self._spread()
         for parameter in parameters:
             OWNERS[parameter] = self.reference
@@ -539,7 +540,7 @@ class _Phases:
             engine.settle_schedule()
 
     def settle(self) -> None:
-        self._pipeline.settle()
+        self._pipeline.outcomes.settle()
 
     def follow_writes(self) -> None:
         self._pipeline.follow_writes()
@@ -564,20 +565,18 @@ def _connect(
     scaler: LossScaler | None,
     precision: Precision,
     model: torch.nn.Module,
+    observers: Observers,
 ) -> GraphBoundary:
     """Install the hooks that lead to the pipeline."""
 
-    def on_backward_begin() -> None:
-        if not reducer.pass_open:
-            boundary.scaled = False
-        pipeline.begin_backward()
-
-    def on_first_gradient(index: int) -> None:
-        on_backward_begin()
-        boundary.check_scaled(reducer.layout.slots[index].name)
-
-    boundary = GraphBoundary(on_backward_begin, pipeline.window_scale if scaler else None, precision)
-    reducer.attach(on_first_gradient, publisher.on_gradient if publisher.overlaps else None)
+    boundary = GraphBoundary(pipeline.begin_backward, pipeline.gradient_scale.of_window if scaler else None, precision)
+    if scaler:
+        observers.on_backward_begin.append(boundary.expect_scale)
+    reducer.arrivals.attach(
+        pipeline.begin_backward,
+        boundary.check_scaled if scaler else None,
+        publisher.on_gradient if publisher.overlaps else None,
+    )
     publisher.attach(model)
     return boundary
 

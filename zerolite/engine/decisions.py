@@ -124,7 +124,7 @@ def reduction_options(
     precision: Precision,
     comm: Communicator,
     accumulation: int,
-    communication: list[torch.dtype | None],
+    communication: Callable[[torch.nn.Parameter], torch.dtype | None],
     keep_buckets: bool,
     alone: bool,
 ) -> ReductionOptions:
@@ -145,7 +145,7 @@ def reduction_options(
         use_reduce_scatter=zero.reduce_scatter,
         accumulate_dtype=accumulate,
         several_expected=accumulation > 1,
-        communication_dtype=lambda bucket: communication[bucket.slots[0].index],
+        communication_dtype=communication,
         arrival_factor=1.0 / comm.world_size if free else 1.0,
         predivide=predivide,
         copy_on_arrival=zero.contiguous_gradients,

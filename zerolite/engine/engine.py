@@ -56,7 +56,7 @@ class Engine:
         self.checkpointer = c.checkpointer
         self.coordinator = c.coordinator
         self.runner = c.runner
-        self.parts = Parts(c.module, c.topology.data, c.reducer, c.pipeline.counters)
+        self.parts = Parts(c.module, c.topology.data, c.reducer, c.pipeline.outcomes.counters)
         self.call = c.call
         self.memory_parts = c.memory
         self.state_offload = c.state_offload
@@ -132,14 +132,14 @@ class Engine:
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = checked_weight(weight, scale_wrt_gas)
         if share is not None:
-            share /= self._pipeline.weight_unit()
+            share /= self._pipeline.gradient_scale.weight_unit()
         first = self._window.empty
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
         if share != 0:
             self._reducer.losses.append(exact.detach().reshape(()).float())
         factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
         if self.step_log is not None:
-            self.step_log.add_loss(exact, factor, self._pipeline.global_steps, first, share)
+            self.step_log.add_loss(exact, factor, self._pipeline.outcomes.global_steps, first, share)
         factor = factor if share is None else share
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
@@ -173,8 +173,8 @@ class Engine:
     def _step(self, flush: bool) -> bool:
         if flush:  # what the window contains, before this call counts as a micro-batch
             if self.step_log is not None:
-                self.step_log.close_early(self._window.flush_factor(), self._pipeline.global_steps)
-            self._pipeline.flush()
+                self.step_log.close_early(self._window.flush_factor(), self._pipeline.outcomes.global_steps)
+            self._pipeline.gradient_scale.flush()
         closes = self._window.on_engine_step() or flush
         if closes:
             self._pipeline.step()
@@ -516,7 +516,7 @@ class Engine:
     @property
     def lr_scheduler(self) -> Any:
         """The schedule that the engine steps after every update, or None."""
-        self._pipeline.settle()
+        self._pipeline.outcomes.settle()
         return self._lr_scheduler
 
     @lr_scheduler.setter
@@ -527,7 +527,7 @@ class Engine:
         """Bring the param groups up to date, which the engine's schedule changes when the outcome of a step is read.
         Nothing without one: a loop that steps a schedule of its own need not wait for the device."""
         if self._lr_scheduler is not None:
-            self._pipeline.settle()
+            self._pipeline.outcomes.settle()
 
     def step_scheduler(self) -> None:
         """After an update that was not skipped. Called by the pipeline."""
@@ -537,29 +537,30 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Windows that ended in an update or in a skipped one."""
-        return self._pipeline.global_steps
+        return self._pipeline.outcomes.global_steps
 
     @property
     def global_samples(self) -> int | None:
         """Samples of :attr:`global_steps` steps over all ranks, the x axis of the monitors; None if the config leaves
         the batch size to the user's loader."""
         size = self.config.train_batch_size
-        return None if size is None else self._pipeline.global_steps * size
+        return None if size is None else self._pipeline.outcomes.global_steps * size
 
     @property
     def skipped_steps(self) -> int:
         """Updates skipped because a gradient was not finite."""
-        return self._pipeline.skipped_steps
+        self._pipeline.outcomes.settle()
+        return self._pipeline.outcomes.counters.skipped_steps
 
     @property
     def micro_steps(self) -> int:
         """Backwards so far: micro-batches, where each has one."""
-        return self._pipeline.micro_steps
+        return self._pipeline.outcomes.counters.micro_steps
 
     @property
     def loss_scale(self) -> float:
         """The fp16 loss scale in force; 1.0 in other precisions."""
-        return self._pipeline.scale
+        return self._pipeline.gradient_scale.of_next()
 
     @property
     def rank(self) -> int:
@@ -623,7 +624,7 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
-        self._pipeline.settle()
+        self._pipeline.outcomes.settle()
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def train(self, mode: bool = True) -> Engine:
@@ -665,7 +666,7 @@ class Engine:
         stage = self.config.zero_optimization.stage
         return (
             f"Engine({grid}stage={stage}, world_size={self.world_size}, rank={self.rank}, "
-            f"precision={precision}, device={self.device}, global_steps={self._pipeline.global_steps})"
+            f"precision={precision}, device={self.device}, global_steps={self._pipeline.outcomes.global_steps})"
         )
 
     def send_buffers(self) -> None:

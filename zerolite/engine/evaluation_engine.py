@@ -14,7 +14,7 @@ import torch
 from zerolite.comm import largest
 from zerolite.engine.components import Components
 from zerolite.engine.engine import Engine
-from zerolite.zero.step import StepPipeline, trace_vote
+from zerolite.zero.step import StepPipeline
 
 _REMEDY = 'To train it, give zerolite.initialize a config with an "optimizer" block, or optimizer=...'
 
@@ -35,12 +35,13 @@ class EvaluationPipeline(StepPipeline):
         """Let stage 3 follow its recorded trace if all ranks have the same; the host waits for the answer. Called on
         all ranks."""
         assert self.trace is not None
-        vote = trace_vote(self.trace)
+        vote = self.trace.vote()
         highest, lowest = vote, -vote
         if self._comm.world_size > 1:
             highest, lowest = largest([vote, -vote], self._comm, self._device, "stats")
-        self._agreed, self._last_vote = lowest == -highest, vote
-        self._decide_on_trace()
+        self.trace.cast()
+        self.trace.note(lowest == -highest)
+        self.trace.decide()
 
 
 def check_frozen(model: torch.nn.Module) -> None:

@@ -133,7 +133,7 @@ class Growth:
         described = {f"parameter '{names[id(p)]}'": describe_parameter(p) for p in parameters}
         order = {"the parameters": [names[id(p)] for p in parameters]}
         check_agreement(Description(described, orders=order), self._comm, self._device, _DIFFERENT)
-        self._pipeline.settle()
+        self._pipeline.outcomes.settle()
         self._publisher.wait_all()
         everything = [*self._reducer.parameters, *parameters]
         layout = self._buffer.layout.extended(self._ways.layout_of(parameters, names))
@@ -141,7 +141,7 @@ class Growth:
         self._ways.fill()
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in everything]
         self._reducer.use(layout, everything, strides)
-        self._reducer.attach_rest()
+        self._reducer.arrivals.attach_rest()
         self._optimizer.extend()
         self._pipeline.count_buckets()
         self._publisher.attach(self._model)

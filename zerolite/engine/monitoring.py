@@ -38,7 +38,7 @@ def open_monitoring(
     scaler: LossScaler | None,
 ) -> Monitoring:
     """Open the config's monitors. Called on all ranks."""
-    settle = weakref.WeakMethod(pipeline.settle)
+    settle = weakref.WeakMethod(pipeline.outcomes.settle)
     monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
     log = StepLog(monitor, config.train_batch_size, optimizer, scaler)
     return Monitoring(config, topology, device, pipeline, observers, monitor, log)
@@ -154,6 +154,6 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
 def _finish(pipeline: StepPipeline, monitor: Monitor) -> None:
     """The engine is gone or the process ends: write the last step, whose outcome nobody may have read yet."""
     try:
-        pipeline.settle()
+        pipeline.outcomes.settle()
     finally:
         monitor.close()

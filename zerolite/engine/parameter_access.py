@@ -228,7 +228,7 @@ class ParameterAccess:
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
         self._pipeline.check_here()
-        self._pipeline.settle()
+        self._pipeline.outcomes.settle()
         own = {index: self._optimizer.method.state_of(piece) for index, piece in self._pieces(indices).items()}
         kinds = self._agree([_kind(own.get(index), name) for index in indices])
         for index, kind in zip(indices, kinds, strict=True):
@@ -255,7 +255,7 @@ class ParameterAccess:
 
     def set_state(self, index: int, name: str, value: Any) -> None:
         self._pipeline.check_here()
-        self._pipeline.settle()
+        self._pipeline.outcomes.settle()
         method = self._optimizer.method
         piece = self._pieces([index]).get(index)
         own = method.state_of(piece) if piece is not None else None

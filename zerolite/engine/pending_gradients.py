@@ -126,7 +126,7 @@ class PendingGradients:
         self._check(indices)
         stats, factors = self._pipeline.stats(), self._reducer.shown.factors
         self._pipeline.changes.refresh(indices)
-        by_parameter = stats.norms() / self._pipeline.divisor_on_device(stats)
+        by_parameter = stats.norms() / self._pipeline.gradient_scale.on_device(stats)
         all_norms = by_parameter.unbind() if len(indices) > 1 else ()
         found = []
         for index in indices:

@@ -55,7 +55,7 @@ class StateOffload:
         if self._pipeline.away:
             raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
         self._pipeline.check_between_steps()
-        self._pipeline.settle()
+        self._pipeline.outcomes.settle()
         self._pipeline.wait_for_reductions()
         self._pipeline.refresh_written()
         parameters = list(self._parts.module.named_parameters()) if "lp_params" in kinds else []

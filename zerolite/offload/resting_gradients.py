@@ -25,13 +25,17 @@ class RestingGradients:
 
     def __init__(self, tiers: Tiers, transfers: Transfers, on_leaving: Callable[[int, torch.Tensor], None]) -> None:
         self._on_leaving = on_leaving
-        self.longest = 0  # bytes of a bucket's gradient, at most
+        self._longest = 0
         self._tiers = tiers
         self._transfers = transfers
         self._homes: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, Transfer] = {}
         self._arrived: Transfer = DONE  # the last that was fetched
         self._lost: dict[int, OSError] = {}  # by bucket: why its gradient is not where it should be
+
+    def expect(self, longest: int) -> None:
+        """A bucket's gradient has at most so many bytes from now on."""
+        self._longest = longest
 
     def away(self, bucket: int) -> bool:
         """Whether a bucket's gradient rests where the device does not reach it."""
@@ -49,7 +53,7 @@ class RestingGradients:
         while len(self._leaving) >= _ON_THEIR_WAY:
             self.wait(next(iter(self._leaving)))
         home = self.home(bucket, gradient.numel(), gradient.dtype)
-        self._leaving[bucket] = self._transfers.send(gradient, home, self._tiers.of_optimizer(bucket), self.longest)
+        self._leaving[bucket] = self._transfers.send(gradient, home, self._tiers.of_optimizer(bucket), self._longest)
         return home
 
     def home(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -68,7 +72,7 @@ class RestingGradients:
         self.wait(bucket)
         gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
         try:
-            coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self.longest)
+            coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self._longest)
             coming.wait()
         except OSError as error:
             self._lost[bucket] = error

@@ -78,7 +78,7 @@ class PipelineRunner:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.zero_grad() first"
             )
-        counters = parts.pipeline.counters
+        counters = parts.pipeline.outcomes.counters
         before = counters.micro_steps
         with torch.enable_grad():
             work = self._begin("train_batch", batches, training=True)
@@ -181,7 +181,7 @@ class _Work:
         self.outputs: list[Any] = []
         self.keeps_outputs, self.computes_loss = False, True
         self._parts, self._batches = parts, batches
-        self._factor = parts.pipeline.window_scale() / parts.micro_batches if self.training else 1.0
+        self._factor = parts.pipeline.gradient_scale.of_window() / parts.micro_batches if self.training else 1.0
 
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         with self._parts.precision.autocast_context(self._parts.device):

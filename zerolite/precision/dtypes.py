@@ -118,9 +118,13 @@ class GraphBoundary:
         widens = self._precision.widens(outputs)
         return map_tensors(lambda tensor: self._watch(tensor, widens(tensor)), outputs)
 
+    def expect_scale(self) -> None:
+        """A backward begins, whose gradients must meet the loss scale."""
+        self.scaled = False
+
     def check_scaled(self, name: str) -> None:
-        """A gradient has arrived: raise RuntimeError if nothing has scaled it."""
-        if self._loss_scale is not None and not self.scaled:
+        """The first gradient of a backward has arrived: raise RuntimeError if nothing has scaled it."""
+        if not self.scaled:
             raise RuntimeError(
                 f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the "
                 "engine, so the loss scale is "

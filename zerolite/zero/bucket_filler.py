@@ -31,6 +31,19 @@ class Held:
         self.open, self.counted = False, 0
         self.shown: Mapping[int, torch.Tensor] | None = None
 
+    def show(self, shown: Mapping[int, torch.Tensor] | None) -> None:
+        """Let ``p.grad`` show these."""
+        self.shown = shown
+
+    def begin(self) -> None:
+        """Let hooks hold gradients here without counting each."""
+        self.open, self.counted = True, len(self.held)
+
+    def end(self) -> list[int]:
+        """Let no hook do so any more; return the parameters whose gradients have not been counted."""
+        self.open = False
+        return list(self.held)[self.counted :]
+
 
 class Run(Held):
     """Neighbouring small slots of a flat bucket, whose gradients are held until all are there, and joined then."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from zerolite.utils.dtypes import HALF
-from zerolite.zero.layout import Bucket
 
 IN_FLIGHT = 2
 """Reductions that may be under way at once where the buckets that travel are memory that would otherwise be free."""
@@ -21,9 +20,9 @@ class ReductionOptions:
     """How gradients are summed. Dtypes are None where the gradient's own dtype is kept.
 
     accumulate_dtype: of sums over several contributions; several_expected: whether there will be several
-    (accumulation > 1); communication_dtype(bucket): what travels. The division by world_size is split in three
-    exact products: arrival_factor while a gradient is moved into its bucket (free; only used where it is a power of
-    two), predivide before the sum, the rest after it.
+    (accumulation > 1); communication_dtype(parameter): what travels of its bucket. The division by world_size is split
+    in three exact products: arrival_factor while a gradient is moved into its bucket (free; only used where it is a
+    power of two), predivide before the sum, the rest after it.
     """
 
     reduce_each_pass: bool
@@ -31,7 +30,7 @@ class ReductionOptions:
     use_reduce_scatter: bool
     accumulate_dtype: torch.dtype | None
     several_expected: bool
-    communication_dtype: Callable[[Bucket], torch.dtype | None]
+    communication_dtype: Callable[[torch.nn.Parameter], torch.dtype | None]
     arrival_factor: float
     predivide: float
     copy_on_arrival: bool
@@ -39,32 +38,33 @@ class ReductionOptions:
     keep_buckets: bool  # use full buckets again
     probes: bool  # look at what each rank sends, so that a gradient which is not finite can be traced to its rank
 
-    def sum_dtype(self, own: torch.dtype) -> torch.dtype | None:
-        """Of sums over several contributions to a bucket of parameters of dtype ``own``: as asked for, but no narrower
-        than fp32 parameters are."""
-        asked = self.accumulate_dtype
-        return asked if asked is None or own in HALF else torch.promote_types(asked, own)
 
-    def travelling_dtype(self, bucket: Bucket, own: torch.dtype, passes: int) -> torch.dtype:
-        """The dtype in which a bucket that has summed ``passes`` backwards is sent. It follows from what all ranks
-        know: what this rank's bucket happens to hold (nothing, or several contributions) must not decide it."""
-        asked = self.communication_dtype(bucket)
-        if asked is not None:
-            return asked
-        summed = (self.several_expected and not self.reduce_each_pass) or passes > 1
-        return (self.sum_dtype(own) if summed else None) or own
+class BucketDtypes:
+    """Dtypes of one bucket's gradients. They follow from what all ranks know: what this rank's bucket happens to hold
+    (nothing, or several contributions) must not decide what is sent.
 
-    def travels_in_place(self, bucket: Bucket, own: torch.dtype, passes: int) -> bool:
-        """Whether a bucket is reduced in the memory in which gradients rest whole between steps or backwards. Like
-        :meth:`travelling_dtype` it follows from what all ranks know."""
-        kept = self.several_expected and not self.reduce_each_pass
-        resting = (self.sum_dtype(own) if kept else None) or own
-        return (kept or not self.shard) and self.travelling_dtype(bucket, own, passes) == resting
+    Attributes:
+        asked: what the config wants to travel, None for the dtype of the sum.
+        summed: of a sum that rests here between backwards, None for the gradients' own.
+        sent: what travels, by whether several backwards are in it.
+        in_place: whether the reduction takes place in the memory in which gradients rest whole, by the same.
+        mean: of the mean over ranks, by whether it is added to one that is there.
+    """
 
-    def reduced_dtype(self, own: torch.dtype, adds: bool) -> torch.dtype:
-        """fp32 (or what was asked for) once several contributions are summed, the parameter's dtype as long as there is
-        one. adds: a mean is there already."""
-        return (self.sum_dtype(own) if self.several_expected or adds else None) or own
+    def __init__(self, own: torch.dtype, asked: torch.dtype | None, options: ReductionOptions) -> None:
+        """own: of the bucket's parameters."""
+        accumulate = options.accumulate_dtype
+        if accumulate is not None and own not in HALF:  # no narrower than fp32 parameters are
+            accumulate = torch.promote_types(accumulate, own)
+        several = accumulate or own
+        rests = options.several_expected and not options.reduce_each_pass
+        self.asked = asked
+        self.summed = accumulate if rests else None
+        self.sent = (asked or (several if rests else own), asked or several)
+        resting = several if rests else own
+        kept = rests or not options.shard
+        self.in_place = (kept and self.sent[0] == resting, kept and self.sent[1] == resting)
+        self.mean = (several if options.several_expected else own, several)
 
 
 class BucketPool:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from zerolite.comm import Communicator, Pending
+from zerolite.offload.resting_gradients import RestingGradients
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_items import BUCKETS, GRADIENTS, own
 from zerolite.zero.bucket_filler import BucketFiller, Held, Run, many_small, runs_of
-from zerolite.zero.bucket_state import BucketPool, ReductionOptions
+from zerolite.zero.bucket_state import BucketDtypes, BucketPool, ReductionOptions
 from zerolite.zero.buffer import destinations, zero_slot
 from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Bucket, Slot
@@ -36,8 +37,10 @@ class Pass:
         factor: by which gradients are multiplied when they are moved into a bucket.
         open: it has begun and not ended.
         reducing: it reduces every bucket.
+        void: what comes in it counts as nothing.
         launching: a bucket is being filled, to be launched at once.
         follows_units: buckets are launched at the ends of units' backwards, and not in their order.
+        learning: it is still to be learned at which of these ends.
         in_local: backwards since this rank's sums were last reduced; equal on all ranks.
         in_window: backwards since the last step.
     """
@@ -45,18 +48,28 @@ class Pass:
     factor: float
     open: bool = False
     reducing: bool = False
+    void: bool = False
     launching: bool = False
     follows_units: bool = False
+    learning: bool = False
     in_local: int = 0
     in_window: int = 0
 
 
 class BucketMemory:
     """Memory of full buckets: the communicator's own for a bucket that travels next, else memory that is used again,
-    or new; and which items of memory (memory_items.py) it belongs to."""
+    or new; and which items of memory (memory_items.py) it belongs to. resting: where mean gradients rest, None where
+    that is the device."""
 
-    def __init__(self, comm: Communicator, options: ReductionOptions, order: LaunchOrder, current: Pass) -> None:
-        self.current, self.options = current, options
+    def __init__(
+        self,
+        comm: Communicator,
+        options: ReductionOptions,
+        order: LaunchOrder,
+        current: Pass,
+        resting: RestingGradients | None,
+    ) -> None:
+        self.current, self.options, self.resting = current, options, resting
         self._comm, self._order = comm, order
         self._pool = BucketPool(0)
 
@@ -64,12 +77,13 @@ class BucketMemory:
         """Keep so many full buckets at most to be used again."""
         self._pool = BucketPool(buckets if self.options.keep_buckets else 0)
 
-    def new(self, bucket: Bucket, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bool]:
-        """Return an uninitialised full bucket, and whether it is the communicator's, which travels without a copy."""
+    def new(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, travels: bool) -> tuple[torch.Tensor, bool]:
+        """Return an uninitialised full bucket, and whether it is the communicator's, which travels without a copy.
+        travels: it may be sent in this dtype."""
         options, current = self.options, self.current
         in_pass = current.reducing and (current.open or current.launching)  # between passes others may launch before it
         exchanged = options.shard and options.use_reduce_scatter and in_pass
-        if exchanged and options.communication_dtype(bucket) in (None, dtype):
+        if exchanged and travels:
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else. With units what is launched next is known only when it is.
             if not current.follows_units or current.launching:
@@ -111,22 +125,26 @@ class GradientBucket:
         missing: contributions that the pass under way still waits for.
         pending: the reduction under way, of ``sent``.
         reduced: mean over ranks, where it rests: the full bucket at stage 0, this rank's part above.
+        away: it does not rest on the device.
+        expected: contributions that come in every pass.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        dtype: torch.dtype,
-        device: torch.device,
+        parameter: torch.nn.Parameter,
         strides: Sequence[tuple[int, ...]],
         memory: BucketMemory,
     ) -> None:
-        """dtype: of its parameters. strides: of all parameters, by index, when they are whole."""
-        self.bucket, self.dtype, self._device = bucket, dtype, device
+        """parameter: one of its own. strides: of all parameters, by index, when they are whole."""
+        self.bucket, self.dtype, self.device = bucket, parameter.dtype, parameter.device
         self._memory = memory
+        options = memory.options
+        self._dtypes = BucketDtypes(self.dtype, options.communication_dtype(parameter), options)
+        self._resting = memory.resting if memory.resting is not None and memory.resting.away(bucket.index) else None
         self._slots = {slot.index: slot for slot in bucket.slots}
         self._strides = {slot.index: strides[slot.index] for slot in bucket.slots}
-        self._filler = BucketFiller(bucket, strides, device) if many_small(bucket) else None
+        self._filler = BucketFiller(bucket, strides, self.device) if many_small(bucket) else None
         self.runs: list[Run] = [] if bucket.rows else runs_of(bucket, strides)
         self._run_of = {index: run for run in self.runs for index in run.indices}
         filled = [slot for slot in bucket.slots if slot.numel]
@@ -139,7 +157,7 @@ class GradientBucket:
         self.local: torch.Tensor | None = None
         self.written: set[int] = set()
         self._staged = False  # `local` is the communicator's memory
-        self.expected = 0  # contributions in a pass
+        self.expected = self._filled
         self.missing = 0
         self.state = PassState.OPEN
         self.pending: Pending | None = None
@@ -147,8 +165,10 @@ class GradientBucket:
         self.reduced: torch.Tensor | None = None
 
     def hooks_of(self, index: int) -> Held | None:
-        """Return where the hook of a parameter may put its gradient."""
-        return self._run_of.get(index) if self.hooked is None else self.hooked if index in self.hooked.indices else None
+        """Return where the hook of a parameter may put its gradient, if there is such a place."""
+        if self.hooked is None:
+            return self._run_of.get(index)
+        return self.hooked if index in self.hooked.indices else None
 
     # ---------------------------------------------------------------- a pass
 
@@ -157,7 +177,6 @@ class GradientBucket:
         self.missing = self.expected
 
     def expect(self, contributions: int) -> None:
-        """So many contributions come in every pass from now on."""
         self.expected = contributions
 
     def reopen(self) -> None:
@@ -173,15 +192,16 @@ class GradientBucket:
         assert self.state is not PassState.OPEN
         self.state = PassState.LATE
 
-    def count(self, contributions: int = 1) -> None:
-        """So many contributions have come."""
+    def count(self, contributions: int) -> None:
+        """So many contributions have come that :meth:`accept` has not been given."""
         self.missing -= contributions
 
     # ---------------------------------------------------------------- gradients into `local`
 
     def accept(self, slot: Slot, gradient: torch.Tensor, at_once: bool, factor: float, tag: bool) -> None:
-        """Take a gradient: move it, or hold it until it is moved with others. at_once: do not hold it. tag: somebody
-        counts memory."""
+        """Take a contribution: move it, or hold it until it is moved with others. at_once: do not hold it. tag: memory
+        is being counted."""
+        self.missing -= 1
         index, run = slot.index, self._run_of.get(slot.index)
         if run is not None:
             if index in run.held:
@@ -275,11 +295,8 @@ class GradientBucket:
         return local
 
     def _new_local(self, gradient: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        options, dtype = self._memory.options, gradient.dtype
-        asked = options.sum_dtype(self.dtype)
-        if options.several_expected and not options.reduce_each_pass and asked is not None:
-            dtype = asked
-        return self._memory.new(self.bucket, dtype, gradient.device)
+        dtype = self._dtypes.summed or gradient.dtype
+        return self._memory.new(self.bucket, dtype, gradient.device, self._dtypes.asked in (None, dtype))
 
     def _widen(self) -> torch.Tensor:
         """Let ``local`` have the dtype in which several contributions are summed."""
@@ -293,7 +310,7 @@ class GradientBucket:
         """Move what is held, and return ``local`` with zeros where no gradient came."""
         self.put_held(factor)
         if self.local is None:
-            zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self._device)
+            zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.device)
             return own(zeros, self._memory.item())
         if len(self.written) < self._filled:
             for run in self.runs:  # those that are moved have zeros where no gradient came
@@ -315,8 +332,9 @@ class GradientBucket:
 
     # ---------------------------------------------------------------- the reduction
 
-    def convert(self, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def convert(self, local: torch.Tensor) -> torch.Tensor:
         """Return what :meth:`complete` has given in the dtype that travels."""
+        dtype = self._dtypes.sent[self._memory.current.in_local > 1]
         if local.dtype == dtype:
             return local
         converted = own(local.to(dtype), self._sent_item())
@@ -342,28 +360,60 @@ class GradientBucket:
         self.pending = None
         return total
 
-    def keep(self, mean: torch.Tensor, rests: torch.Tensor) -> None:
-        """The mean of what :meth:`receive` has given rests in ``rests``."""
-        self.reduced = rests
+    def keep(self, total: torch.Tensor) -> None:
+        """Add the mean of what :meth:`receive` has given to the mean gradient."""
+        dtype = self.mean_dtype
+        mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
+        self.rest(mean)
         sent, self._sent = self._sent, None
         if sent is not None and address(mean) != address(sent):
             self._memory.give_back(sent)
 
-    def rest(self, mean: torch.Tensor | None) -> None:
-        """The mean gradient is ``mean`` from now on; None: there is none."""
-        self.reduced = mean
-
     @property
     def travels_in_place(self) -> bool:
         """True if it is reduced in the memory in which gradients rest whole."""
-        return self._memory.options.travels_in_place(self.bucket, self.dtype, self._memory.current.in_local)
+        return self._dtypes.in_place[self._memory.current.in_local > 1]
 
     @property
-    def reduced_dtype(self) -> torch.dtype:
-        return self._memory.options.reduced_dtype(self.dtype, adds=self.reduced is not None)
+    def mean_dtype(self) -> torch.dtype:
+        """Of the mean gradient once :meth:`keep` has been called again."""
+        return self._dtypes.mean[self.reduced is not None]
 
     def _sent_item(self) -> str:
         return GRADIENTS if self.travels_in_place else BUCKETS
+
+    # ---------------------------------------------------------------- the mean gradient
+
+    @property
+    def away(self) -> bool:
+        return self._resting is not None
+
+    def reserve(self, numel: int) -> None:
+        """Make room for the mean gradient of so many elements, where it does not rest on the device."""
+        if self._resting is not None:
+            self._resting.home(self.bucket.index, numel, self.mean_dtype)
+
+    def rest(self, mean: torch.Tensor) -> None:
+        """The mean gradient is ``mean``, on the device, from now on."""
+        self.reduced = own(mean, GRADIENTS) if self._resting is None else self._resting.keep(self.bucket.index, mean)
+
+    def fetch(self) -> torch.Tensor:
+        """Return the mean gradient on the device."""
+        assert self.reduced is not None
+        return self.reduced if self._resting is None else self._resting.fetch(self.bucket.index, self.reduced)
+
+    def resting_mean(self) -> torch.Tensor:
+        """Return the mean gradient where it rests, when it has arrived there."""
+        if self._resting is not None:
+            self._resting.wait(self.bucket.index)
+        assert self.reduced is not None, "it is read after finish()"
+        return self.reduced
+
+    def release(self, reuse: bool) -> None:
+        """The mean gradient has been consumed. reuse: its memory may be used again."""
+        reduced, self.reduced = self.reduced, None
+        if reduced is not None and reuse:
+            self._memory.give_back(reduced)
 
     def clear(self) -> None:
         """Drop this rank's sums. Called when no pass is open and no reduction is under way."""
@@ -375,10 +425,10 @@ class GradientBucket:
         for run in self.runs:
             run.held.clear()
 
-    def memory(self, rests_here: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that are kept here now, with their items. rests_here: the mean gradient does."""
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are kept here now, with their items."""
         item = self._memory.item()
-        if self.reduced is not None and rests_here:
+        if self.reduced is not None and self._resting is None:
             yield GRADIENTS, self.reduced
         if self.local is not None:
             yield (BUCKETS if self._staged else item), self.local

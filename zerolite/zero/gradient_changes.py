@@ -44,7 +44,10 @@ class GradientChanges:
     # ---------------------------------------------------------------- None and tensors in p.grad
 
     def found(self) -> Mapping[int, torch.Tensor | None]:
-        """Return, by index, each ``p.grad`` that the user has replaced."""
+        """Return, by index, each ``p.grad`` that the user has replaced. The statistics know afterwards what has been
+        written to memory that the user has."""
+        if self._exposed:
+            self.refresh()
         return self._reducer.shown.changed(self._reducer.parameters)
 
     def all_dropped(self, found: Mapping[int, torch.Tensor | None]) -> bool:
@@ -67,10 +70,15 @@ class GradientChanges:
                 stats.replace(index, None, 1.0)
         self._buffer.tiers.written_in_place()
 
+    @property
+    def assigned(self) -> bool:
+        """True if there are tensors in ``p.grad`` whose meaning is still open."""
+        return bool(self._assigned)
+
     def add(self, scale: Callable[[], float], weighted: bool) -> None:
         """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
         scale: of losses. Raises RuntimeError where backwards have weights."""
-        if weighted and self._assigned:  # they stay, so that the next backward raises too
+        if weighted:  # they stay, so that the next backward raises too
             name = self._buffer.layout.slots[min(self._assigned)].name
             raise RuntimeError(
                 f"p.grad of parameter '{name}' was assigned before a backward with a weight, but the mean weight, by "

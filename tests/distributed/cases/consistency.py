@@ -64,7 +64,7 @@ def _clip(engine: Any) -> None:
 
 
 def _steps(engine: Any) -> None:
-    engine._pipeline.counters.global_steps += 1
+    engine._pipeline.outcomes.counters.global_steps += 1
 
 
 NUMBERS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import sys
@@ -242,6 +241,6 @@ def _released(own: type) -> type:
     return type(f"Released{own.__name__}", (ReleasedParameter, own), {})
 
 
-def opened() -> contextlib.AbstractContextManager[Any]:
-    """Inside, released parameters are what they look like: tensors without elements. For the engine's own work."""
-    return torch._C.DisableTorchFunctionSubclass()
+opened = torch._C.DisableTorchFunctionSubclass
+"""A context in which released parameters are what they look like: tensors without elements. For the engine's own
+work."""

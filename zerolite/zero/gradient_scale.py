@@ -1,0 +1,88 @@
+"""Scale of a window's gradients: what they must be divided by to be those of the joint batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zerolite.precision.loss_scaler import LossScaler
+from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.grad_stats import StatsVector
+from zerolite.zero.outcomes import Outcomes
+from zerolite.zero.step_outcome import mean_weight
+
+
+class GradientScale:
+    """The loss scale, less what a partial window lacks, and the mean weight. The loss scale of a window is captured
+    when it is first asked for, before anything can change it."""
+
+    def __init__(self, window: AccumulationWindow, scaler: LossScaler | None, outcomes: Outcomes) -> None:
+        self._window, self._scaler, self._outcomes = window, scaler, outcomes
+        self.loss: float | None = None  # the loss scale of the window, if it has been asked for
+        self._flush_factor = 1.0
+        self._mean_weight: torch.Tensor | None = None
+
+    @property
+    def weighted(self) -> bool:
+        """True if the backwards of this window have weights."""
+        return bool(self._window.weighted)
+
+    def begin_window(self) -> None:
+        self.loss = self._mean_weight = None
+        self._flush_factor = 1.0
+
+    def reopen(self) -> None:
+        """More gradients are coming."""
+        self._mean_weight = None
+        if self._scaler is not None:
+            self.of_window()
+
+    def flush(self) -> None:
+        """The window ends before it is full: what it holds becomes the mean of what it contains."""
+        self._flush_factor = self._window.flush_factor()
+
+    def of_window(self) -> float:
+        """The loss scale of the window in hand; the same from its first backward to its step."""
+        if self._scaler is None:
+            return 1.0
+        if self.loss is None:
+            self._outcomes.settle()
+            self.loss = self._scaler.scale
+        return self.loss
+
+    def of_next(self) -> float:
+        """The loss scale that the next window will use; this one's, if it has begun."""
+        if self._scaler is None:
+            return 1.0
+        if self.loss is not None:
+            return self.loss
+        self._outcomes.settle()
+        return self._scaler.scale
+
+    def weight_unit(self) -> float:
+        """What weights are divided by before they multiply anything, so that fp16 gradients keep their size: about the
+        mean weight of the step before, a power of two, the same on all ranks and for the whole window; 1 where there
+        is no loss scale."""
+        self.of_window()
+        return self._outcomes.counters.weight_unit
+
+    def own_divisor(self) -> float:
+        """The divisor without what only all ranks know."""
+        return self.of_window() / self._flush_factor
+
+    def divisor(self, stats: StatsVector) -> float:
+        """The divisor of the accumulated gradient. The host reads the statistics where there are weights."""
+        return self.own_divisor() * (mean_weight(stats.get()) if self.weighted else 1.0)
+
+    def on_device(self, stats: StatsVector) -> float | torch.Tensor:
+        """The same, for which the host does not wait."""
+        return self.own_divisor() * (stats.weight() if self.weighted else 1.0)
+
+    def shown(self, stats: Callable[[], StatsVector]) -> float | torch.Tensor:
+        """The same; stats: collects them if that is needed. Kept: changes of gradients leave it as it is."""
+        if not self.weighted:
+            return self.own_divisor()
+        if self._mean_weight is None:
+            self._mean_weight = stats().weight()
+        return self.own_divisor() * self._mean_weight

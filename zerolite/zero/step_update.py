@@ -1,0 +1,153 @@
+"""The update of one step, or its skip: decided by the host, which reads the statistics, or by the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zerolite.utils.accelerator import host_value
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
+from zerolite.zero.gradient_scale import GradientScale
+from zerolite.zero.outcomes import Outcomes
+from zerolite.zero.pieces import UpdateMethod
+from zerolite.zero.shown_gradients import Factor
+from zerolite.zero.step_outcome import mean_weight
+from zerolite.zero.update_sweep import UpdateSweep
+
+_MOST_DOUBTFUL = 32  # parameters that are updated one by one, so that the host need not wait
+_NONE: Mapping[int, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What an update needs to know of its gradients. given: what the user has multiplied all of them by. max_norm: clip
+    to this L2 norm, 0 for never."""
+
+    vector: StatsVector
+    given: Factor
+    max_norm: float
+
+
+class StepUpdate:
+    """Called by the step pipeline on all ranks.
+
+    Attributes:
+        torn: why masters are not all of one step; "" if they are.
+        unpublished: masters are ahead of the parameters.
+    """
+
+    def __init__(
+        self,
+        sweep: UpdateSweep,
+        method: UpdateMethod,
+        buffer: ParameterBuffer,
+        reducer: GradReducer,
+        scale: GradientScale,
+        outcomes: Outcomes,
+        may_skip_on_device: bool,
+        world_size: int,
+    ) -> None:
+        """may_skip_on_device: the config lets the device decide whether a step is skipped."""
+        self._sweep, self._method, self._buffer, self._reducer = sweep, method, buffer, reducer
+        self._scale, self._outcomes = scale, outcomes
+        self._may_skip_on_device = may_skip_on_device
+        self._world_size = world_size
+        self.torn = ""
+        self.unpublished = False
+
+    def run(self, statistics: StepStatistics, publish: bool) -> None:
+        """Update what this rank owns, or skip the step on all ranks. publish: bring new values to all ranks on the way.
+        Raises what is wrong with the step's statistics, on all ranks."""
+        if self._skips_on_device:
+            self._run_unread(statistics, publish)
+        else:
+            self._run_read(statistics, publish)
+
+    @property
+    def _skips_on_device(self) -> bool:
+        """Follows from config, optimizer and layout alone: which gradients came to this rank must not decide it,
+        because an update whose skip the host decides launches no gathers when it is skipped."""
+        return self._may_skip_on_device and self._method.can_skip_on_device and self._sweep.all_on_device
+
+    def _run_read(self, statistics: StepStatistics, publish: bool) -> None:
+        """Every rank reads the same statistics here, so either all of them launch the gathers of an update or none."""
+        outcome, given, max_norm = statistics.vector.get(), statistics.given, statistics.max_norm
+        outcome.check_inputs()
+        self._outcomes.act(outcome)
+        divisor = self._scale.own_divisor() * mean_weight(outcome)
+        if self._outcomes.applies(outcome):
+            self._outcomes.check_used(outcome)
+            factor = (clip_coefficient(outcome.norm / divisor, max_norm) if max_norm else 1.0) / divisor
+            factor *= float(host_value(given)) if isinstance(given, torch.Tensor) else given
+            self._sweep_buckets(factor, outcome.used, None, publish)
+        self._outcomes.end_step(outcome, divisor)
+
+    def _run_unread(self, statistics: StepStatistics, publish: bool) -> None:
+        """Update, or skip on the device, without reading the statistics: the same gathers on every rank, whatever the
+        outcome. Of parameters that this rank has not used the device leaves out those that no rank has. Where they are
+        many the host waits for the statistics to learn which, and does nothing else with them."""
+        vector, given = statistics.vector, statistics.given
+        divisor = self._scale.own_divisor()
+        used: frozenset[int] | None = None
+        doubtful: frozenset[int] = frozenset()
+        if len(self._reducer.used) < len(self._buffer.layout.slots):
+            used = frozenset(self._reducer.used)
+            if self._world_size > 1:
+                doubtful = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
+            if len(doubtful) > _MOST_DOUBTFUL:
+                used, doubtful = vector.get().used, frozenset()
+        total = vector.total_square()
+        found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
+        scale = self._scale.on_device(vector)
+        if self._scale.weighted:
+            nothing = vector.mixed() | (vector.weight() == 0)
+            found_inf = nothing if found_inf is None else found_inf | nothing
+        factor = given / scale
+        if statistics.max_norm:
+            factor = clip_coefficient_on_device(total.sqrt() / scale, statistics.max_norm) / scale * given
+        if isinstance(factor, torch.Tensor):
+            factor = factor.float()
+        left_out = {index: vector.unused(index) for index in sorted(doubtful)}
+        if found_inf is not None:
+            left_out = {index: unused | found_inf for index, unused in left_out.items()}
+            found_inf = found_inf.float()
+        left_out = {index: flag.float() for index, flag in left_out.items()}
+        self._sweep_buckets(factor, used, found_inf, publish, left_out)
+        self._outcomes.leave_unread(vector, divisor, doubtful)
+
+    def _sweep_buckets(
+        self,
+        factor: Factor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+        doubtful: Mapping[int, torch.Tensor] = _NONE,
+    ) -> None:
+        taking_part = used if used is None else used | doubtful.keys()
+        self._method.begin(taking_part, frozenset(doubtful))
+        self.unpublished = not publish
+        try:
+            self._sweep.run(factor, used, found_inf, publish, doubtful)
+        except BaseException as error:
+            self.torn, self.unpublished = f"{type(error).__name__}: {error}", False
+            raise
+
+    def published(self) -> None:
+        """The parameters of all ranks have the masters' values, or are about to."""
+        self.unpublished = False
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
+        if self.torn:
+            raise RuntimeError(
+                f"an update has failed in its middle ({self.torn}), so some weights are a step ahead of others; they "
+                "cannot be trained on, nor saved. Start again from the last checkpoint"
+            )
+
+    def mend(self) -> None:
+        """All masters have new values."""
+        self.torn = ""
