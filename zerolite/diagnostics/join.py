@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from zerolite.comm import Communicator, ControlChannel
-from zerolite.zero.commands import Command, number_of, unannounced
+from zerolite.zero.commands import Command, number_of
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.sharded_optimizer import KEPT
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -221,7 +221,7 @@ class Join:
     # ---------------------------------------------------------------- where commands come from
 
     def _install(self) -> None:
-        self._pipeline.commands = self._reducer.commands = self.announce
+        self._pipeline.commands.announce_with(self.announce)
         self._comm.guard = self._guard
         coordinator = self._owner.coordinator
         if coordinator is not None:
@@ -229,7 +229,7 @@ class Join:
             coordinator.group.listen(self)
 
     def _remove(self) -> None:
-        self._pipeline.commands = self._reducer.commands = unannounced
+        self._pipeline.commands.announce_with(None)
         self._comm.guard = None
         self._reducer.share = 1.0
         coordinator = self._owner.coordinator

@@ -30,18 +30,28 @@ class Command(enum.IntEnum):
     OTHER = 17  # a collective in which ranks that have finished cannot take part
 
 
-class Commands(Protocol):
-    """Called before anything in which all ranks take part: ``with commands(Command.STEP): ...``."""
+class Announce(Protocol):
+    """Tells the other ranks of a command, around which it is a context."""
 
     def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]: ...
 
 
-_NOTHING = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()
 
 
-def unannounced(command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]:
-    """All ranks do the same by themselves: nobody is told anything."""
-    return _NOTHING
+class Commands:
+    """Around anything in which all ranks take part: ``with commands(Command.STEP): ...``. One object for all parts of
+    an engine. Unless something announces them, all ranks do the same by themselves."""
+
+    def __init__(self) -> None:
+        self._announce: Announce | None = None
+
+    def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]:
+        return NOTHING if self._announce is None else self._announce(command, *numbers)
+
+    def announce_with(self, announce: Announce | None) -> None:
+        """Let ``announce`` tell the other ranks from now on; None: tell them nothing."""
+        self._announce = announce
 
 
 def bits_of(number: float) -> int:

@@ -24,7 +24,7 @@ from zerolite.comm import Communicator
 from zerolite.offload.resting_gradients import RestingGradients
 from zerolite.utils.memory_items import GRADIENTS
 from zerolite.zero.bucket_state import ALONE_NUMEL, IN_FLIGHT, ReductionOptions
-from zerolite.zero.commands import Command, Commands, unannounced
+from zerolite.zero.commands import Command, Commands
 from zerolite.zero.gradient_arrivals import GradientArrivals
 from zerolite.zero.gradient_bucket import BucketMemory, GradientBucket, Pass
 from zerolite.zero.late_gradients import LateGradients
@@ -68,7 +68,7 @@ class GradReducer:
         self.arrivals = GradientArrivals(options, self._pass, self, comm.rank, comm.world_size)
         self._late = LateGradients(comm, options, self._order, self._pass, self._reduce_now)
         self._announced = False  # a pass of this window, by a call of the engine that all ranks make
-        self.commands: Commands = unannounced
+        self.commands = Commands()
         self.share = 1.0  # what the gradients of the next pass are multiplied by
         self.divisor = 1  # what they are divided by
         self._in_flight: list[GradientBucket] = []

@@ -18,7 +18,7 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks, UpdateLook
-from zerolite.zero.commands import Command, Commands, bits_of, unannounced
+from zerolite.zero.commands import NOTHING, Command, bits_of
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import Across, StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
@@ -98,7 +98,7 @@ class StepPipeline:
         self._scaler = scaler
         self._options = options
         self._device = device
-        self.commands: Commands = unannounced
+        self.commands = reducer.commands
         finite, limit = options.check_finite, options.max_skipped_in_a_row
         self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main)
         self.gradient_scale = GradientScale(window, scaler, self.outcomes)
@@ -474,7 +474,7 @@ class StepPipeline:
 
     def zero_grad(self) -> None:
         """Drop the window: its gradients, clip and scale."""
-        with unannounced(Command.ZERO_GRAD) if self._window.empty else self.commands(Command.ZERO_GRAD):
+        with NOTHING if self._window.empty else self.commands(Command.ZERO_GRAD):
             for notify in self._observers.on_gradients_dropped:
                 notify()
             self.changes.clear()  # first: the reducer looks at which gradients are still referred to
