@@ -22,7 +22,7 @@ from zerolite.zero.layout import Bucket, Slot
 
 
 class PassState(enum.Enum):
-    """What has become of a bucket in the pass under way."""
+    """State of a bucket in the pass under way."""
 
     OPEN = "its gradients are collected"
     SENT = "its reduction has been launched"

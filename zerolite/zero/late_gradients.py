@@ -47,8 +47,9 @@ class LateGradients:
 
     @property
     def possible(self) -> bool:
-        """True if gradients may come in this pass after their bucket has been launched; equal on all ranks."""
-        return self._looks if self._plan is None else self._pass.learning
+        """True if gradients may come in this pass after their bucket has been launched; equal on all ranks. At stage 3
+        that may change within the pass, when its events depart from the plan."""
+        return self._looks if self._plan is None else not self._plan.settled
 
     def note(self, state: GradientBucket, slot: Slot) -> None:
         """A gradient has come late. Raises RuntimeError if nothing was to come any more."""
