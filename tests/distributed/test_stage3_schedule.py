@@ -148,6 +148,18 @@ def test_a_departure_is_served_and_traced_anew(pools: Pools, zero: dict[str, Any
         assert not result["on demand only"]
 
 
+def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients(pools: Pools) -> None:
+    """The forward is that of the plan, and the backward goes through layer 0 once more, whose bucket has been sent."""
+    case = {"model": "Ways", "steps": [["0|02"]] * 4 + [["002"]] * 2}
+    zero = {**limited(10**6, 10**6, 10**6), "reduce_bucket_size": 1}
+    plain = pools(2).run(f"{CASES}:ways", {"config": config(2, "fp32", 1, 0.4, ADAMW), **case})
+    ranks = pools(2).run(f"{CASES}:ways", {"config": config(3, "fp32", 1, 0.4, ADAMW, zero=zero), **case})
+    for result, reference in zip(ranks, plain, strict=True):
+        assert result["losses"] == reference["losses"]
+        assert_same_bits(result["parameters"], reference["parameters"], "stage 3")
+        assert result["collectives"] == ranks[0]["collectives"]
+
+
 def test_evaluation_has_a_plan_of_its_own(pools: Pools) -> None:
     case = {"model": "Ways", "steps": [["012"]] * 6, "evaluate": True}
     plain = pools(2).run(f"{CASES}:ways", {"config": config(2, "fp32", 1, 0.4, ADAMW), **case})

@@ -53,6 +53,8 @@ class LateGradients:
 
     def note(self, state: GradientBucket, slot: Slot) -> None:
         """A gradient has come late. Raises RuntimeError if nothing was to come any more."""
+        if self._plan is not None:
+            self._plan.look()
         if not self.possible:
             advice = (
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."

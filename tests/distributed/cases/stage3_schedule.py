@@ -118,7 +118,8 @@ def whole_values(engine: Any) -> dict[str, Tensor]:
 
 
 class Ways(nn.Module):
-    """Layers of different sizes that a string of digits calls in any order: each maps [B, 6] to [B, 6]."""
+    """Layers of different sizes that a string of digits calls in any order: each maps [B, 6] to [B, 6]. A "|" keeps
+    gradients from those before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class Ways(nn.Module):
 
     def forward(self, x: Tensor, way: str) -> Tensor:
         for digit in way:
-            x = x + self.layers[int(digit)](x)
+            x = x.detach() if digit == "|" else x + self.layers[int(digit)](x)
         return x
 
 
