@@ -138,15 +138,13 @@ class GradReducer:
         current = self._pass
         if current.open:
             return
-        current.open, current.void, current.reducing = True, void, reducing
         self._announced |= not end_with_backward
         self._use_share()
-        current.in_local += 1
-        current.in_window += 1
+        current.begin(reducing, void)
         self._order.begin_pass()
         if self._plan is not None:
             self._plan.begin_pass()
-            current.learning = not self._plan.settled
+            current.learn(not self._plan.settled)
         self.arrivals.begin_pass()
         for state in self._states:
             state.begin_pass()
@@ -160,14 +158,14 @@ class GradReducer:
                 for state in self._states:  # what an earlier pass has left
                     self.arrivals.close(state)
                     state.put_held(self._pass.factor)
-            self._pass.factor = factor
+            self._pass.multiply_by(factor)
 
     def end_pass(self, complete: bool = True) -> None:
         """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay
         in step."""
         if not self._pass.open:
             return
-        self._pass.open = False
+        self._pass.end()
         try:
             with self.commands(Command.PASS_END):
                 self._end_pass(complete)
@@ -183,7 +181,7 @@ class GradReducer:
         if self._pass.reducing:  # decided before the pass began, from counters that all ranks have counted alike
             self._launch_until(len(self._states))
             self._late.agree()
-            self._pass.in_local = 0
+            self._pass.on_all_reduced()
 
     def show_held(self) -> None:
         """After a backward, or one that has raised: let ``p.grad`` show the gradients of the window."""
@@ -224,12 +222,9 @@ class GradReducer:
         """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
         run beside them."""
         options = self._options
-        self._pass.launching = True
-        try:
+        with self._pass.launch():
             self.arrivals.close(state)
             local = state.complete(self._pass.factor)
-        finally:
-            self._pass.launching = False
         if options.probes:
             self.probes.append(local.sum(dtype=torch.float32))
         self._make_room(state)
@@ -288,7 +283,7 @@ class GradReducer:
             self._launch_until(len(self._states))
             if self._plan is None:  # another rank may have reduced in its backward
                 self._late.agree()
-            self._pass.in_local = 0
+            self._pass.on_all_reduced()
         self._wait_for_all()
 
     def wait(self) -> None:
@@ -301,7 +296,7 @@ class GradReducer:
         """Launch buckets when units end, not when gradients are there."""
         self._plan = plan
         self._late.follow(plan)
-        self._pass.follows_units = True
+        self._pass.follow_units()
         self._order.stop_learning()
 
     @torch.no_grad()
@@ -424,7 +419,7 @@ class GradReducer:
             self.release(state.bucket.index)
         if self._options.shard:
             self._memory.clear()  # between steps no rank holds more than its part
-        self._pass.in_local = self._pass.in_window = 0
+        self._pass.end_window()
         self._announced = False
         self.arrivals.clear()
         self.probes.clear()

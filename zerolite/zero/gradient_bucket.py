@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class PassState(enum.Enum):
 
 @dataclass
 class Pass:
-    """The backward under way, or the last one, as buckets need to know it. Written by the reducer alone.
+    """The backward under way, or the last one, as buckets need to know it.
 
     Attributes:
         factor: by which gradients are multiplied when they are moved into a bucket.
@@ -54,6 +55,42 @@ class Pass:
     learning: bool = False
     in_local: int = 0
     in_window: int = 0
+
+    def begin(self, reducing: bool, void: bool) -> None:
+        self.open, self.reducing, self.void = True, reducing, void
+        self.in_local += 1
+        self.in_window += 1
+
+    def end(self) -> None:
+        self.open = False
+
+    def on_all_reduced(self) -> None:
+        """This rank's sums have been reduced."""
+        self.in_local = 0
+
+    def end_window(self) -> None:
+        """The gradients have been consumed, or dropped."""
+        self.in_local = self.in_window = 0
+
+    @contextlib.contextmanager
+    def launch(self) -> Iterator[None]:
+        """Around the filling of a bucket that is launched next."""
+        self.launching = True
+        try:
+            yield
+        finally:
+            self.launching = False
+
+    def follow_units(self) -> None:
+        """Launch buckets at the ends of units' backwards from now on."""
+        self.follows_units = True
+
+    def learn(self, wanted: bool) -> None:
+        """wanted: it is still to be learned in this pass when buckets are launched."""
+        self.learning = wanted
+
+    def multiply_by(self, factor: float) -> None:
+        self.factor = factor
 
 
 class BucketMemory:
