@@ -445,7 +445,7 @@ def test_losses_belong_to_their_window() -> None:
     assert losses == [1.0, 8.0, None]
 
 
-class LatePipeline:
+class LateOutcomes:
     """One step behind, as on CUDA: its only step is settled when somebody asks."""
 
     def __init__(self, observers: Observers) -> None:
@@ -470,16 +470,16 @@ def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine
     engine: Any = BareEngine()
     config = load_config(everything_enabled(tmp_path))
     observers = Observers()
-    pipeline: Any = LatePipeline(observers)
+    outcomes: Any = LateOutcomes(observers)
     optimizer: Any = Optimizer(0.5)
-    started = open_monitoring(config, data_topology(Communicator()), CPU, pipeline, observers, optimizer, None)
+    started = open_monitoring(config, data_topology(Communicator()), CPU, outcomes, observers, optimizer, None)
     started.end_with(engine)
     assert started.comms_logger is None and started.watch_module(torch.nn.Linear(1, 1), None) == []  # type: ignore[arg-type]
     path = tmp_path / "job" / "events.jsonl"
     assert path.read_text() == ""
     if how == "close":
         started.monitor.close()
-    del engine, pipeline
+    del engine, outcomes
     assert json.loads(path.read_text()) == {
         "step": 1,
         "Train/Steps/lr": 0.5,

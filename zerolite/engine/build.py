@@ -299,7 +299,7 @@ class _Assembly:
         hooks += attached.handles
         observers.add(Progress(self.reference))
         monitoring = open_monitoring(
-            config, self.topology, self.device, self.pipeline, observers, self.sharded, self.scaler
+            config, self.topology, self.device, self.pipeline.outcomes, observers, self.sharded, self.scaler
         )
         hooks += monitoring.watch_module(self.model, call)
         observers.add(ScheduleStep(self.reference))  # after the monitors, which log the learning rates of the step

@@ -18,9 +18,9 @@ from zerolite.monitor.memory_report import MemoryParts, memory_report
 from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver, describe, watch_forward
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.observers import Observers
+from zerolite.zero.outcomes import Outcomes
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.zero.step import StepPipeline
 
 if TYPE_CHECKING:
     from zerolite.engine.engine import Engine
@@ -32,16 +32,16 @@ def open_monitoring(
     config: ZeroliteConfig,
     topology: Topology,
     device: torch.device,
-    pipeline: StepPipeline,
+    outcomes: Outcomes,
     observers: Observers,
     optimizer: ShardedOptimizer,
     scaler: LossScaler | None,
 ) -> Monitoring:
     """Open the config's monitors. Called on all ranks."""
-    settle = weakref.WeakMethod(pipeline.outcomes.settle)
+    settle = weakref.WeakMethod(outcomes.settle)
     monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
     log = StepLog(monitor, config.train_batch_size, optimizer, scaler)
-    return Monitoring(config, topology, device, pipeline, observers, monitor, log)
+    return Monitoring(config, topology, device, outcomes, observers, monitor, log)
 
 
 class Monitoring:
@@ -52,14 +52,14 @@ class Monitoring:
         config: ZeroliteConfig,
         topology: Topology,
         device: torch.device,
-        pipeline: StepPipeline,
+        outcomes: Outcomes,
         observers: Observers,
         monitor: Monitor,
         log: StepLog,
     ) -> None:
         self.monitor, self.log = monitor, log
         self.comms_logger: CommsLogger | None = None
-        self._config, self._device, self._pipeline, self._observers = config, device, pipeline, observers
+        self._config, self._device, self._outcomes, self._observers = config, device, outcomes, observers
         self._main = topology.data.main
         self._every = config.steps_per_print or DEFAULT_STEPS
         self._profiler: FlopsProfiler | None = None
@@ -109,7 +109,7 @@ class Monitoring:
     def end_with(self, engine: Engine) -> None:
         """Write and close when ``engine`` has gone, at the end of the process at the latest."""
         if self.monitor.enabled:
-            weakref.finalize(engine, _finish, self._pipeline, self.monitor)
+            weakref.finalize(engine, _finish, self._outcomes, self.monitor)
         if self._profiler is not None:
             weakref.finalize(engine, self._profiler.close)
 
@@ -151,9 +151,9 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
         bound()
 
 
-def _finish(pipeline: StepPipeline, monitor: Monitor) -> None:
+def _finish(outcomes: Outcomes, monitor: Monitor) -> None:
     """The engine is gone or the process ends: write the last step, whose outcome nobody may have read yet."""
     try:
-        pipeline.outcomes.settle()
+        outcomes.settle()
     finally:
         monitor.close()

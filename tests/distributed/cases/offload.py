@@ -7,6 +7,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -153,6 +154,7 @@ TOKENS: dict[str, Any] = {"loss": models.token_loss, "batch": token_batch}
 WIDE: dict[str, Any] = {"model": wide, **TOKENS}
 RUNS: dict[str, Recipe] = {
     **RECIPES,
+    "sums in bf16": replace(RECIPES["accumulation"], config=BF16),
     "wide": Recipe(**WIDE),
     "wide in bf16": Recipe(**WIDE, config={**BF16, "gradient_clipping": 0.1}),
     "wide in fp16": Recipe(**WIDE, config={"fp16": dynamic_fp16()}, micros=3),
