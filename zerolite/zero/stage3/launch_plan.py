@@ -61,7 +61,7 @@ class LaunchPlan:
 
     def look(self) -> None:
         """Notice that the events have departed from the plan: with a use that has begun, and will end on all ranks."""
-        self._number = self._plan_number()
+        self._number, self._done = self._progress()
 
     def on_gradient(self, bucket: int) -> None:
         """A gradient of ``bucket`` has come."""
