@@ -9,6 +9,7 @@ import subprocess
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerolite.launcher.check import Reach
 from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
@@ -125,6 +126,20 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
     return [*names, *network.own_addresses()] or [name] if here else [name]
 
 
+def make_part(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fields: Any) -> NodeJob:
+    """Return the part of the job that one of the hosts runs; ``fields`` are what is not said by the host itself."""
+    devices = hosts[rank].devices
+    return NodeJob.of(
+        request,
+        nproc=hosts[rank].slots,
+        min_nodes=len(hosts) if request.num_nodes is None else request.num_nodes[0],
+        max_nodes=len(hosts),
+        node_rank=rank,
+        devices=None if devices is None else list(devices),
+        **fields,
+    )
+
+
 def make_node_jobs(request: LaunchRequest, job: JobPlan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
     """Return each node's part. Without ``reaches`` (nothing was checked) all take the likeliest address."""
     variables = {**exported_variables(os.environ), **request.env}
@@ -136,21 +151,18 @@ def make_node_jobs(request: LaunchRequest, job: JobPlan, reaches: Sequence[Reach
     several = len({reach.address for reach in reaches or () if reach.address}) > 1
     common = next((reach.address for reach in reaches or () if reach.address), job.addresses[0])
     parts = []
-    for i, host in enumerate(job.hosts):
+    for i in range(len(job.hosts)):
         reach = Reach() if reaches is None else reaches[i]
         interface = reach.interface if set_gloo else ""
         parts.append(
-            NodeJob.of(
+            make_part(
                 request,
+                job.hosts,
+                i,
                 job_id=job.job_id,
-                nproc=host.slots,
-                min_nodes=job.min_nodes,
-                max_nodes=len(job.hosts),
-                node_rank=i,
                 master_addr=reach.address or common,
                 several_addresses=several,
                 master_port=job.port,
-                devices=None if host.devices is None else list(host.devices),
                 env={**variables, **({network.GLOO_VARIABLE: interface} if interface else {})},
                 watch_stdin=job.route.launcher == "ssh",
             )
@@ -176,16 +188,6 @@ def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
         raise HostsError(f"this host is none of {', '.join(names)}: say with --node-rank which of them it is to be")
     if not 0 <= rank < len(hosts):
         raise HostsError(f"--node-rank is {rank}, and there are {len(hosts)} hosts, counted from 0: {', '.join(names)}")
-    host = hosts[rank]
-    job = NodeJob.of(
-        request,
-        job_id=uuid.uuid4().hex,
-        nproc=host.slots,
-        min_nodes=len(hosts) if request.num_nodes is None else request.num_nodes[0],
-        max_nodes=len(hosts),
-        node_rank=rank,
-        master_addr=request.master_addr or names[0],
-        master_port=request.master_port or default_port,
-        devices=None if host.devices is None else list(host.devices),
-    )
+    address, port = request.master_addr or names[0], request.master_port or default_port
+    job = make_part(request, hosts, rank, master_addr=address, master_port=port)
     return dataclasses.replace(job, env={**gloo_variables(job, os.environ), **job.env})

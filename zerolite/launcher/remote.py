@@ -12,7 +12,7 @@ from zerolite.launcher.hosts import Host, HostsError
 from zerolite.launcher.job import NodeJob
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.parts import Part
-from zerolite.launcher.plan import JobPlan, make_node_jobs, make_plan
+from zerolite.launcher.plan import JobPlan, make_node_jobs, make_part, make_plan
 from zerolite.launcher.preflight import ChecksFailed, check_hosts
 from zerolite.launcher.remote_commands import make_commands, pack
 from zerolite.launcher.supervisor import say
@@ -62,11 +62,7 @@ def check(request: LaunchRequest, job: JobPlan) -> list[Reach]:
 
 def run_here(request: LaunchRequest, job: JobPlan) -> int:
     """Run a job whose only host is this one."""
-    host = job.hosts[0]
-    devices = None if host.devices is None else list(host.devices)
-    part = NodeJob.of(
-        request, job_id=job.job_id, nproc=host.slots, devices=devices, master_port=request.master_port or 0
-    )
+    part = make_part(request, job.hosts, 0, job_id=job.job_id, master_port=request.master_port or 0)
     if request.dry_run:
         supervisor.print_dry_run(part)
         return 0
