@@ -10,10 +10,9 @@ Names are loaded on first use, so that the ``zerolite`` command starts without i
 
 from __future__ import annotations
 
-import gc
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from zerolite.utils.lazy import lazy_names
 from zerolite.version import __version__
 
 if TYPE_CHECKING:
@@ -32,31 +31,6 @@ if TYPE_CHECKING:
     )
     from zerolite.planning import Plan, PlanError, plan
     from zerolite.planning.initialize import initialize
-
-_LAZY = {
-    "initialize": "zerolite.planning.initialize",
-    "Engine": "zerolite.engine.engine",
-    "RepeatingLoader": "zerolite.data.dataloader",
-    "Plan": "zerolite.planning.result",
-    "PlanError": "zerolite.planning.errors",
-    "plan": "zerolite.planning.make",
-    "init_distributed": "zerolite.comm",
-    "destroy": "zerolite.comm",
-    "ConfigError": "zerolite.config",
-    "ZeroliteConfig": "zerolite.config",
-    "get_full_grad": "zerolite.engine.parameter_access",
-    "get_full_master": "zerolite.engine.parameter_access",
-    "get_full_optimizer_state": "zerolite.engine.parameter_access",
-    "set_full_grad": "zerolite.engine.parameter_access",
-    "set_full_master": "zerolite.engine.parameter_access",
-    "set_full_optimizer_state": "zerolite.engine.parameter_access",
-    "checkpointing": "",
-    "comm": "",
-    "op_builder": "zerolite.utils.builder",
-    "pipe": "",
-    "tensor_parallel": "",
-    "zero": "",
-}
 
 __all__ = [
     "ConfigError",
@@ -83,26 +57,33 @@ __all__ = [
     "zero",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'zerolite' has no attribute {name!r}; it has {', '.join(__all__)}")
-    if not _LAZY[name]:
-        return _loaded(f"zerolite.{name}")
-    value = getattr(_loaded(_LAZY[name]), name)
-    globals()[name] = value
-    return value
-
-
-def _loaded(module: str) -> Any:
-    """Modules are no garbage: Python's cycle collector would look through all of them, again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(module)
-    finally:
-        if enabled:
-            gc.enable()
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "initialize": "zerolite.planning.initialize",
+        "Engine": "zerolite.engine.engine",
+        "RepeatingLoader": "zerolite.data.dataloader",
+        "Plan": "zerolite.planning.result",
+        "PlanError": "zerolite.planning.errors",
+        "plan": "zerolite.planning.make",
+        "init_distributed": "zerolite.comm",
+        "destroy": "zerolite.comm",
+        "ConfigError": "zerolite.config",
+        "ZeroliteConfig": "zerolite.config",
+        "get_full_grad": "zerolite.engine.parameter_access",
+        "get_full_master": "zerolite.engine.parameter_access",
+        "get_full_optimizer_state": "zerolite.engine.parameter_access",
+        "set_full_grad": "zerolite.engine.parameter_access",
+        "set_full_master": "zerolite.engine.parameter_access",
+        "set_full_optimizer_state": "zerolite.engine.parameter_access",
+        "checkpointing": "",
+        "comm": "",
+        "op_builder": "zerolite.utils.builder",
+        "pipe": "",
+        "tensor_parallel": "",
+        "zero": "",
+    },
+)
 
 
 def __dir__() -> list[str]:

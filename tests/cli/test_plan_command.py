@@ -25,10 +25,9 @@ from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import command
 from zerolite.planning.errors import PlanError
 from zerolite.planning.imports import import_object
-from zerolite.planning.report import render_comparison, render_plan
+from zerolite.planning.report import Screen, render
 from zerolite.planning.result import Comparison, Plan
 from zerolite.planning.sources import parse_input_spec
-from zerolite.planning.terminal import Screen
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -91,13 +90,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_plan_is_printed(ask: Ask, made: list[Any]) -> None:
     status, out, err = ask()
-    assert (status, out, err) == (0, render_plan(made[0], Screen(100)) + "\n", "")
+    assert (status, out, err) == (0, render(made[0], Screen(100)) + "\n", "")
 
 
 def test_a_comparison_is_printed(ask: Ask, made: list[Any]) -> None:
     made.append(make_comparison())
     status, out, err = ask("--compare")
-    assert (status, out, err) == (0, render_comparison(made[-1], Screen(100)) + "\n", "")
+    assert (status, out, err) == (0, render(made[-1], Screen(100)) + "\n", "")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
     it if it offloads; None: it is refused."""
 
     def compared(config: ZeroliteConfig, peaks: list[int | None], **options: Any) -> Comparison:
-        def plan(model_fn: Any, config: ZeroliteConfig, world_size: int, **options: Any) -> Plan:
+        def plan(model_fn: Any, config: ZeroliteConfig, world_size: int, counted: Any, **options: Any) -> Plan:
             zero = config.zero_optimization
             peak = peaks[zero.chosen_stage]
             if peak is None:
@@ -129,7 +129,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
             offloads = zero.offload_optimizer.enabled or zero.offload_param.enabled
             return row(zero.chosen_stage, peak // (2 if offloads else 1), host=5 * offloads, **options)
 
-        monkeypatch.setattr(make, "plan", plan)
+        monkeypatch.setattr(make, "plan_setting", plan)
         return compare(lambda: None, config, 8, **({"device_memory": 80 * GB} | options))  # type: ignore[arg-type,return-value]
 
     return compared

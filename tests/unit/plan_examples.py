@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerolite.planning.palette import LOOKS
-from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Traffic
+from zerolite.planning.result import Comparison, Items, Peak, Plan, TimePoint, Traffic
+from zerolite.utils.memory_items import ITEMS
 
 GB = 10**9
 
 
 def make_items(**sizes: int) -> Items:
     """Every item; those not named are 0."""
-    return {item: sizes.get(item, 0) for item in LOOKS}
+    return {item: sizes.get(item, 0) for item in ITEMS}
 
 
 STATES = make_items(
@@ -33,21 +33,21 @@ def make_peak(items: Items, phase: str = "backward", **changes: Any) -> Peak:
     return Peak(**(fields | changes))
 
 
-def make_timeline() -> list[Moment]:
+def make_timeline() -> list[TimePoint]:
     """Activations rise through 40 points of forward and fall through 40 of backward; a step of 8."""
     rise = [
-        Moment(items=REST | {"activations": k * GB // 4}, phase="forward", module=f"layers.{k // 10}")
+        TimePoint(items=REST | {"activations": k * GB // 4}, phase="forward", module=f"layers.{k // 10}")
         for k in range(1, 41)
     ]
     fall = [
-        Moment(
+        TimePoint(
             items=STATES | {"activations": (41 - k) * GB // 4, "communication_buckets": GB},
             phase="backward",
             module=f"layers.{(40 - k) // 10}",
         )
         for k in range(1, 41)
     ]
-    return [*rise, *fall, *(Moment(items=REST, phase="step", module="") for _ in range(8))]
+    return [*rise, *fall, *(TimePoint(items=REST, phase="step", module="") for _ in range(8))]
 
 
 def make_plan(**changes: Any) -> Plan:

@@ -24,6 +24,7 @@ PURE = (
     "zerolite.version",
     "zerolite.utils.dtype_names",
     "zerolite.utils.failure_record",
+    "zerolite.utils.lazy",
     "zerolite.utils.listening",
     "zerolite.utils.resources",
     "zerolite.utils.sizes",
@@ -74,7 +75,7 @@ WITHOUT_TORCH = (
     "zerolite.utils.memory_items",
     *(
         f"zerolite.planning.{name}"
-        for name in ("errors", "imports", "result", "traffic", "terminal", "advice", "palette", "report", "picture")
+        for name in ("errors", "imports", "result", "traffic", "advice", "report", "picture")
     ),
     "op_builder",
 )

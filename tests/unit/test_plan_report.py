@@ -15,16 +15,13 @@ import pytest
 from tests.unit.plan_examples import GB, REST, STATES, make_comparison, make_items, make_peak, make_plan
 from zerolite.planning.advice import advise
 from zerolite.planning.errors import PlanError
-from zerolite.planning.palette import LOOKS
 from zerolite.planning.picture import draw
-from zerolite.planning.report import format_flops, render_comparison, render_plan
-from zerolite.planning.result import Comparison, Moment, Plan
-from zerolite.planning.terminal import Screen, cut, shares, table
+from zerolite.planning.report import Screen, render
+from zerolite.planning.result import Comparison, Plan, TimePoint
 from zerolite.utils.memory_items import ITEMS
 from zerolite.utils.sizes import format_size
 
 WIDE = Screen(120)
-ESCAPE = re.compile(r"\033\[[\d;]*m")
 
 
 def rows_of(text: str, head: str) -> dict[str, list[str]]:
@@ -37,23 +34,18 @@ def rows_of(text: str, head: str) -> dict[str, list[str]]:
 # -------------------------------------------------------------------- numbers
 
 
-def test_every_item_has_a_look_of_its_own() -> None:
-    assert list(LOOKS) == list(ITEMS)
-    assert len({look.letter for look in LOOKS.values()}) == len({look.rgb for look in LOOKS.values()}) == len(LOOKS)
-
-
 def test_the_table_holds_the_numbers_of_the_plan() -> None:
     plan = make_plan(host=make_items(optimizer_states=7 * GB))
-    rows = rows_of(render_plan(plan, WIDE), "memory ")
+    rows = rows_of(render(plan, WIDE), "memory ")
     assert rows["memory"] == ["at rest", "in a step", "at the peak", "host", "share"]
-    shown = [item for item in LOOKS if any(held[item] for held in (plan.at_rest, plan.states, plan.peak.items))]
+    shown = [item for item in ITEMS if any(held[item] for held in (plan.at_rest, plan.states, plan.peak.items))]
     assert [name for name in rows if name != "memory"] == [
-        *(f"{LOOKS[item].letter} {item.replace('_', ' ')}" for item in shown),
+        *(item.replace("_", " ") for item in shown),
         "model states",
         "all",
     ]
-    assert rows["O optimizer states"][:4] == ["937.50 MB", "937.50 MB", "937.50 MB", "7.00 GB"]
-    assert rows["A activations"][:5] == ["-", "-", "10.00 GB", "-", "36.2 %"]
+    assert rows["optimizer states"][:4] == ["937.50 MB", "937.50 MB", "937.50 MB", "7.00 GB"]
+    assert rows["activations"][:5] == ["-", "-", "10.00 GB", "-", "36.2 %"]
     assert rows["model states"][:2] == ["16.41 GB", format_size(plan.model_states)]
     assert rows["all"] == [format_size(sum(REST.values())), format_size(plan.peak.bytes), "7.00 GB", "100.0 %"]
 
@@ -66,21 +58,21 @@ def offloaded(**changes: Any) -> Plan:
 
 
 def test_what_is_off_the_device_has_columns_and_a_verdict_of_its_own() -> None:
-    text = render_plan(offloaded(host_memory=100 * GB), WIDE)
+    text = render(offloaded(host_memory=100 * GB), WIDE)
     rows = rows_of(text, "memory ")
     assert rows["memory"] == ["at rest", "in a step", "at the peak", "host", "disk", "share"]
-    assert rows["S offload buffers"] == ["-", "-", "-", "2.50 GB", "-"]
+    assert rows["offload buffers"] == ["-", "-", "-", "2.50 GB", "-"]
     assert rows["all"][2:] == ["2.97 GB", "937.50 MB", "100.0 %"]
     told = " ".join(text.split())
     assert "Of its host's memory the rank takes 3.00 GB at most, 8 ranks of a host 24.00 GB." in told
     assert (
         "That fits: 76.00 GB of its 100.00 GB are left. On disk it keeps 937.50 MB, 8 ranks of a host 7.50 GB." in told
     )
-    told = " ".join(render_plan(offloaded(), WIDE).split())
+    told = " ".join(render(offloaded(), WIDE).split())
     assert "24.00 GB. Whether that is there depends on the host: --host-memory 512GB. On disk" in told
-    told = " ".join(render_plan(offloaded(nodes=None, host_memory=GB), WIDE).split())
+    told = " ".join(render(offloaded(nodes=None, host_memory=GB), WIDE).split())
     assert "takes 3.00 GB at most; --nodes tells how many ranks share one. On disk it keeps 937.50 MB." in told
-    assert "Of its host" not in render_plan(make_plan(host_peak=3 * GB), WIDE)
+    assert "Of its host" not in render(make_plan(host_peak=3 * GB), WIDE)
 
 
 def test_a_host_that_is_too_small() -> None:
@@ -89,7 +81,7 @@ def test_a_host_that_is_too_small() -> None:
     assert (offloaded(host_memory=24 * GB).fits, offloaded(device_memory=None, host_memory=GB).fits) == (True, False)
     assert offloaded(device_memory=None, host_memory=24 * GB).fits is None
     assert (offloaded(nodes=None, host_memory=GB).fits, offloaded(world_size=1, nodes=None).ranks_per_host) == (True, 1)
-    text = " ".join(render_plan(plan, WIDE).split())
+    text = " ".join(render(plan, WIDE).split())
     assert "It fits: 52.36 GB of 80.00 GB are free" in text
     assert "That does not fit: it is 4.00 GB more than the host's 20.00 GB." in text
     assert advise(plan) == [
@@ -101,7 +93,7 @@ def test_a_host_that_is_too_small() -> None:
 
 
 def test_what_is_told_about_the_job() -> None:
-    text = render_plan(make_plan(trained_parameters=100, rank=3), WIDE)
+    text = render(make_plan(trained_parameters=100, rank=3), WIDE)
     assert text.startswith("models.gpt:build_model: 7,500,000,000 parameters, 100 of them trained\n")
     assert "\nstage 2, rank 3 of 64 on 8 nodes, bf16, cuda\n" in text
     assert "\n2 micro-batches of 4 in a step: input_ids int64[4,1024]\n" in text
@@ -118,7 +110,7 @@ def test_what_is_told_about_the_job() -> None:
 
 
 def test_a_peak_in_one_of_the_first_steps() -> None:
-    text = render_plan(make_plan(peak=make_peak(make_items(activations=30 * GB), module="layers.0")), WIDE)
+    text = render(make_plan(peak=make_peak(make_items(activations=30 * GB), module="layers.0")), WIDE)
     assert "\nThe peak is 30.00 GB, in one of the first steps, in backward, in layers.0 (FeedForward)" in text
     assert "\nA later step takes 27.64 GB at most, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
     assert "\nMaking the engine takes 16.41 GB at most.\n" in text
@@ -126,59 +118,53 @@ def test_a_peak_in_one_of_the_first_steps() -> None:
 
 def test_a_peak_before_the_first_step_and_one_in_the_model_itself() -> None:
     peak = make_peak(make_items(other=3 * GB), "initialize", module="", module_class="GPT", op="")
-    text = render_plan(make_plan(peak=peak), WIDE)
+    text = render(make_plan(peak=peak), WIDE)
     assert "\nThe peak is 3.00 GB, in initialize, in the model itself (GPT).\n" in text
     assert "\nA step takes 27.64 GB at most, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
 
 
 def test_traffic_with_and_without_nodes() -> None:
     plan = make_plan()
-    rows = rows_of(render_plan(plan, WIDE), "traffic of a step")
-    assert rows["all_gather"] == ["parameters", "15", "15.00 GB", "14.77 GB", "13.00 GB"]
+    rows = rows_of(render(plan, WIDE), "traffic of a step")
+    assert rows["all_gather"] == ["parameters", "data 1", "15", "15.00 GB", "14.77 GB", "13.00 GB"]
     assert rows["all"] == ["46", "30.00 GB", format_size(plan.sent), "26.00 GB"]
-    text = " ".join(render_plan(plan, WIDE).split())
+    text = " ".join(render(plan, WIDE).split())
     assert "A step launches 46 collectives: 30 reduce_scatter, 15 all_gather, 1 all_reduce." in text
     assert "Every buffer begins on 16 bytes" in text
     off = [entry.model_copy(update={"unaligned": 2}) for entry in plan.traffic]
-    assert "All but 6 buffers begin on 16 bytes" in " ".join(render_plan(make_plan(traffic=off), WIDE).split())
+    assert "All but 6 buffers begin on 16 bytes" in " ".join(render(make_plan(traffic=off), WIDE).split())
     alone = [entry.model_copy(update={"inter_node": None}) for entry in plan.traffic]
-    rows = rows_of(render_plan(make_plan(nodes=None, traffic=alone), WIDE), "traffic of a step")
-    assert rows["all_gather"] == ["parameters", "15", "15.00 GB", "14.77 GB"] and "between nodes" not in str(rows)
-    assert "\ntraffic of a step: none\n" in render_plan(make_plan(traffic=[]), WIDE)
+    rows = rows_of(render(make_plan(nodes=None, traffic=alone), WIDE), "traffic of a step")
+    assert rows["all_gather"] == ["parameters", "data 1", "15", "15.00 GB", "14.77 GB"] and "between nodes" not in str(
+        rows
+    )
+    assert "\ntraffic of a step: none\n" in render(make_plan(traffic=[]), WIDE)
 
 
 def test_flops() -> None:
-    text = " ".join(render_plan(make_plan(recomputed_flops=10**12), WIDE).split())
+    text = " ".join(render(make_plan(recomputed_flops=10**12), WIDE).split())
     assert "take 368.64 TFLOP on each rank, and what activation checkpointing recomputes 1.00 TFLOP more. " in text
-    assert [format_flops(n) for n in (999, 2 * 10**6, 1_500_000_000, 3 * 10**18)] == [
-        "999 FLOP",
-        "2.00 MFLOP",
-        "1.50 GFLOP",
-        "3.00 EFLOP",
-    ]
+    for flops, told in ((999, "999 FLOP"), (2 * 10**6, "2.00 MFLOP"), (3 * 10**18, "3000.00 PFLOP")):
+        assert f"take {told} on each rank" in " ".join(render(make_plan(flops=flops), WIDE).split())
 
 
 # -------------------------------------------------------------------- fits or not
 
 
 def test_it_fits() -> None:
-    text = render_plan(make_plan(), WIDE)
+    text = render(make_plan(), WIDE)
     assert "\nIt fits: 52.36 GB of 80.00 GB are free at the peak.\n" in text
-    (bar,) = re.findall(r"^[A-Z]+\.+\|$", text, re.MULTILINE)
-    assert len(bar) == 120 and bar.index(".") == pytest.approx(120 * 27.64 / 80, abs=1)
 
 
 def test_it_does_not_fit() -> None:
     plan = make_plan(device_memory=20 * GB)
-    text = render_plan(plan, WIDE)
+    text = render(plan, WIDE)
     assert "the peak is 7.64 GB more than the 20.00 GB of the device" in text
     assert "What takes the most is compute parameters, 15.00 GB." in " ".join(text.split())
-    (bar,) = re.findall(r"^[A-Z]+\|[A-Z]+$", text, re.MULTILINE)
-    assert bar.index("|") == pytest.approx(119 * 20 / 27.64, abs=1) and set(bar) == set("PGMOBA|")
 
 
 def test_without_device_memory_nothing_is_said() -> None:
-    text = render_plan(make_plan(device_memory=None), WIDE)
+    text = render(make_plan(device_memory=None), WIDE)
     assert "--device-memory 80GB" in text and "fits:" not in text
 
 
@@ -242,34 +228,32 @@ def test_one_rank_has_nobody_to_share_with() -> None:
 
 def test_settings_side_by_side() -> None:
     comparison = make_comparison()
-    text = render_comparison(comparison, WIDE)
+    text = render(comparison, WIDE)
     rows = rows_of(text, "setting")
     for setting, plan in comparison.rows:
         peak, sent = format_size(plan.peak.bytes), format_size(plan.sent)
         assert rows[setting][:5] == [format_size(plan.model_states), rows[setting][1], peak, sent, "46"]
-    assert rows["stage 0"][5:] == ["no"] and rows["stage 2"][5:] == ["yes", "<- cheapest"]
-    bars = re.findall(r"^stage \d ([A-Z]+[A-Z.|]*)$", text, re.MULTILINE)
-    assert [bar.index("|") for bar in bars] == [bars[0].index("|")] * 2
-    assert len(bars[0]) == 112 and set(bars[1]) <= set("PGMOBA.|")
+    assert rows["stage 0"][5] == "no" and rows["stage 2"][5:7] == ["yes", "<- cheapest"]
+    bars = [line for line in text.splitlines() if "█" in line]
+    assert len(bars) == 2 and bars[0].index("|") == bars[1].index("|")  # the device's 80 GB, of 130
+    assert bars[0].rindex("█") > bars[0].index("|") > bars[1].rindex("▒") > bars[1].rindex("█")
     assert "The cheapest that fits in 80.00 GB is stage 2: of those that fit" in text
 
 
 def test_settings_side_by_side_with_host_and_disk() -> None:
     (name, plain), (other, _) = make_comparison().rows
-    rows = rows_of(render_comparison(Comparison(rows=[(name, plain), (other, offloaded())], chosen=1), WIDE), "setting")
+    rows = rows_of(render(Comparison(rows=[(name, plain), (other, offloaded())], chosen=1), WIDE), "setting")
     assert rows["setting"][5:] == ["host", "disk", "fits"]
-    assert rows["stage 0"][5:] == ["-", "-", "no"]
-    assert rows["stage 2"][5:] == ["2.97 GB", "937.50 MB", "yes", "<- cheapest"]
+    assert rows["stage 0"][5:8] == ["-", "-", "no"]
+    assert rows["stage 2"][5:9] == ["2.97 GB", "937.50 MB", "yes", "<- cheapest"]
     rows = make_comparison(device_memory=20 * GB, host_memory=10 * GB).rows
-    assert "None of them fits in 20.00 GB and a host's 10.00 GB." in render_comparison(
-        Comparison(rows=rows, chosen=None), WIDE
-    )
+    assert "None of them fits in 20.00 GB and a host's 10.00 GB." in render(Comparison(rows=rows, chosen=None), WIDE)
 
 
 def test_a_choice_that_offloads_says_so_and_whether_the_host_is_known() -> None:
     def told(plan: Plan) -> str:
         rows = [make_comparison().rows[0], ("stage 2, optimizer on the host", plan)]
-        return " ".join(render_comparison(Comparison(rows=rows, chosen=1), WIDE).split())
+        return " ".join(render(Comparison(rows=rows, chosen=1), WIDE).split())
 
     text = told(offloaded(host_memory=100 * GB))
     assert (
@@ -277,23 +261,23 @@ def test_a_choice_that_offloads_says_so_and_whether_the_host_is_known() -> None:
     )
     assert "Whether a host has room for that depends on --nodes and --host-memory." in told(offloaded(nodes=None))
     small = offloaded(host_memory=20 * GB)
-    rows = rows_of(render_comparison(Comparison(rows=[("stage 2", small)], chosen=None), WIDE), "setting")
-    assert rows["stage 2"][-1] == "no: host"
-    assert "off the device" not in " ".join(render_comparison(make_comparison(), WIDE).split())
+    rows = rows_of(render(Comparison(rows=[("stage 2", small)], chosen=None), WIDE), "setting")
+    assert rows["stage 2"][7] == "no: host"
+    assert "off the device" not in " ".join(render(make_comparison(), WIDE).split())
 
 
 def test_none_of_the_settings_fits() -> None:
     rows = make_comparison(device_memory=20 * GB).rows
-    text = render_comparison(Comparison(rows=rows, chosen=None), WIDE)
+    text = render(Comparison(rows=rows, chosen=None), WIDE)
     assert "None of them fits in 20.00 GB. The smallest is stage 2.\n- Activation checkpointing" in text
     assert "<- cheapest" not in text and "Stage 3" not in text
 
 
 def test_settings_without_device_memory() -> None:
     rows = make_comparison(device_memory=None).rows
-    text = render_comparison(Comparison(rows=rows, chosen=None), WIDE)
+    text = render(Comparison(rows=rows, chosen=None), WIDE)
     assert "--device-memory 80GB" in text and "|" not in text
-    assert rows_of(text, "setting")["stage 0"][5:] == ["?"]
+    assert rows_of(text, "setting")["stage 0"][5] == "?"
 
 
 # -------------------------------------------------------------------- where it is shown
@@ -310,25 +294,13 @@ def test_no_line_is_wider_than_the_screen(width: int, blocks: bool, memory: int 
     plan = make_plan(device_memory=memory, host=STATES, disk=STATES, host_memory=memory, peak=peak, **LONG)
     rows = [("a setting with a rather long name, prefetch 500M, live 1000M", plan), *make_comparison().rows]
     screen = Screen(width, blocks)
-    for text in (render_plan(plan, screen), render_comparison(Comparison(rows=rows, chosen=0), screen)):
+    for text in (render(plan, screen), render(Comparison(rows=rows, chosen=0), screen)):
         assert max(map(len, text.splitlines())) <= width
         assert blocks or text.isascii()
 
 
-def test_colour_changes_no_letter() -> None:
-    for plain, coloured in (
-        (render_plan(make_plan(), Screen(100)), render_plan(make_plan(), Screen(100, colour=True))),
-        (
-            render_comparison(make_comparison(), Screen(100)),
-            render_comparison(make_comparison(), Screen(100, colour=True)),
-        ),
-    ):
-        assert "\033" not in plain and "\033[" in coloured
-        assert ESCAPE.sub("", coloured) == plain
-
-
 def test_the_time_line_shows_the_peak_and_the_phases() -> None:
-    text = render_plan(make_plan(), Screen(100))
+    text = render(make_plan(), Screen(100))
     lines = text[text.index("memory in the course") :].partition("\n\n")[0].splitlines()[1:]
     assert lines[0].startswith("27.64 GB |") and lines[-2].startswith("     0 B |") and len(lines) == 11
     peak = lines[0].index("▒")
@@ -338,58 +310,59 @@ def test_the_time_line_shows_the_peak_and_the_phases() -> None:
     assert set(lines[-2][10:]) == {"█"}  # model states are there all along
 
 
-def test_charts_have_two_parts() -> None:
-    columns = [(1, 4), (2, 2), (0, 0), (4, 4)]
-    assert Screen().chart(columns, 4, 4) == ["▒  █", "▒  █", "▒█ █", "██ █"]
-    assert Screen(blocks=False).chart(columns, 4, 4) == [":  #", ":  #", ":# #", "## #"]
+def test_bars_have_two_parts_and_a_limit() -> None:
+    lines = ["head", "a", "b", "sum"]
+    assert Screen(40).beside(lines, [(10, 20), (5, 5)]) == [
+        "head",
+        "a     " + "█" * 16 + "▒" * 17,
+        "b     " + "█" * 8,
+        "sum",
+    ]
+    assert Screen(40, blocks=False).beside(lines, [(5, 5)], 20)[1] == "a     " + "#" * 8 + " " * 25 + "|"
+    assert Screen(40).beside(["x" * 30, "y"], [(1, 1)]) == ["x" * 30, "y"]  # no room
 
 
-def test_short_phases_have_short_names() -> None:
-    timeline = [Moment(items=REST, phase=phase, module="") for phase in ("forward", "backward") * 10]
-    text = render_plan(make_plan(timeline=timeline), Screen(100))
-    assert text.count("|fwd") == text.count("|bwd") == 10
-    assert "memory in the course" not in render_plan(make_plan(timeline=[]), Screen(100))
+def test_phases_without_room() -> None:
+    timeline = [TimePoint(items=REST, phase=phase, module="") for phase in ("forward", "backward") * 10]
+    text = render(make_plan(timeline=timeline), Screen(100))
+    assert text.count("|for") == text.count("|bac") == 10
+    assert "memory in the course" not in render(make_plan(timeline=[]), Screen(100))
 
 
 def test_a_plan_of_nothing_is_shown() -> None:
     none = make_items()
     peak = make_peak(none)
-    timeline = [Moment(items=none, phase="step", module="")]
+    timeline = [TimePoint(items=none, phase="step", module="")]
     changes = {"states": none, "at_rest": none, "peak": peak, "step_peak": peak, "initialize_peak": peak, "traffic": []}
     plan = make_plan(**changes, timeline=timeline, checkpoint=0, flops=None, parameters=0)
-    assert "The peak is 0 B" in render_plan(plan, WIDE)
-    assert "stage 2" in render_comparison(Comparison(rows=[("stage 2", plan)], chosen=0), WIDE)
+    assert "The peak is 0 B" in render(plan, WIDE)
+    assert "stage 2" in render(Comparison(rows=[("stage 2", plan)], chosen=0), WIDE)
 
 
 class Stream(io.StringIO):
-    """A stream that is a terminal or is not."""
+    """A stream that is no terminal."""
 
-    def __init__(self, encoding: str, terminal: bool) -> None:
+    def __init__(self, encoding: str) -> None:
         super().__init__()
-        self._encoding, self._terminal = encoding, terminal
+        self._encoding = encoding
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._encoding
 
-    def isatty(self) -> bool:
-        return self._terminal
-
 
 @pytest.mark.parametrize(
-    ("encoding", "terminal", "environ", "expected"),
+    ("encoding", "environ", "expected"),
     [
-        ("utf-8", False, {}, Screen(100, True, False)),
-        ("utf-8", True, {"COLUMNS": "90"}, Screen(90, True, True)),
-        ("utf-8", True, {"COLUMNS": "90", "NO_COLOR": "1"}, Screen(90, True, False)),
-        ("utf-8", True, {"COLUMNS": "90", "TERM": "dumb"}, Screen(90, True, False)),
-        ("ascii", True, {"COLUMNS": "9"}, Screen(40, False, True)),
-        ("latin-1", False, {"COLUMNS": "500"}, Screen(120, False, False)),
-        ("utf-8", False, {"COLUMNS": "many"}, Screen(100, True, False)),
+        ("utf-8", {}, Screen(100, True)),
+        ("utf-8", {"COLUMNS": "90"}, Screen(90, True)),
+        ("ascii", {"COLUMNS": "9"}, Screen(40, False)),
+        ("latin-1", {"COLUMNS": "500"}, Screen(120, False)),
+        ("utf-8", {"COLUMNS": "many"}, Screen(100, True)),
     ],
 )
-def test_screens(encoding: str, terminal: bool, environ: dict[str, str], expected: Screen) -> None:
-    assert Screen.of(Stream(encoding, terminal), environ) == expected
+def test_screens(encoding: str, environ: dict[str, str], expected: Screen) -> None:
+    assert Screen.of(Stream(encoding), environ) == expected
 
 
 def test_the_width_of_a_terminal() -> None:
@@ -400,24 +373,16 @@ def test_the_width_of_a_terminal() -> None:
     try:
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
         with os.fdopen(other, "w", encoding="utf-8") as stream:
-            assert Screen.of(stream, {}) == Screen(77, True, True)
+            assert Screen.of(stream, {}) == Screen(77, True)
     finally:
         os.close(main)
 
 
-def test_cells_are_shared_out_exactly() -> None:
-    for amounts in ([1, 1, 1], [10**12, 1, 5], [0, 7], [3]):
-        for cells in (0, 1, 10, 97):
-            assert sum(shares(amounts, cells)) == cells
-    assert shares([0, 0], 10) == [0, 0] and shares([1, 3], 8) == [2, 6]
-
-
 def test_tables_leave_out_columns_before_they_cut() -> None:
-    rows = [["name", "a", "b"], ["something", "1", "22"]]
-    assert table(rows, 20) == ["name       a   b", "something  1  22"]
-    assert table(rows, 14, optional=(1,)) == ["name        b", "something  22"]
-    assert table(rows, 9, optional=(1,)) == ["name    b", "som..  22"]
-    assert cut("abcdef", 4) == "ab.." and cut("abcd", 4) == "abcd"
+    rows = [["grid", "a", "b"], ["something", "1", "22"]]
+    assert Screen(20).table(rows) == ["grid       a   b", "something  1  22"]
+    assert Screen(14).table(rows, optional=("a",)) == ["grid        b", "something  22"]
+    assert Screen(9).table(rows, optional=("a",)) == ["grid    b", "som..  22"]
 
 
 # -------------------------------------------------------------------- pictures

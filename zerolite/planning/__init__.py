@@ -8,34 +8,22 @@ Names are loaded on first use, so that the command answers mistakes without impo
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from zerolite.planning.errors import PlanError
     from zerolite.planning.make import compare, plan
-    from zerolite.planning.result import Comparison, Moment, Peak, Plan, Traffic
+    from zerolite.planning.result import Comparison, Peak, Plan, TimePoint, Traffic
     from zerolite.planning.sources import load_batch, load_model_fn
-
-_LAZY = {
-    "PlanError": "errors",
-    "compare": "make",
-    "plan": "make",
-    "Comparison": "result",
-    "Moment": "result",
-    "Peak": "result",
-    "Plan": "result",
-    "Traffic": "result",
-    "load_batch": "sources",
-    "load_model_fn": "sources",
-}
 
 __all__ = [
     "Comparison",
-    "Moment",
     "Peak",
     "Plan",
     "PlanError",
+    "TimePoint",
     "Traffic",
     "compare",
     "load_batch",
@@ -43,10 +31,13 @@ __all__ = [
     "plan",
 ]
 
+_HOMES = {
+    "errors": ("PlanError",),
+    "make": ("compare", "plan"),
+    "result": ("Comparison", "Peak", "Plan", "TimePoint", "Traffic"),
+    "sources": ("load_batch", "load_model_fn"),
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__, {name: f"zerolite.planning.{module}" for module, names in _HOMES.items() for name in names}
+)

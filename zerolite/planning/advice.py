@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zerolite.planning.palette import spoken
-from zerolite.planning.result import Plan
+from zerolite.planning.result import Plan, spoken
 from zerolite.utils.sizes import format_size
 
 _PARTITIONED = {1: ("master_weights", "optimizer_states"), 2: ("gradients",), 3: ("compute_parameters",)}

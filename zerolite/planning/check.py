@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from zerolite.planning.errors import PlanError
 from zerolite.planning.measure import Measurement, measure
+from zerolite.planning.report import Screen
 from zerolite.planning.result import Items, Plan, Traffic
 from zerolite.planning.sources import load_batch, load_function, load_model_fn
-from zerolite.planning.terminal import Screen, table
 from zerolite.utils.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER
 from zerolite.utils.resources import count_cuda_devices, find_nproc_problem
 from zerolite.utils.sizes import format_size
@@ -194,7 +194,7 @@ def render(lines: list[Line], tolerance: float, inside_operators: int, screen: S
             f" {format_size(inside_operators)} of the measured peak were inside single operators, such as the scratch "
             f"memory of a kernel, which no plan sees; without them the peak differs by {rest:+.2%}."
         )
-    return "\n".join([*table(rows, screen.width), "", *screen.paragraph(verdict)])
+    return "\n".join([*screen.table(rows), "", *screen.paragraph(verdict)])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from zerolite.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     from zerolite.config import ZeroliteConfig
-    from zerolite.planning.result import Comparison, GridComparison, Plan
+    from zerolite.planning.result import Comparison, Plan
 
 PROG = "zerolite plan"
 
@@ -291,7 +291,7 @@ def _offloads(config: ZeroliteConfig) -> bool:
 # -------------------------------------------------------------------- what it does
 
 
-def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison | GridComparison:
+def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """The plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
     from zerolite.planning.make import compare, plan
     from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
@@ -329,7 +329,7 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write and print. Returns the exit status; raises PlanError and ConfigError."""
-    from zerolite.planning.result import GridComparison, Plan
+    from zerolite.planning.result import Plan
 
     config = load_config(options.config)
     config.resolve(grid_of(config, options.world_size).data)
@@ -338,10 +338,8 @@ def run(options: argparse.Namespace) -> int:
         made = make(options, config)
     _write_files(made, options)
     _print(made.model_dump_json(indent=1) if options.json == "-" else render(made))
-    if isinstance(made, GridComparison):
-        return 1 if made.chosen is None else 0
     if not isinstance(made, Plan):
-        return 1 if made.chosen is None and any(plan.fits is False for _, plan in made.rows) else 0
+        return 1 if made.chosen is None and (options.grids or any(plan.fits is False for _, plan in made.rows)) else 0
     status = check(options, made) if options.check else 0
     return status or (1 if made.fits is False else 0)
 
@@ -355,28 +353,21 @@ def check(options: argparse.Namespace, plan: Plan) -> int:
     return status
 
 
-def render(made: Plan | Comparison | GridComparison) -> str:
+def render(made: Plan | Comparison) -> str:
     """The text for standard output."""
-    from zerolite.planning.report import render_comparison, render_plan
-    from zerolite.planning.report_grid import render_grids
-    from zerolite.planning.result import GridComparison, Plan
-    from zerolite.planning.terminal import Screen
+    from zerolite.planning.report import Screen
+    from zerolite.planning.report import render as render_for
 
-    screen = Screen.of(sys.stdout)
-    if isinstance(made, GridComparison):
-        return render_grids(made, screen)
-    return render_plan(made, screen) if isinstance(made, Plan) else render_comparison(made, screen)
+    return render_for(made, Screen.of(sys.stdout))
 
 
-def _write_files(made: Plan | Comparison | GridComparison, options: argparse.Namespace) -> None:
+def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
     try:
         if options.json not in (None, "-"):
             Path(options.json).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if options.png is not None:
             from zerolite.planning.picture import draw
-            from zerolite.planning.result import GridComparison
 
-            assert not isinstance(made, GridComparison), "--grids comes without a picture"
             draw(made, Path(options.png))
     except OSError as error:
         raise PlanError(f"{error.filename} cannot be written ({error.strerror})") from error

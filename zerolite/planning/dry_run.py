@@ -7,7 +7,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,8 @@ _one_at_a_time = threading.RLock()
 """What a dry run stands in for (the communicator, the listeners to memory) is the process's."""
 
 WARM_UP = 3
-"""Steps before the one that is reported: stage 3 records in the first what it follows from the third on."""
+"""Steps before the one that is reported: stage 3 records in the first what it follows from the third on. The other
+stages learn in the first in which order gradients come, and all their later steps are alike."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Job:
     the grid has several ranks for it. rank: of all. device: "cuda" or "cpu", whose communicator and habits are
     imitated. shared_memory: on the CPU, whether the ranks are on one host. batch: None runs no forward of the model:
     every parameter is used once, in the order of registration. loss: of the outputs, or of outputs and targets.
-    make_arguments: called when the model has been made. divided: whether the model is this rank's part already."""
+    make_arguments: called when the model has been made. divided: whether the model is this rank's part already.
+    counted: FLOPs of a step by pipeline stage, for all jobs that differ in settings of ZeRO alone."""
 
     make_model: Callable[[], torch.nn.Module]
     config: ZeroliteConfig
@@ -63,6 +65,12 @@ class Job:
     loss: Callable[..., torch.Tensor] | None = None
     make_arguments: Callable[[], Arguments] = Arguments
     divided: bool = False
+    counted: dict[int, Flops] = field(default_factory=dict)
+
+    @property
+    def warm_up(self) -> int:
+        """Steps before the one that is reported."""
+        return WARM_UP if self.config.zero_optimization.stage == 3 else 1
 
     @property
     def world_size(self) -> int:
@@ -116,16 +124,16 @@ class Outcome:
     flops: Flops | None = None
 
 
-def run(job: Job, points: int = 1000, warm_up: int = WARM_UP) -> Outcome:
-    """Make the model and the engine, train ``warm_up`` + 1 steps. points: of the course of the last one.
+def run(job: Job, points: int = 1000) -> Outcome:
+    """Make the model and the engine, train ``job.warm_up`` + 1 steps. points: of the course of the last one.
 
     Raises PlanError where the model needs values or the engine refuses the job, and ConfigError. Of a pipeline it is
     :func:`run_stages` that knows what the stages give each other.
     """
-    return _run(job, points, warm_up, None)
+    return _run(job, points, None)
 
 
-def run_stages(job: Job, stages: Iterable[int], points: int = 1000, warm_up: int = WARM_UP) -> dict[int, Outcome]:
+def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int, Outcome]:
     """:func:`run` for some stages of a pipeline, by number."""
     from zerolite.pipe.dry import Rehearsal  # only where there is a pipeline
 
@@ -133,10 +141,10 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000, warm_up: int
     rehearsal = Rehearsal()
     if job.batch is not None and (job.config.pipeline.chunks_per_rank > 1 or wanted != list(range(len(wanted)))):
         _learn_boundaries(job, rehearsal)
-    return {stage: _run(job.at_stage(stage), points, warm_up, rehearsal) for stage in wanted}
+    return {stage: _run(job.at_stage(stage), points, rehearsal) for stage in wanted}
 
 
-def _run(job: Job, points: int, warm_up: int, rehearsal: Rehearsal | None) -> Outcome:
+def _run(job: Job, points: int, rehearsal: Rehearsal | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(_without_ranks(job, rehearsal))
@@ -144,7 +152,7 @@ def _run(job: Job, points: int, warm_up: int, rehearsal: Rehearsal | None) -> Ou
         stack.enter_context(tracker.modules.followed())
         gc.collect()  # before and not inside, so that the same run gives the same numbers
         stack.enter_context(collector_off())
-        return _Run(job, tracker, mode, rehearsal).outcome(points, warm_up)
+        return _Run(job, tracker, mode, rehearsal).outcome(points)
 
 
 @contextlib.contextmanager
@@ -191,7 +199,7 @@ class _Run:
         if rehearsal is not None:
             rehearsal.phase = self._phase
 
-    def outcome(self, points: int, steps: int) -> Outcome:
+    def outcome(self, points: int) -> Outcome:
         tracker = self._tracker
         model = self.make_model()
         made = tracker.items[HOST][MADE]
@@ -200,7 +208,7 @@ class _Run:
         self._prepare_chunks(engine)
         initialize = tracker.fullest
         tracker.measure_from_here()
-        for _ in range(steps):
+        for _ in range(self._job.warm_up):
             self._step(engine)
         warm_up = tracker.fullest
         tracker.measure_from_here()
@@ -226,7 +234,10 @@ class _Run:
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
         )
         if self._job.batch is not None:
-            outcome.flops = self._count_flops(engine, model)
+            counted, stage = self._job.counted, self._job.stage
+            if stage not in counted:
+                counted[stage] = self._count_flops(engine, model)
+            outcome.flops = counted[stage]
         return outcome
 
     def _counts(self, engine: Engine, model: torch.nn.Module) -> dict[str, Any]:

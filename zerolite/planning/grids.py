@@ -11,7 +11,7 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.bubble import bubble
-from zerolite.planning.dry_run import WARM_UP, Job, run, run_stages
+from zerolite.planning.dry_run import Job, run, run_stages
 from zerolite.planning.errors import RefusedError
 from zerolite.planning.make import (
     ConfigLike,
@@ -23,7 +23,7 @@ from zerolite.planning.make import (
     plan_of_stages,
 )
 from zerolite.planning.places import Grid, ring_between_nodes
-from zerolite.planning.result import GridComparison, GridRow, Plan, Stage, Traffic
+from zerolite.planning.result import Comparison, Plan, Stage, Traffic
 from zerolite.planning.settings import with_blocks
 
 _ONCE = "stats", "loss", "shared_gradients", "initial_sync"
@@ -74,7 +74,7 @@ def compare_grids(
     host_memory: int | str | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
     speeds: Speeds | None = None,
-) -> GridComparison:
+) -> Comparison:
     """Plans of grids of pipe × data × tensor ranks, and which of those that fit takes the shortest step by an estimate:
     computing, waiting in the bubble and sending one after the other, at ``speeds`` (default: :class:`Speeds`).
 
@@ -115,13 +115,13 @@ class _Search:
     ) -> None:
         self._config, self._world_size, self._nodes = config, world_size, nodes
         self._memory, self._speeds = memory, speeds
-        self._job = lambda config: job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)
-        self._rows: list[GridRow] = []
+        self._job = lambda config: job_of(model_fn, config, world_size, nodes, 0, device, batch, loss, {})
+        self._rows: list[tuple[str, Plan]] = []
         self._refused: list[tuple[str, Exception]] = []
         self._of_tensor: dict[int, float] = {}  # seconds, by the number of tensor ranks
         self._base = self._plan_base()
 
-    def result(self) -> GridComparison:
+    def result(self) -> Comparison:
         limit = self._memory[0] or 0
         candidates = list(self._candidates())
         too_large = [one for one in candidates if one.states > limit]
@@ -130,11 +130,11 @@ class _Search:
             waiting = self._try_all(waiting)
             if self._settle(candidates):
                 break
-        chosen = 0 if self._rows and self._rows[0].plan.fits else None
+        chosen = 0 if self._rows and self._rows[0][1].fits else None
         if not self._rows and self._refused and not too_large:
             raise self._refused[0][1]
         notes = [*left_out_lines(self._refused), *_counted(too_large, len(waiting))]
-        return GridComparison(rows=self._rows, chosen=chosen, left_out=notes, speeds=self._speeds)
+        return Comparison(rows=self._rows, chosen=chosen, left_out=notes, speeds=self._speeds)
 
     def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Gives those that cannot be faster than the best."""
@@ -142,10 +142,10 @@ class _Search:
         while waiting:
             one = min(waiting, key=lambda one: (self._bound(one), one.stage))
             waiting.remove(one)
-            fitting = [row for row in self._rows if row.plan.fits]
-            if any(row.name == str(one.grid) for row in fitting) or self._is_hopeless(one):
+            fitting = [(name, plan) for name, plan in self._rows if plan.fits]
+            if any(name == str(one.grid) for name, _ in fitting) or self._is_hopeless(one):
                 continue  # a higher stage of ZeRO sends more
-            if any(row.seconds <= self._bound(one) for row in fitting):
+            if any((plan.seconds or 0.0) <= self._bound(one) for _, plan in fitting):
                 slower.append(one)
             else:
                 self._try(one)
@@ -169,7 +169,7 @@ class _Search:
         if config.zero_optimization.stage == "auto":
             config = with_blocks(config, zero_optimization={"stage": 1})
         job = self._job(config)
-        outcomes = run_stages(job, range(job.grid.pipe), 1, 1) if job.grid.pipe > 1 else {0: run(job, 1, 1)}
+        outcomes = run_stages(job, range(job.grid.pipe), 1) if job.grid.pipe > 1 else {0: run(job, 1)}
         return plan_of_stages(job, outcomes, self._nodes, *self._memory)
 
     # ---------------------------------------------------------------- what there is
@@ -243,29 +243,28 @@ class _Search:
         out not to fit: then others may be the fastest."""
         known = {(str(one.grid), one.stage): one for one in candidates}
         while True:
-            self._rows.sort(key=lambda row: (not row.plan.fits, row.seconds))
-            plan = self._rows[0].plan if self._rows else None
+            self._rows.sort(key=lambda row: (not row[1].fits, row[1].seconds))
+            name, plan = self._rows[0] if self._rows else ("", None)
             if plan is None or not plan.fits or len(plan.stages) in (0, plan.pipeline_stages):
                 return True
-            self._rows[0] = self._row(known[self._rows[0].name, plan.stage], few=False)
-            if not self._rows[0].plan.fits:
+            self._rows[0] = self._row(known[name, plan.stage], few=False)
+            if not self._rows[0][1].fits:
                 return False
 
-    def _row(self, one: Candidate, few: bool) -> GridRow:
+    def _row(self, one: Candidate, few: bool) -> tuple[str, Plan]:
         made = self._plan(one, few)
         self._note_tensor(made)
         ranks: Sequence[Plan | Stage] = made.stages or [made]
         times = [self._speeds.seconds(_flops(rank), one.waiting, rank.traffic) for rank in ranks]
-        return GridRow(name=str(one.grid), plan=made, seconds=max(one.bound, *times))
+        return str(one.grid), made.model_copy(update={"seconds": max(one.bound, *times)})
 
     def _plan(self, one: Candidate, few: bool) -> Plan:
         """few: of the first stage, which has the most micro-batches, of the last, which has the head, and of one
         between them, which all others are like."""
         job, times = self._shortened(self._job(one.config))
-        warm_up = WARM_UP if one.stage == 3 else 1
         pipe = one.grid.pipe
         stages = range(pipe) if not few else sorted({0, pipe // 2, pipe - 1})
-        outcomes = run_stages(job, stages, 1, warm_up) if one.grid.pipe > 1 else {0: run(job, 1, warm_up)}
+        outcomes = run_stages(job, stages, 1) if one.grid.pipe > 1 else {0: run(job, 1)}
         made = plan_of_stages(job, outcomes, self._nodes, *self._memory)
         update = {
             "parameters": self._base.parameters,

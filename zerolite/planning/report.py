@@ -1,123 +1,177 @@
-"""Text report of one plan or several, for a terminal."""
+"""Report of a plan, or of several side by side, for a terminal: tables, bars, the course of a step, and sentences."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import json
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
 
 from zerolite.planning.advice import advise
-from zerolite.planning.palette import LOOKS, spoken
-from zerolite.planning.report_grid import dimensions, stages_lines
-from zerolite.planning.result import Comparison, Items, Moment, Peak, Plan, Traffic, total
-from zerolite.planning.terminal import Screen, cut, table
-from zerolite.utils.memory_items import MODEL_STATES
+from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, TimePoint, Traffic, spoken, total
+from zerolite.utils.memory_items import ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size
 
-_AT_REST = (*MODEL_STATES, "buffers")
-"""What the lower part of the time line is: it is there in every moment."""
-
-_SHORT = {"forward": "fwd", "backward": "bwd"}
-"""Names of phases where there is little room."""
-
-_CHART_ROWS = 10
-_LEAST_BAR = 8
+_NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
+_CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40
+_LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "grid", "", "check")
+"""Heads of columns that are aligned to the left."""
 
 
-def render_plan(plan: Plan, screen: Screen) -> str:
-    """Everything that a plan says, in lines of at most ``screen.width`` columns."""
-    sections = (
-        _head(plan, screen),
-        stages_lines(plan, screen),
-        _memory(plan, screen),
-        _verdict(plan, screen),
-        _timeline(plan, screen),
-        _traffic(plan, screen),
-        _amounts(plan, screen),
-        [line for note in plan.notes for line in screen.paragraph(note, "  ", "- ")],
-    )
+@dataclass(frozen=True)
+class Screen:
+    """What the output can show. width: columns, 40 to 120. blocks: whether it has Unicode's block elements, which plain
+    ASCII stands for otherwise."""
+
+    width: int = _UNKNOWN
+    blocks: bool = True
+
+    @staticmethod
+    def of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen:
+        """Return what ``stream`` can show; COLUMNS is heeded."""
+        columns = environ.get("COLUMNS", "")
+        try:
+            width = int(columns) if columns.isdecimal() else os.get_terminal_size(stream.fileno()).columns
+        except OSError:  # no terminal
+            width = 0
+        try:
+            blocks = bool("█▒".encode(stream.encoding or "ascii"))
+        except (UnicodeEncodeError, LookupError):
+            blocks = False
+        return Screen(max(_NARROWEST, min(_WIDEST, width or _UNKNOWN)), blocks)
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """Characters of model states and buffers, and of everything else."""
+        return ("█", "▒") if self.blocks else ("#", ":")
+
+    def paragraph(self, text: str) -> list[str]:
+        return textwrap.wrap(text, self.width)
+
+    def listed(self, sentences: Sequence[str]) -> list[str]:
+        """A line, or several, with a dash for each sentence."""
+        wrapped = [textwrap.wrap(one, self.width, initial_indent="- ", subsequent_indent="  ") for one in sentences]
+        return list(itertools.chain(*wrapped))
+
+    def table(self, rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> list[str]:
+        """Aligned lines; the first row are the heads. optional: heads of columns that are left out, in this order,
+        while the lines are too long; then the first column is cut."""
+        shown, leave_out = list(range(len(rows[0]))), [head for head in optional if head in rows[0]]
+        while True:
+            widths = {column: max(len(row[column]) for row in rows) for column in shown}
+            excess = sum(widths.values()) + 2 * (len(shown) - 1) - self.width
+            if excess <= 0 or not leave_out:
+                break
+            shown.remove(rows[0].index(leave_out.pop(0)))
+        widths[0] = max(widths[0] - max(excess, 0), 4)
+        left = {column for column in shown if rows[0][column] in _LEFT}
+        lines = []
+        for row in rows:
+            cut = [row[c] if len(row[c]) <= widths[c] else row[c][: widths[c] - 2] + ".." for c in shown]
+            cells = [f"{cell:{'<' if c in left else '>'}{widths[c]}}" for c, cell in zip(shown, cut, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return lines
+
+    def beside(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
+        """``lines`` of a table with a bar behind each after the first, where there is room. bars: (lower part, whole),
+        all on one scale. limit: where a "|" stands."""
+        column = max(map(len, lines)) + 2
+        room = min(self.width - column - 1, _WIDEST_BAR)
+        largest = max([whole for _, whole in bars] + [limit or 0])
+        if room < _LEAST_BAR or not largest:
+            return lines
+        ends = [(round(room * lower / largest), round(room * whole / largest)) for lower, whole in bars]
+        drawn = [self.marks[0] * lower + self.marks[1] * (whole - lower) for lower, whole in ends]
+        if limit is not None:
+            at = round(room * limit / largest)
+            drawn = [f"{bar[:at]:<{at}}|{bar[at:]}" for bar in drawn]
+        padded = [*drawn, *[""] * (len(lines) - 1 - len(drawn))]
+        return [lines[0], *(f"{line:<{column}}{bar}".rstrip() for line, bar in zip(lines[1:], padded, strict=True))]
+
+
+def render(shown: Plan | Comparison, screen: Screen) -> str:
+    """Everything that a plan or a comparison says, in lines of at most ``screen.width`` columns."""
+    sections = _of_one(shown, screen) if isinstance(shown, Plan) else _of_several(shown, screen)
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def render_comparison(comparison: Comparison, screen: Screen) -> str:
-    """One line and one bar for each setting, and which of them is the cheapest that fits."""
-    plans = [plan for _, plan in comparison.rows]
-    notes = dict.fromkeys([*comparison.left_out, *(note for plan in plans for note in plan.notes)])
-    sections = (
-        _head(plans[0], screen, one=False),
-        _settings(comparison, screen),
-        _side_by_side(comparison, screen),
-        _choice(comparison, screen),
-        [line for note in notes for line in screen.paragraph(note, "  ", "- ")],
-    )
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
-
-
-# -------------------------------------------------------------------- one plan
-
-
-def _head(plan: Plan, screen: Screen, one: bool = True) -> list[str]:
-    """What was planned. one: with its stage, and which rank is shown."""
+def _of_one(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     trained = "" if plan.trained_parameters == plan.parameters else f", {plan.trained_parameters:,} of them trained"
-    ranks = f"rank {plan.rank} of {plan.world_size:,}" if one else counted(plan.world_size, "rank")
-    nodes = "" if plan.nodes is None else f" on {counted(plan.nodes, 'node')}"
-    grid = [plan.grid] if plan.pipeline_stages * plan.tensor_parallel > 1 else []
+    grid = [plan.grid] if plan.is_grid else []
     stage = f"{'ZeRO ' if grid else ''}stage {plan.stage}"
-    setting = [*([stage] if one else []), ranks + nodes, *grid, plan.precision, plan.device]
+    ranks = f"rank {plan.rank} of {plan.world_size:,}{_on_nodes(plan)}"
+    yield [
+        *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters{trained}"),
+        *screen.paragraph(", ".join([stage, ranks, *grid, plan.precision, plan.device])),
+        *screen.paragraph(_batch(plan)),
+    ]
+    if plan.stages:
+        yield from _stages(plan, screen)
+    yield _memory(plan, screen)
+    yield _peaks(plan, screen)
+    yield [
+        *screen.paragraph(_of_device(plan)),
+        *screen.paragraph(_of_host(plan)),
+        *screen.listed(advise(plan)),
+    ]
+    yield _course(plan, screen)
+    yield _traffic(plan, screen)
+    checkpoint = f"This rank writes {format_size(plan.checkpoint)} of a checkpoint."
+    yield [*screen.paragraph(checkpoint), *screen.paragraph(_flops(plan))]
+    yield screen.listed(plan.notes)
+
+
+def _batch(plan: Plan) -> str:
     size = "" if plan.micro_batch is None else f" of {plan.micro_batch}"
     batch = f": {plan.batch}" if plan.batch else "; no batch was given, so there are no activations"
-    return [
-        *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters{trained}"),
-        *screen.paragraph(", ".join(setting)),
-        *screen.paragraph(f"{counted(plan.accumulation, 'micro-batch', 'es')}{size} in a step{batch}"),
-    ]
+    return f"{_counted(plan.accumulation, 'micro-batch', 'es')}{size} in a step{batch}"
+
+
+def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
+    """A row for each stage of the pipeline, and its bubble."""
+    rows = [["stage", "parameters", "states", "at rest", "peak", "sent", "between nodes", "in"]]
+    for stage in plan.stages:
+        across = sum(entry.inter_node or 0 for entry in stage.traffic)
+        sizes = [total(stage.states, MODEL_STATES), sum(stage.at_rest.values()), stage.peak.bytes, stage.sent, across]
+        here = " <- shown below" if stage.rank == plan.rank else ""
+        cells = [f"{stage.rank_parameters:,}", *map(format_size, sizes), f"{stage.peak.phase}{here}"]
+        rows.append([f"{stage.stage} (rank {stage.rank})", *cells])
+    yield screen.table(_with_nodes(plan, rows), ("at rest", "states", "parameters"))
+    schedule = f"Schedule: {plan.schedule}, {_counted(plan.accumulation, 'micro-batch', 'es')}."
+    yield screen.paragraph(f"{schedule} Ranks wait {100 * (plan.bubble or 0):.1f} % of a step (the bubble).")
 
 
 def _memory(plan: Plan, screen: Screen) -> list[str]:
-    """The items, and where the peak is."""
-    columns = [plan.at_rest, plan.states, plan.peak.items]
-    heads = ["at rest", "in a step", "at the peak"]
-    for held, head in ((plan.host, "host"), (plan.disk, "disk")):
-        if held is not None:
-            columns.append(held)
-            heads.append(head)
-    items = [item for item in LOOKS if any(column[item] for column in columns)]
-    rows = [["memory", *heads, "share"]]
+    """The items, with bars of what they are at the peak."""
+    held = {"at rest": plan.at_rest, "in a step": plan.states, "at the peak": plan.peak.items}
+    held |= {name: items for name, items in (("host", plan.host), ("disk", plan.disk)) if items is not None}
+    items = [item for item in ITEMS if any(column[item] for column in held.values())]
+    rows = [["memory", *held, "share"]]
     for item in items:
-        sizes = [_size(column[item]) for column in columns]
-        rows.append(
-            [f"{LOOKS[item].letter} {spoken(item)}", *sizes, f"{_share(plan.peak.items[item], plan.peak.bytes)}"]
-        )
-    sums = [total(column, MODEL_STATES) for column in columns]
-    rows.append(["  model states", *(_size(value) for value in sums), _share(sums[2], plan.peak.bytes)])
-    whole = [_size(sum(column.values())) for column in columns]
+        sizes = [_size(column[item]) for column in held.values()]
+        rows.append([spoken(item), *sizes, _share(plan.peak.items[item], plan.peak.bytes)])
+    states = [total(column, MODEL_STATES) for column in held.values()]
+    rows.append(["  model states", *map(_size, states), _share(states[2], plan.peak.bytes)])
+    whole = [_size(sum(column.values())) for column in held.values()]
     rows.append(["  all", whole[0], "", *whole[2:], _share(plan.peak.bytes, plan.peak.bytes)])
-    lines = table(rows, screen.width, optional=(len(rows[0]) - 1, 2, 1))
-    return [*_with_bars(lines, {item: plan.peak.items[item] for item in items}, screen), "", *_peaks(plan, screen)]
-
-
-def _with_bars(lines: list[str], items: Items, screen: Screen) -> list[str]:
-    """Bars of ``items`` at the ends of the lines after the first one, where there is room for them."""
-    column = max(map(len, lines)) + 2
-    room = min(screen.width - column, 40)
-    if room < _LEAST_BAR:
-        return lines
-    longest = max([*items.values(), 1])
-    bars = ["", *(screen.bar(item, size / longest, room) for item, size in items.items())]
-    bars += [""] * (len(lines) - len(bars))
-    return [f"{line:<{column}}{bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
+    sizes_at_peak = [plan.peak.items[item] for item in items]
+    bars = [(size if item in AT_REST else 0, size) for item, size in zip(items, sizes_at_peak, strict=True)]
+    return screen.beside(screen.table(rows, ("share", "in a step", "at rest")), bars)
 
 
 def _peaks(plan: Plan, screen: Screen) -> list[str]:
-    step = plan.step_peak
-    first = plan.peak.phase != "initialize" and plan.peak != step
+    step, start = plan.step_peak, plan.peak.phase == "initialize"
+    first = not start and plan.peak != step
     when = "in one of the first steps, " if first else ""
-    lines = screen.paragraph(f"The peak is {format_size(plan.peak.bytes)}, {when}{_where(plan.peak)}.")
+    text = [f"The peak is {format_size(plan.peak.bytes)}, {when}{_where(plan.peak)}."]
     if plan.peak != step:
-        later = "A later step" if first else "A step"
-        lines += screen.paragraph(f"{later} takes {format_size(step.bytes)} at most, {_where(step)}.")
-    if plan.peak.phase != "initialize":
-        lines += screen.paragraph(f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most.")
-    return lines
+        text.append(f"{'A later step' if first else 'A step'} takes {format_size(step.bytes)} at most, {_where(step)}.")
+    if not start:
+        text.append(f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most.")
+    return list(itertools.chain(*map(screen.paragraph, text)))
 
 
 def _where(peak: Peak) -> str:
@@ -125,256 +179,221 @@ def _where(peak: Peak) -> str:
     return f"in {peak.phase}{at}{f', by {peak.op}' if peak.op else ''}"
 
 
-def _verdict(plan: Plan, screen: Screen) -> list[str]:
-    """Whether it fits on the device and on the host, and what to try."""
-    advice = [line for sentence in advise(plan) for line in screen.paragraph(sentence, "  ", "- ")]
-    return [*_of_device(plan, screen), *_of_host(plan, screen), *advice]
-
-
-def _of_device(plan: Plan, screen: Screen) -> list[str]:
-    """A sentence, and a bar of the items against the device's memory."""
+def _of_device(plan: Plan) -> str:
     if plan.device_memory is None or plan.spare is None:
-        return screen.paragraph("Whether it fits depends on the memory of the device: --device-memory 80GB.")
-    memory, spare = format_size(plan.device_memory), format_size(abs(plan.spare))
+        return "Whether it fits depends on the memory of the device: --device-memory 80GB."
     if plan.spare >= 0:
-        lines = screen.paragraph(f"It fits: {spare} of {memory} are free at the peak.")
-    else:
-        largest = max(plan.peak.items, key=lambda item: plan.peak.items[item])
-        size = format_size(plan.peak.items[largest])
-        lines = screen.paragraph(
-            f"It does not fit: the peak is {spare} more than the {memory} of the device. What takes the most is "
-            f"{spoken(largest)}, {size}."
-        )
-    return [*lines, _against_memory(plan.peak.items, plan.device_memory, plan.device_memory, screen, screen.width)]
-
-
-def _of_host(plan: Plan, screen: Screen) -> list[str]:
-    """What the rank, and all ranks of its host, take of the host's memory and disk, where that was asked or is much."""
-    if plan.host is None and plan.disk is None and plan.host_memory is None:
-        return []
-    ranks = plan.ranks_per_host
-    text = f"Of its host's memory the rank takes {format_size(plan.host_peak)} at most"
-    if ranks is None:
-        text += "; --nodes tells how many ranks share one."
-    else:
-        text += f", {counted(ranks, 'rank')} of a host {format_size(ranks * plan.host_peak)}."
-        text += _host_fits(plan)
-    if plan.disk is not None:
-        nbytes = sum(plan.disk.values())
-        text += f" On disk it keeps {format_size(nbytes)}"
-        text += "." if ranks is None else f", {counted(ranks, 'rank')} of a host {format_size(ranks * nbytes)}."
-    return screen.paragraph(text)
-
-
-def _host_fits(plan: Plan) -> str:
-    if plan.host_memory is None or plan.host_spare is None:
-        return " Whether that is there depends on the host: --host-memory 512GB."
-    memory, spare = format_size(plan.host_memory), format_size(abs(plan.host_spare))
-    if plan.host_spare >= 0:
-        return f" That fits: {spare} of its {memory} are left."
-    return f" That does not fit: it is {spare} more than the host's {memory}."
-
-
-def _against_memory(items: Items, memory: int | None, largest: int, screen: Screen, width: int) -> str:
-    """A stacked bar in which the device's memory ends at a "|"; ``largest`` bytes are the whole width."""
-    used = sum(items.values())
-    scale = max(used, largest, 1)
-    bar = screen.stacked(items, scale, width - 1)
-    if memory is None:
-        return bar
-    taken, end = round((width - 1) * used / scale), round((width - 1) * memory / scale)
-    if end >= taken:
-        return bar + "." * (end - taken) + "|"
-    fitting = dict(zip(items, _first(items, memory), strict=True))
-    rest = {item: items[item] - fitting[item] for item in items}
-    return screen.stacked(fitting, scale, width - 1) + "|" + screen.stacked(rest, scale, width - 1)
-
-
-def _first(items: Items, limit: int) -> Iterable[int]:
-    """What of each item lies within the first ``limit`` bytes of all of them in a row."""
-    for size in items.values():
-        part = min(size, limit)
-        limit -= part
-        yield part
-
-
-# -------------------------------------------------------------------- the course of a step
-
-
-def _timeline(plan: Plan, screen: Screen) -> list[str]:
-    if not plan.timeline:
-        return []
-    highest = max(moment.bytes for moment in plan.timeline)
-    labels = [format_size(highest), *[""] * (_CHART_ROWS - 2), "0 B"]
-    margin = max(map(len, labels)) + 1
-    columns = _columns(plan.timeline, screen.width - margin - 1)
-    bars = [(total(moment.items, _AT_REST), moment.bytes) for moment in columns]
-    rows = screen.chart(bars, highest, _CHART_ROWS)
-    lower, upper = ("█", "▒") if screen.blocks else ("#", ":")
-    return [
-        *screen.paragraph(f"memory in the course of a step: {lower} model states and buffers, {upper} everything else"),
-        *(f"{label:>{margin - 1}} |{row}" for label, row in zip(labels, rows, strict=True)),
-        " " * margin + _phases(columns),
-    ]
-
-
-def _columns(timeline: list[Moment], width: int) -> list[Moment]:
-    """As many moments as columns: the fullest of those that fall into each."""
-    count = len(timeline)
-    columns = []
-    for column in range(width):
-        first = column * count // width
-        among = timeline[first : max((column + 1) * count // width, first + 1)]
-        columns.append(max(among, key=lambda moment: moment.bytes))
-    return columns
-
-
-def _phases(columns: list[Moment]) -> str:
-    """The names of the phases, each under the column with which it begins."""
-    line = ""
-    for phase, moments in itertools.groupby(columns, key=lambda moment: moment.phase):
-        room = len(list(moments)) - 1
-        name = phase if len(phase) <= room else _SHORT.get(phase, phase)
-        line += "|" + name[:room].ljust(room)
-    return line.rstrip()
-
-
-# -------------------------------------------------------------------- traffic and amounts
-
-
-def _traffic(plan: Plan, screen: Screen) -> list[str]:
-    if not plan.traffic:
-        return screen.paragraph("traffic of a step: none")
-    over = dimensions(plan)
-    rows = [["traffic of a step", "for", "over", "count", "bytes", "sent per rank", "between nodes"]]
-    for entry in plan.traffic:
-        rows.append([entry.op, entry.tag, f"{entry.dimension} {entry.ranks}", *_sums([entry])])
-    for dimension in over if len(over) > 1 else ():
-        rows.append([f"  {dimension}", "", "", *_sums([row for row in plan.traffic if row.dimension == dimension])])
-    rows.append(["all", "", "", *_sums(plan.traffic)])
-    if plan.nodes is None:
-        rows = [row[:-1] for row in rows]
-    if plan.pipeline_stages * plan.tensor_parallel == 1:
-        rows = [[*row[:2], *row[3:]] for row in rows]
-        lines = table(rows, screen.width, left=(0, 1), optional=(3, 1, 2))
-    else:
-        lines = table(rows, screen.width, left=(0, 1, 2), optional=(4, 3, 2))
-    return [*lines, *screen.paragraph(_launches(plan))]
-
-
-def _launches(plan: Plan) -> str:
-    """Say what is counted, and whether NCCL's fast path is open to all of it."""
-    kinds = ", ".join(f"{count:,} {op}" for op, count in plan.collectives.items())
-    unaligned = sum(entry.unaligned for entry in plan.traffic)
-    buffers = "Every buffer begins" if not unaligned else f"All but {unaligned:,} buffers begin"
+        return f"It fits: {format_size(plan.spare)} of {format_size(plan.device_memory)} are free at the peak."
+    most = max(plan.peak.items, key=lambda item: plan.peak.items[item])
     return (
-        f"A step launches {counted(sum(plan.collectives.values()), 'collective')}: {kinds or 'none'}. Tensors that "
-        f"travel in one group are one launch. {buffers} on 16 bytes, as NCCL's fast path asks."
+        f"It does not fit: the peak is {format_size(-plan.spare)} more than the {format_size(plan.device_memory)} of "
+        f"the device. What takes the most is {spoken(most)}, {format_size(plan.peak.items[most])}."
     )
 
 
-def _sums(rows: list[Traffic]) -> list[str]:
+def _of_host(plan: Plan) -> str:
+    """What the rank, and all ranks of its host, take of the host's memory and disk, where that was asked or is much."""
+    if plan.host is None and plan.disk is None and plan.host_memory is None:
+        return ""
+    text = f"Of its host's memory the rank takes {format_size(plan.host_peak)} at most"
+    ranks = plan.ranks_per_host
+    of_all = "" if ranks is None else f", {_counted(ranks, 'rank')} of a host "
+    if ranks is None:
+        text += "; --nodes tells how many ranks share one."
+    else:
+        text += f"{of_all}{format_size(ranks * plan.host_peak)}."
+        if plan.host_memory is None or plan.host_spare is None:
+            text += " Whether that is there depends on the host: --host-memory 512GB."
+        elif plan.host_spare >= 0:
+            text += f" That fits: {format_size(plan.host_spare)} of its {format_size(plan.host_memory)} are left."
+        else:
+            more, memory = format_size(-plan.host_spare), format_size(plan.host_memory)
+            text += f" That does not fit: it is {more} more than the host's {memory}."
+    if plan.disk is not None:
+        nbytes = sum(plan.disk.values())
+        text += f" On disk it keeps {format_size(nbytes)}{of_all and of_all + format_size((ranks or 1) * nbytes)}."
+    return text
+
+
+def _course(plan: Plan, screen: Screen) -> list[str]:
+    """A chart of the memory in a step, with a column for the fullest of the moments that fall into it."""
+    if not plan.timeline:
+        return []
+    highest = max(point.bytes for point in plan.timeline)
+    labels = [format_size(highest), *[""] * (_CHART_ROWS - 2), "0 B"]
+    margin, count = max(map(len, labels)) + 1, len(plan.timeline)
+    width = screen.width - margin - 1
+    starts = [(column * count // width, (column + 1) * count // width) for column in range(width)]
+    among = [plan.timeline[first : max(end, first + 1)] for first, end in starts]
+    columns = [max(points, key=lambda point: point.bytes) for points in among]
+    lower, upper = screen.marks
+    text = f"memory in the course of a step: {lower} model states and buffers, {upper} everything else"
+    lines = screen.paragraph(text)
+    for row, label in zip(reversed(range(_CHART_ROWS)), labels, strict=True):
+        middle = (row + 0.5) / _CHART_ROWS * highest
+        cells = (lower if p.at_rest >= middle else upper if p.bytes >= middle else " " for p in columns)
+        lines.append(f"{label:>{margin - 1}} |{''.join(cells)}".rstrip())
+    return [*lines, " " * margin + _phases(columns)]
+
+
+def _phases(columns: list[TimePoint]) -> str:
+    """The names of the phases, each under the column with which it begins, as much of them as there is room for."""
+    groups = [(phase, len(list(points)) - 1) for phase, points in itertools.groupby(columns, lambda point: point.phase)]
+    return "".join(f"|{phase[:room]:<{room}}" for phase, room in groups).rstrip()
+
+
+def _traffic(plan: Plan, screen: Screen) -> list[str]:
+    """The table, and what is counted, and whether NCCL's fast path is open to all of it."""
+    if not plan.traffic:
+        return screen.paragraph("traffic of a step: none")
+    rows = [["traffic of a step", "for", "over", "count", "bytes", "sent per rank", "between nodes"]]
+    over: dict[str, list[Traffic]] = {}
+    for entry in plan.traffic:  # those that send the most first
+        rows.append([entry.op, entry.tag, f"{entry.dimension} {entry.ranks}", *_sums([entry])])
+        over.setdefault(entry.dimension, []).append(entry)
+    if len(over) > 1:
+        rows += [[f"  {dimension}", "", "", *_sums(entries)] for dimension, entries in over.items()]
+    rows.append(["all", "", "", *_sums(plan.traffic)])
+    kinds = ", ".join(f"{count:,} {op}" for op, count in plan.collectives.items())
+    unaligned = sum(entry.unaligned for entry in plan.traffic)
+    buffers = "Every buffer begins" if not unaligned else f"All but {unaligned:,} buffers begin"
+    text = (
+        f"A step launches {_counted(sum(plan.collectives.values()), 'collective')}: {kinds or 'none'}. Tensors that "
+        f"travel in one group are one launch. {buffers} on 16 bytes, as NCCL's fast path asks."
+    )
+    return [*screen.table(_with_nodes(plan, rows), ("bytes", "over", "for", "count")), *screen.paragraph(text)]
+
+
+def _sums(rows: Sequence[Traffic]) -> list[str]:
     """Count, bytes, sent, and sent to other nodes."""
     count, nbytes, sent = (sum(values) for values in zip(*((e.count, e.nbytes, e.sent) for e in rows), strict=True))
     return [f"{count:,}", format_size(nbytes), format_size(sent), format_size(sum(e.inter_node or 0 for e in rows))]
 
 
-def _amounts(plan: Plan, screen: Screen) -> list[str]:
-    lines = screen.paragraph(f"This rank writes {format_size(plan.checkpoint)} of a checkpoint.")
-    if plan.flops is not None:
-        lines += screen.paragraph(_flops(plan.flops, plan.recomputed_flops))
-    return lines
-
-
-def _flops(flops: int, recomputed: int) -> str:
-    again = f", and what activation checkpointing recomputes {format_flops(recomputed)} more" if recomputed else ""
+def _flops(plan: Plan) -> str:
+    if plan.flops is None:
+        return ""
+    flops, again = (format_size(count)[:-1] + "FLOP" for count in (plan.flops, plan.recomputed_flops))
+    more = f", and what activation checkpointing recomputes {again} more" if plan.recomputed_flops else ""
     return (
-        f"Forward and backward of a step take {format_flops(flops)} on each rank{again}. Counted are matrix products "
-        "(experts: of the tokens routed to them), convolutions and attention (masked positions too), not elementwise "
-        "work."
+        f"Forward and backward of a step take {flops} on each rank{more}. Counted are matrix products (experts: of the "
+        "tokens routed to them), convolutions and attention (masked positions too), not elementwise work."
     )
 
 
-# -------------------------------------------------------------------- several plans
+_SETTINGS = ("states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits")
+_GRIDS = ("ZeRO", "micro-batches", "states", "peak", "sent", "between nodes", "bubble", "a step", "fits")
+_OPTIONAL = ("collectives", "micro-batches", "states", "at rest", "sent", "host", "disk")
 
 
-def _settings(comparison: Comparison, screen: Screen) -> list[str]:
-    rows = [["setting", "states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits", ""]]
-    for index, (setting, plan) in enumerate(comparison.rows):
-        at_rest = format_size(sum(plan.at_rest.values()))
-        count = sum(entry.count for entry in plan.traffic)
-        sizes = [format_size(plan.model_states), at_rest, format_size(plan.peak.bytes), format_size(plan.sent)]
-        mark = "<- cheapest" if index == comparison.chosen else ""
-        away = [_size(sum((place or {}).values())) for place in (plan.host, plan.disk)]
-        rows.append([setting, *sizes, f"{count:,}", *away, _fits(plan), mark])
-    plans = [plan for _, plan in comparison.rows]
-    unseen = {7} if not any(plan.disk for plan in plans) else set()
-    unseen |= {6} if not any(plan.host for plan in plans) else set()
-    shown = [[cell for column, cell in enumerate(row) if column not in unseen] for row in rows]
-    last = len(shown[0]) - 1
-    return table(shown, screen.width, left=(0, last), optional=(5, 2, 1, 4, *range(6, last - 1)))
-
-
-def _fits(plan: Plan) -> str:
-    if plan.fits is False and (plan.spare is None or plan.spare >= 0):
-        return "no: host"
-    return {None: "?", True: "yes", False: "no"}[plan.fits]
+def _of_several(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
+    """One line with a bar for each plan, which of them is the best that fits, and what was left out."""
+    if comparison.rows:
+        plan = comparison.rows[0][1]
+        grid = [plan.grid] if plan.is_grid and not comparison.speeds else []
+        ranks = f"{_counted(plan.world_size, 'rank')}{_on_nodes(plan)}"
+        samples = (plan.micro_batch or 0) * plan.accumulation * plan.data_parallel
+        batch = f"{samples:,} samples in a step, micro-batches of {plan.micro_batch}: {plan.batch}"
+        yield [
+            *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters"),
+            *screen.paragraph(", ".join([ranks, *grid, plan.precision, plan.device])),
+            *screen.paragraph(batch if comparison.speeds else _batch(plan)),
+        ]
+        yield _side_by_side(comparison, screen)
+    yield _choice(comparison, screen)
+    notes = [*comparison.left_out, *(note for _, plan in comparison.rows for note in plan.notes)]
+    yield screen.listed(list(dict.fromkeys(notes)))
 
 
 def _side_by_side(comparison: Comparison, screen: Screen) -> list[str]:
-    """Bars of the items at the peak, all on one scale."""
-    names = [setting for setting, _ in comparison.rows]
-    margin = min(max(map(len, names)), screen.width // 2) + 1
-    memory = comparison.rows[0][1].device_memory
-    largest = max(memory or 0, *(plan.peak.bytes for _, plan in comparison.rows))
-    held = [item for item in LOOKS if any(plan.peak.items[item] for _, plan in comparison.rows)]
-    legend = ", ".join(f"{LOOKS[item].letter} {spoken(item)}" for item in held)
-    until = "" if memory is None else f"; the device's {format_size(memory)} end at |"
-    bars = [
-        f"{cut(setting, margin - 1):<{margin}}"
-        + _against_memory(plan.peak.items, memory, largest, screen, screen.width - margin)
-        for setting, plan in comparison.rows
-    ]
-    return [*screen.paragraph(f"memory at the peak: {legend}{until}"), *bars]
+    plans = [plan for _, plan in comparison.rows]
+    away = {"host": any(plan.host for plan in plans), "disk": any(plan.disk for plan in plans)}
+    heads = [head for head in (_GRIDS if comparison.speeds else _SETTINGS) if away.get(head, True)]
+    rows = [["grid" if comparison.speeds else "setting", *heads, ""]]
+    for index, (name, plan) in enumerate(comparison.rows):
+        cells = _cells(plan)
+        mark = "<- fastest" if comparison.speeds else "<- cheapest"
+        rows.append([name, *(cells[head] for head in heads), mark if index == comparison.chosen else ""])
+    lines = screen.table(rows, _OPTIONAL)
+    bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
+    return screen.beside(lines, bars, plans[0].device_memory)
+
+
+def _cells(plan: Plan) -> dict[str, str]:
+    states = [stage.states for stage in plan.stages] or [plan.states]
+    return {
+        "ZeRO": str(plan.stage),
+        "micro-batches": f"{plan.accumulation:,}",
+        "states": format_size(max(total(items, MODEL_STATES) for items in states)),
+        "at rest": format_size(sum(plan.at_rest.values())),
+        "peak": format_size(plan.peak.bytes),
+        "sent": format_size(plan.sent),
+        "collectives": f"{sum(entry.count for entry in plan.traffic):,}",
+        "between nodes": format_size(plan.inter_node or 0),
+        "host": _size(sum((plan.host or {}).values())),
+        "disk": _size(sum((plan.disk or {}).values())),
+        "bubble": "-" if plan.bubble is None else f"{100 * plan.bubble:.1f} %",
+        "a step": _time(plan.seconds or 0.0),
+        "fits": "no: host" if plan.is_host_short else {None: "?", True: "yes", False: "no"}[plan.fits],
+    }
 
 
 def _choice(comparison: Comparison, screen: Screen) -> list[str]:
+    if not comparison.rows:
+        return screen.paragraph("No grid is left to plan.")
     memory = comparison.rows[0][1].device_memory
     if memory is None:
         return screen.paragraph("Which of them fit depends on the memory of the device: --device-memory 80GB.")
-    if comparison.chosen is not None:
-        setting, plan = comparison.rows[comparison.chosen]
-        text = (
-            f"The cheapest that fits in {format_size(memory)} is {setting}: of those that fit, it sends the least in a "
-            f"step, {format_size(plan.sent)} per rank."
-        )
-        if plan.offloaded:
-            text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."
-            if plan.host_spare is None:
-                text += " Whether a host has room for that depends on --nodes and --host-memory."
-        return screen.paragraph(text)
-    setting, plan = min(comparison.rows, key=lambda row: row[1].peak.bytes)
-    host = max((row.host_memory for _, row in comparison.rows if row.host_memory is not None), default=None)
-    both = "" if host is None else f" and a host's {format_size(host)}"
-    lines = screen.paragraph(f"None of them fits in {format_size(memory)}{both}. The smallest is {setting}.")
-    advice = advise(plan, stages=False)  # the other stages are above
-    return lines + [line for sentence in advice for line in screen.paragraph(sentence, "  ", "- ")]
+    if comparison.chosen is None:
+        name, plan = min(comparison.rows, key=lambda row: row[1].peak.bytes)
+        host = max((row.host_memory for _, row in comparison.rows if row.host_memory is not None), default=None)
+        both = "" if host is None else f" and a host's {format_size(host)}"
+        lines = screen.paragraph(f"None of them fits in {format_size(memory)}{both}. The smallest is {name}.")
+        return [*lines, *screen.listed([] if comparison.speeds else advise(plan, stages=False))]  # others are above
+    name, plan = comparison.rows[comparison.chosen]
+    if comparison.speeds:
+        return screen.paragraph(_fastest(name, plan, memory, comparison.speeds))
+    text = (
+        f"The cheapest that fits in {format_size(memory)} is {name}: of those that fit, it sends the least in a step, "
+        f"{format_size(plan.sent)} per rank."
+    )
+    if plan.offloaded:
+        text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."
+        if plan.host_spare is None:
+            text += " Whether a host has room for that depends on --nodes and --host-memory."
+    return screen.paragraph(text)
 
 
-# -------------------------------------------------------------------- words
+def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, float]) -> str:
+    flops, within, between = speeds
+    blocks = {
+        "tensor_parallel": {"size": plan.tensor_parallel},
+        "pipeline": {"stages": plan.pipeline_stages},
+        "zero_optimization": {"stage": plan.stage},
+        "gradient_accumulation_steps": plan.accumulation,
+    }
+    written = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in blocks.items())
+    return (
+        f"The fastest that fits in {format_size(memory)} is {name}, ZeRO stage {plan.stage}: computing, waiting in the "
+        f"bubble and sending take the least there, {_time(plan.seconds or 0.0)} a step, if each device computes "
+        f"{flops / 1e12:,.0f} TFLOP and sends {format_size(int(within))} within its node and "
+        f"{format_size(int(between))} to others in a second, and nothing overlaps. In the config: {written}."
+    )
 
 
-def counted(count: int, noun: str, plural: str = "s") -> str:
+def _counted(count: int, noun: str, plural: str = "s") -> str:
     """As in "1 rank", "64 ranks"."""
     return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
-def format_flops(flops: int) -> str:
-    """As people read it: "12.30 TFLOP"."""
-    for power, letter in ((6, "E"), (5, "P"), (4, "T"), (3, "G"), (2, "M")):
-        if flops >= 1000**power:
-            return f"{flops / 1000**power:.2f} {letter}FLOP"
-    return f"{flops:,} FLOP"
+def _on_nodes(plan: Plan) -> str:
+    return "" if plan.nodes is None else f" on {_counted(plan.nodes, 'node')}"
+
+
+def _with_nodes(plan: Plan, rows: list[list[str]]) -> list[list[str]]:
+    """``rows``, without the column about nodes where their number was not given."""
+    column = rows[0].index("between nodes")
+    return rows if plan.nodes is not None else [row[:column] + row[column + 1 :] for row in rows]
 
 
 def _size(nbytes: int) -> str:
@@ -383,3 +402,7 @@ def _size(nbytes: int) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.1f} %" if part else ""
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"

@@ -6,10 +6,13 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zerolite.utils.memory_items import MODEL_STATES
+from zerolite.utils.memory_items import BUFFERS, MODEL_STATES
 
 Items = dict[str, int]
 """Bytes by item, every one of zerolite.utils.memory_items.ITEMS."""
+
+AT_REST = (*MODEL_STATES, BUFFERS)
+"""Items that are there at every moment of a step; all else comes and goes."""
 
 
 class _Frozen(BaseModel):
@@ -27,7 +30,7 @@ class Peak(_Frozen):
     op: str = Field(description="the operator that allocated, as in aten.mm; empty if none did")
 
 
-class Moment(_Frozen):
+class TimePoint(_Frozen):
     """One point of the time line of a step."""
 
     items: Items
@@ -37,6 +40,11 @@ class Moment(_Frozen):
     @property
     def bytes(self) -> int:
         return sum(self.items.values())
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes of model states and buffers."""
+        return total(self.items, AT_REST)
 
 
 class Traffic(_Frozen):
@@ -100,7 +108,8 @@ class Plan(_Frozen):
     The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline ``stages`` has a rank of
     each stage, and all else is that of the rank whose peak is highest, unless another one was asked for. parameters:
     of the whole model; rank_parameters: of what this rank has of it, padding included. bubble: the part of a step in
-    which the ranks of a pipeline wait, as zerolite.planning.bubble counts it.
+    which the ranks of a pipeline wait, as zerolite.planning.bubble counts it. seconds: an estimate of a step's time, to
+    rank grids by.
     """
 
     model: str
@@ -128,7 +137,7 @@ class Plan(_Frozen):
     peak: Peak
     initialize_peak: Peak
     step_peak: Peak
-    timeline: list[Moment]
+    timeline: list[TimePoint]
     traffic: list[Traffic]
     host: Items | None
     disk: Items | None
@@ -138,6 +147,7 @@ class Plan(_Frozen):
     recomputed_flops: int = 0
     device_memory: int | None
     host_memory: int | None
+    seconds: float | None = Field(default=None, description="None where grids are not compared")
     notes: list[str] = Field(description="sentences: what was assumed, and what is not in the numbers")
 
     @property
@@ -177,6 +187,11 @@ class Plan(_Frozen):
         return None if self.spare is None else self.spare >= 0
 
     @property
+    def is_host_short(self) -> bool:
+        """Whether only the host is too small."""
+        return self.fits is False and (self.spare is None or self.spare >= 0)
+
+    @property
     def sent(self) -> int:
         """Bytes that this rank sends in one step."""
         return sum(entry.sent for entry in self.traffic)
@@ -197,6 +212,11 @@ class Plan(_Frozen):
         return None if self.nodes is None else sum(entry.inter_node or 0 for entry in self.traffic)
 
     @property
+    def is_grid(self) -> bool:
+        """Whether ranks have parts of the model."""
+        return self.pipeline_stages * self.tensor_parallel > 1
+
+    @property
     def grid(self) -> str:
         """The sizes of more than one rank, as in "pipe 2 × data 4"."""
         sizes = (("pipe", self.pipeline_stages), ("data", self.data_parallel), ("tensor", self.tensor_parallel))
@@ -208,31 +228,25 @@ def total(items: Items, names: Iterable[str]) -> int:
     return sum(items[name] for name in names)
 
 
+def spoken(item: str) -> str:
+    """The name of an item as people read it."""
+    return item.replace("_", " ")
+
+
 class Comparison(_Frozen):
-    """Plans of one job with different settings. rows: (what is different, the plan), by stage. chosen: index of the
-    cheapest that fits: the least bytes sent in a step, then the least off the device (but for a thousandth), then
-    nothing on disk, the lowest stage, the lowest peak; None if none fits or no memory was given. left_out: sentences
-    about settings that the engine refuses, or that were not planned."""
+    """Plans of one job with different settings, or on different grids of ranks.
+
+    Attributes:
+        rows: (setting or grid, plan). Settings by stage; grids with the fastest that fits first.
+        chosen: index of the best that fits; None if none does or no memory was given. Of settings the cheapest: the
+            least bytes sent in a step, then the least off the device (but for a thousandth), then nothing on disk, the
+            lowest stage, the lowest peak. Of grids the fastest.
+        left_out: sentences about what the engine refuses, or what was not planned.
+        speeds: of grids, operations a second, and bytes a second within a node and to others, by which times were
+            estimated.
+    """
 
     rows: list[tuple[str, Plan]]
     chosen: int | None
     left_out: list[str] = []
-
-
-class GridRow(_Frozen):
-    """seconds: an estimate of a step's time, to rank by."""
-
-    name: str
-    plan: Plan
-    seconds: float
-
-
-class GridComparison(_Frozen):
-    """Plans of one job on different grids of ranks, the fastest that fits first. chosen: its index, None if none fits.
-    left_out: sentences about grids that the engine refuses, or that were not planned. speeds: operations a second, and
-    bytes a second within a node and to others, with which times were estimated."""
-
-    rows: list[GridRow]
-    chosen: int | None
-    left_out: list[str] = []
-    speeds: tuple[float, float, float]
+    speeds: tuple[float, float, float] | None = None

@@ -38,6 +38,7 @@ class Fullest(NamedTuple):
 
 
 _NOWHERE = TracePoint("", "", "")
+_DEVICE_OF = torch.ops.prim.device.default
 
 
 class ModulesAtWork:
@@ -154,14 +155,24 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*error)
         listeners.remove(self)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while memory is followed: torch's guard against that takes its time."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and is_fake(args[0]) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # asked as often as anything is computed
         self._op = func
         out = func(*args, **(kwargs or {}))
         before = self.place
         if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and (kwargs or {}).get("device") is None:
             self.place = self._place_of_result(args)
-        for tensor in find_tensors(out):
-            self._see(tensor)
+        if is_fake(out):
+            self._see(out)
+        else:
+            for tensor in find_tensors(out):
+                self._see(tensor)
         self._op, self.place = "", before
         return out
 
@@ -265,13 +276,12 @@ class MemoryTracker(TorchDispatchMode):
     # ---------------------------------------------------------------- inside
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.is_meta:  # of a model's structure alone, which has no memory in a real run either
-            return
-        if not is_fake(tensor) or tensor.layout is not torch.strided:
+        if is_fake(tensor):
+            if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
+                self._see_storage(tensor.untyped_storage())
+        elif not tensor.is_meta:  # of a model's structure alone, which has no memory in a real run either
             for inner in _plain(tensor):
                 self._see_storage(inner.untyped_storage())
-            return
-        self._see_storage(tensor.untyped_storage())
 
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
         known = self._known.get(storage._cdata)

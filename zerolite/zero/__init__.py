@@ -8,8 +8,9 @@ These names are loaded on first use: the layout and the schedules need no torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.gathered_parameters import GatheredParameters
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
     )
     from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus
 
-_LAZY = {
-    "GatheredParameters": "gathered_parameters",
-    "Init": "init_context",
-    "ZeroParamStatus": "partitioned_parameter",
-    "register_external_parameter": "partition_parameters",
-    "unregister_external_parameter": "partition_parameters",
-}
-
 __all__ = [
     "GatheredParameters",
     "Init",
@@ -36,10 +29,15 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
+_HOME = "zerolite.zero.stage3"
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'zerolite.zero' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(f"zerolite.zero.stage3.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "GatheredParameters": f"{_HOME}.gathered_parameters",
+        "Init": f"{_HOME}.init_context",
+        "ZeroParamStatus": f"{_HOME}.partitioned_parameter",
+        "register_external_parameter": f"{_HOME}.partition_parameters",
+        "unregister_external_parameter": f"{_HOME}.partition_parameters",
+    },
+)
