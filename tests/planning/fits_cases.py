@@ -35,6 +35,9 @@ def start(
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fits, "available_memory", lambda device: free[rank])
+        runs: list[Any] = []
+        real = fits.run
+        patch.setattr(fits, "run", lambda job: runs.append(job.config.zero_optimization.stage) or real(job))
         if host is not None:
             patch.setattr(host_room, "share_of_host", lambda ranks: host[rank])
         if disk is not None:
@@ -54,7 +57,7 @@ def start(
             return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps}
         engine.backward(engine(torch.ones(2, 64)).sum())
         engine.step()
-        return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps}
+        return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps, "runs": runs}
 
 
 def ranks_here() -> int:

@@ -135,6 +135,17 @@ def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools) -> None:
     assert stages([PLENTY, 12 * NUMEL], partitioned=True) == {3}
 
 
+def test_few_dry_runs_choose_the_stage_and_check_the_memory(pools: Pools) -> None:
+    """Stage 1 fits, so 2 and 3 are not asked; its plan is the one that is checked."""
+
+    def runs(free: float) -> list[int]:
+        kwargs = {"config": config("auto", bf16={"enabled": True}), "free": [int(free * NUMEL)] * 2}
+        return pools(2).run(CASE, kwargs)[0]["runs"]
+
+    assert runs(13.3) == [1]  # with the model's 4 bytes 80 % are less than 2 + 4 + 8, which stage 0 keeps
+    assert runs(14) == [1, 0]
+
+
 def test_one_rank_without_memory_stops_all(pools: Pools) -> None:
     for stage in (0, 2, 3):
         results = pools(2).run(CASE, {"config": config(stage), "free": [PLENTY, NUMEL]})

@@ -73,6 +73,12 @@ class PipelineRunner:
     def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
         """One step, as ``Engine.train_batch`` says. Raises RuntimeError on all ranks if one has failed, with its
         sentence, and the error itself where it happened."""
+        loss = self.accumulate(batches)
+        self.update()
+        return loss
+
+    def accumulate(self, batches: Iterator[Any]) -> torch.Tensor:
+        """Forward and backward of a step's micro-batches. Gives the loss."""
         parts = self._parts
         if not parts.window.empty:
             raise RuntimeError(
@@ -86,8 +92,11 @@ class PipelineRunner:
         counters.micro_steps = before + parts.micro_batches  # and not passes, of which each part has one
         loss = self._mean_over_world(work)
         self._parts.on_loss(loss)
-        parts.pipeline.step()
         return loss
+
+    def update(self) -> None:
+        """Reduce and apply what :meth:`accumulate` has left."""
+        self._parts.pipeline.step()
 
     def eval_batch(self, batches: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """As ``Engine.eval_batch`` says. Called in eval mode and without gradients."""

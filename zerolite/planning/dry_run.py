@@ -43,7 +43,7 @@ _one_at_a_time = threading.RLock()
 
 WARM_UP = 3
 """Steps before the one that is reported: stage 3 records in the first what it follows from the third on. The other
-stages learn in the first in which order gradients come, and all their later steps are alike."""
+stages learn in the first two how many gradients come and in which order."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Job:
     @property
     def warm_up(self) -> int:
         """Steps before the one that is reported."""
-        return WARM_UP if self.config.zero_optimization.stage == 3 else 1
+        return WARM_UP if self.config.zero_optimization.stage == 3 else WARM_UP - 1
 
     @property
     def world_size(self) -> int:

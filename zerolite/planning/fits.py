@@ -27,7 +27,7 @@ from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.settings import with_zero
 from zerolite.planning.skeleton import DrySkeleton
-from zerolite.utils.memory_items import ACTIVATIONS, BUCKETS, ITEMS
+from zerolite.utils.memory_items import ACTIVATIONS, BUCKETS, COMPUTE, ITEMS, MASTERS, STATES
 from zerolite.utils.sizes import format_size
 
 logger = logging.getLogger("zerolite")
@@ -42,15 +42,15 @@ gradient and its bucket, master, two moments, and one copy more; on the CPU the 
 
 def choose_stage(
     model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, topology: Topology, device: torch.device
-) -> ZeroliteConfig:
+) -> tuple[ZeroliteConfig, Plan | None]:
     """``config`` with a number in place of the stage "auto": of the stages whose plans need at most :data:`FOR_STATES`
     of the memory that every rank has free, the one that sends the least, and of those the lowest; if there is none, the
-    one that needs the least. Rank 0 logs why.
+    one that needs the least. Rank 0 logs why. Also this rank's plan of that stage, if it has made one.
 
     model: this rank's part of it. Called on all ranks, which need not have equal parts: the highest stage that one of
     them needs is everyone's."""
     if config.zero_optimization.stage != "auto":
-        return config
+        return config, None
     world = topology.world
     stages = _possible_stages(config)
     least, most = largest([-_available(model, device), _upper_bound(model, device)], world, device, "memory")
@@ -58,9 +58,11 @@ def choose_stage(
     limit = int(free * FOR_STATES)
     if most <= limit:
         _log(world, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(free)}")
-        return with_zero(config, stage=stages[0])
+        return with_zero(config, stage=stages[0]), None
     plans, refused = [], []
-    for stage in stages:
+    for stage in (stage for stage in (1, 0, 2, 3) if stage in stages):
+        if _cannot_be_chosen(stage, plans, limit):
+            continue
         try:
             plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, topology.data, device, limit))
         except Exception as error:  # an optimizer that works at stage 0 only, for one
@@ -77,7 +79,18 @@ def choose_stage(
         _log(world, f"stage {stage}: none stays below {below}", logging.WARNING)
     else:
         _log(world, f"stage {stage}: the least traffic of those that stay below {below}")
-    return with_zero(config, stage=stage)
+    return with_zero(config, stage=stage), next((made for made in plans if made.stage == stage), None)
+
+
+def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
+    """Whether a stage needs no plan: 2 and 3 where a lower one fits, which sends no more, and 0 where what stage 1
+    spreads over the ranks is too large in one piece."""
+    if stage >= 2:
+        return any(made.fits for made in plans)
+    if stage == 1 or not plans:
+        return False
+    states = plans[0].states
+    return states[COMPUTE] + (states[MASTERS] + states[STATES]) * plans[0].world_size > limit
 
 
 def _possible_stages(config: ZeroliteConfig) -> list[int]:
@@ -108,11 +121,17 @@ def _refusal(error: Exception) -> Exception:
 
 
 def check_memory(
-    model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, topology: Topology, device: torch.device
+    model: torch.nn.Module,
+    config: ZeroliteConfig,
+    arguments: Arguments,
+    topology: Topology,
+    device: torch.device,
+    made: Plan | None = None,
 ) -> None:
     """Raises MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
     engine will need without activations, on its device or, with offload, on its host and disk. model: this rank's part
-    of it. Called on all ranks; one small all-reduce while all is well."""
+    of it. made: the plan, where :func:`choose_stage` has made it. Called on all ranks; one small all-reduce while all
+    is well."""
     if config.memory_check == "off":
         return
     free = _available(model, device)
@@ -121,11 +140,11 @@ def check_memory(
     short: Shortage | None = None
     if _upper_bound(model, device) > free or not (room is None or is_ample(room, config, _numel(model))):
         try:
-            made = _dry_run(model, config, arguments, topology.data, device, free)
+            made = made or _dry_run(model, config, arguments, topology.data, device, free)
         except Exception as error:  # on this rank alone, maybe; what is wrong with the job, the engine says
             logger.warning("memory_check: no plan can be made (%s: %s); it is tried", type(error).__name__, error)
         else:
-            short = _shortage(made, room, device, topology)
+            short = _shortage(made.model_copy(update={"device_memory": free}), room, device, topology)
     if not largest([int(short is not None)], world, device, "memory")[0]:
         return
     message = _told(short, world)

@@ -83,8 +83,8 @@ def initialize(
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
     resolved = known_here(model, resolved, topology)
-    resolved = choose_stage(model, resolved, arguments, topology, device)
-    check_memory(model, resolved, arguments, topology, device)
+    resolved, plan = choose_stage(model, resolved, arguments, topology, device)
+    check_memory(model, resolved, arguments, topology, device, plan)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)
     engine.loaders.collate_fn = collate_fn
     watchdog.watch(engine)

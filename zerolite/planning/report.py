@@ -314,9 +314,13 @@ def _side_by_side(comparison: Comparison, screen: Screen) -> list[str]:
         cells = _cells(plan)
         mark = "<- fastest" if comparison.speeds else "<- cheapest"
         rows.append([name, *(cells[head] for head in heads), mark if index == comparison.chosen else ""])
-    lines = screen.table(rows, _OPTIONAL)
+    lower, upper = screen.marks
+    head = f"at the peak: {lower} model states and buffers, {upper} everything else"
+    head += "" if plans[0].device_memory is None else "; the device's memory ends at |"
+    names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
     bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
-    return screen.beside(lines, bars, plans[0].device_memory)
+    drawn = screen.beside(names, bars, plans[0].device_memory)[1:]
+    return [*screen.table(rows, _OPTIONAL), "", *screen.paragraph(head), *drawn]
 
 
 def _cells(plan: Plan) -> dict[str, str]:

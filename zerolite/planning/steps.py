@@ -88,23 +88,12 @@ def _evaluate(engine: Engine, batch: Batch, phase: Phase) -> None:
             _forward(engine, batch())
 
 
-def _train_pipeline(engine: Engine, batch: Batch, phase: Phase) -> None:
-    pipeline: Any = engine._pipeline
-    known, step = vars(pipeline).get("step"), pipeline.step
-
-    def in_phase() -> None:
-        with phase(STEP):
-            step()
-
-    pipeline.step = in_phase
+def _train_pipeline(engine: PipelineEngine, batch: Batch, phase: Phase) -> None:
     with phase(FORWARD):
         pass  # it begins with reading the micro-batches
-    try:
-        engine.train_batch(micro_batches(engine, batch))
-    finally:
-        del pipeline.step
-        if known is not None:
-            pipeline.step = known
+    engine.runner.accumulate(micro_batches(engine, batch))
+    with phase(STEP):
+        engine.runner.update()
 
 
 def micro_batches(engine: Engine, batch: Batch) -> Iterator[Any]:
