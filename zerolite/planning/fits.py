@@ -59,12 +59,13 @@ def choose_stage(
     if most <= limit:
         _log(world, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(free)}")
         return with_zero(config, stage=stages[0]), None
-    plans, refused = [], []
-    for stage in (stage for stage in (1, 0, 2, 3) if stage in stages):
-        if _cannot_be_chosen(stage, plans, limit):
+    plans: list[Plan] = []
+    refused: list[Exception] = []
+    for tried in (stage for stage in (1, 0, 2, 3) if stage in stages):
+        if _cannot_be_chosen(tried, plans, limit):
             continue
         try:
-            plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, topology.data, device, limit))
+            plans.append(_dry_run(model, with_zero(config, stage=tried), arguments, topology.data, device, limit))
         except Exception as error:  # an optimizer that works at stage 0 only, for one
             refused.append(error)
     refusal = None if plans else _refusal(refused[0])

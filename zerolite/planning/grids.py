@@ -243,7 +243,7 @@ class _Search:
         out not to fit: then others may be the fastest."""
         known = {(str(one.grid), one.stage): one for one in candidates}
         while True:
-            self._rows.sort(key=lambda row: (not row[1].fits, row[1].seconds))
+            self._rows.sort(key=lambda row: (not row[1].fits, row[1].seconds or 0.0))
             name, plan = self._rows[0] if self._rows else ("", None)
             if plan is None or not plan.fits or len(plan.stages) in (0, plan.pipeline_stages):
                 return True

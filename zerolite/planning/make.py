@@ -83,8 +83,8 @@ def plan(
     ConfigError for the config, ValueError for the other arguments. Needs no process group and starts none; may be
     called anywhere.
     """
-    options = {"nodes": nodes, "rank": rank, "device": device, "batch": batch, "loss": loss}
-    memory = {"device_memory": device_memory, "host_memory": host_memory}
+    options: dict[str, Any] = {"nodes": nodes, "rank": rank, "device": device, "batch": batch, "loss": loss}
+    memory: dict[str, Any] = {"device_memory": device_memory, "host_memory": host_memory}
     return plan_setting(model_fn, load_config(config), world_size, {}, **options, **memory)
 
 

@@ -31,7 +31,7 @@ def draw(shown: Plan | Comparison, path: Path) -> None:
         smallest = min(range(len(shown.rows)), key=lambda row: shown.rows[row][1].peak.bytes)
         title, plan = shown.rows[smallest if shown.chosen is None else shown.chosen]
         bars = {name.replace(", ", ",\n"): entry.peak.items for name, entry in shown.rows}
-    colours = dict(zip(ITEMS, colormaps["tab20"].colors, strict=False))
+    colours = dict(zip(ITEMS, map(colormaps["tab20"], range(len(ITEMS))), strict=True))
     figure = Figure(figsize=(10 + 1.2 * len(bars), 5), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.2 + 1.2 * len(bars), 7))
     for item in ITEMS:

@@ -91,9 +91,10 @@ def _evaluate(engine: Engine, batch: Batch, phase: Phase) -> None:
 def _train_pipeline(engine: PipelineEngine, batch: Batch, phase: Phase) -> None:
     with phase(FORWARD):
         pass  # it begins with reading the micro-batches
-    engine.runner.accumulate(micro_batches(engine, batch))
+    runner: Any = engine.runner
+    runner.accumulate(micro_batches(engine, batch))
     with phase(STEP):
-        engine.runner.update()
+        runner.update()
 
 
 def micro_batches(engine: Engine, batch: Batch) -> Iterator[Any]:

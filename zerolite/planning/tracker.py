@@ -275,7 +275,7 @@ class MemoryTracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- inside
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: Any) -> None:
         if is_fake(tensor):
             if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
                 self._see_storage(tensor.untyped_storage())
