@@ -14,9 +14,9 @@ from zerolite.planning.check import TOLERANCE, agrees, compare, find_problem, re
 from zerolite.planning.errors import PlanError
 from zerolite.planning.make import plan
 from zerolite.planning.measure import Measurement
+from zerolite.planning.report import Screen
 from zerolite.planning.result import Plan
 from zerolite.planning.sources import load_batch, load_function, load_model_fn
-from zerolite.planning.terminal import Screen
 
 CONFIG = json.dumps(
     {
