@@ -17,7 +17,6 @@ from zerolite.activation_checkpointing import Attached, attach
 from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
-    CollectiveCheck,
     Communicator,
     ControlChannel,
     HostGroup,
@@ -30,7 +29,6 @@ from zerolite.data.dataloader import Loaders
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.agreement import check_initialize, check_made_optimizer
 from zerolite.diagnostics.consistency import ConsistencyCheck, shared_weights
-from zerolite.diagnostics.position import Names
 from zerolite.diagnostics.same_inputs import SameInputs
 from zerolite.diagnostics.step_checks import StepChecks
 from zerolite.diagnostics.updated_weights import UpdatedWeights
@@ -52,6 +50,7 @@ from zerolite.engine.build_stage3 import (
     start_stage3,
 )
 from zerolite.engine.components import Components, EngineRef, ModuleCall
+from zerolite.engine.connections import Phases, check_collectives, connect_backward, remove_hooks, watch_loading
 from zerolite.engine.decisions import (
     SKIPS_ON_DEVICE,
     communication_dtypes,
@@ -70,7 +69,7 @@ from zerolite.engine.monitoring import Monitoring, open_monitoring
 from zerolite.engine.notices import PipelineLoss, Progress, ScheduleStep, print_checkpointing
 from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.pending_gradients import PendingGradients
-from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine, refuse
+from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine
 from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
 from zerolite.monitor.memory_report import MemoryParts
@@ -81,9 +80,7 @@ from zerolite.optim.kernels import kernel_chooser
 from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.accelerator import host_value
-from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
@@ -93,7 +90,6 @@ from zerolite.zero.observers import Observers
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, make_whole
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_numel
 from zerolite.zero.stages import STAGES, StagePolicy
 from zerolite.zero.step import StepPipeline
@@ -236,7 +232,9 @@ class _Assembly:
         """Install the hooks and make the engine, complete. adopts: whether parameters that are unfrozen later join the
         param group that there is."""
         pipeline, topology, observers = self.pipeline, self.topology, self.observers
-        boundary = _connect(pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model, observers)
+        boundary = connect_backward(
+            pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model, observers
+        )
         call = ModuleCall(self.model)
         attached, monitoring, hooks = self._watch_model(call)
         coordinator = None
@@ -287,14 +285,14 @@ class _Assembly:
         monitoring.end_with(engine)
         self._end_with(engine, offload, hooks)
         if check_is_wanted(self.config.check_collectives):
-            _check_collectives(self.reference, topology, coordinator)
+            check_collectives(self.reference, topology, coordinator)
         monitoring.watch_communication(topology, coordinator)
         return engine
 
     def _watch_model(self, call: ModuleCall) -> tuple[Attached, Monitoring, list[Any]]:
         """Install the hooks on the model that come before those of stage 3, and the observers; return the hooks."""
         config, observers = self.config, self.observers
-        hooks = _watch_loading(self.model, self.pipeline)
+        hooks = watch_loading(self.model, self.pipeline)
         attached = self._checkpoint_activations()
         hooks += attached.handles
         observers.add(Progress(self.reference))
@@ -337,7 +335,7 @@ class _Assembly:
         weakref.finalize(engine, offload.restore).atexit = False
         weakref.finalize(engine, self.publisher.wait_all).atexit = False
         handles = self.reducer.arrivals.handles, self.publisher.handles, hooks, self.fp32.handles
-        weakref.finalize(engine, _remove_hooks, *handles)
+        weakref.finalize(engine, remove_hooks, *handles)
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -497,7 +495,7 @@ class _Assembly:
         if not self.trains:
             wake = functools.partial(check_frozen, model)
             event.append(wake)
-        self.sharded.connect(_Phases(pipeline, growth, self.reference, self.staged is not None))
+        self.sharded.connect(Phases(pipeline, growth, self.reference, self.staged is not None))
         tensors = ModelState(model, buffer, self.sharded, comm, self.topology)
         host = HostGroup(self.topology.world, "checkpoint")
         return Checkpointer(EngineParts(tensors, pipeline, self.config, device, host, wake), loaders)
@@ -520,65 +518,10 @@ class _Assembly:
             follow_units(self.partitioned, self.reducer)
 
 
-class _Phases:
-    """An engine's phases behind its optimizer's methods (:class:`~zerolite.zero.sharded_optimizer.OptimizerPhases`)."""
-
-    def __init__(self, pipeline: StepPipeline, growth: Growth, engine: EngineRef, staged: bool) -> None:
-        self._pipeline, self._growth, self._engine, self._staged = pipeline, growth, engine, staged
-
-    def step(self) -> None:
-        if self._staged:
-            refuse("engine.optimizer.step")
-        self._pipeline.step()
-
-    def zero_grad(self) -> None:
-        self._pipeline.zero_grad()
-
-    def before_groups_are_read(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.settle_schedule()
-
-    def settle(self) -> None:
-        self._pipeline.outcomes.settle()
-
-    def follow_writes(self) -> None:
-        self._pipeline.follow_writes()
-
-    def on_masters_loaded(self) -> None:
-        self._pipeline.on_masters_loaded()
-
-    def add_group(self, group: dict[str, Any]) -> None:
-        self._growth.add_group(group)
-
-
 def _engine_class(trains: bool, staged: bool) -> type[Engine]:
     if staged:
         return PipelineEngine if trains else PipelineEvaluationEngine
     return Engine if trains else EvaluationEngine
-
-
-def _connect(
-    pipeline: StepPipeline,
-    reducer: GradReducer,
-    publisher: Publisher,
-    scaler: LossScaler | None,
-    precision: Precision,
-    model: torch.nn.Module,
-    observers: Observers,
-) -> GraphBoundary:
-    """Install the hooks that lead to the pipeline."""
-
-    boundary = GraphBoundary(pipeline.begin_backward, pipeline.gradient_scale.of_window if scaler else None, precision)
-    if scaler:
-        observers.on_backward_begin.append(boundary.expect_scale)
-    reducer.arrivals.attach(
-        pipeline.begin_backward,
-        boundary.check_scaled if scaler else None,
-        publisher.on_gradient if publisher.overlaps else None,
-    )
-    publisher.attach(model)
-    return boundary
 
 
 def _parameter_specs(
@@ -607,48 +550,7 @@ def _warn_of_padding(layout: PartitionLayout) -> None:
         )
 
 
-def _check_collectives(
-    known: EngineRef, topology: Topology, coordinator: PartitionedParameterCoordinator | None
-) -> None:
-    comm = topology.data
-
-    def names_of(gathered: bool, key: int) -> list[str]:
-        engine = known()
-        if engine is None:
-            return []
-        names = Names(engine)
-        return names.of_parameter(key) if gathered else names.of_bucket(key)
-
-    watched = {"gradients and statistics": comm}
-    if coordinator is not None and coordinator.comm is not comm:
-        watched["gathers of parameters"] = coordinator.comm
-    if topology.tensor is not topology.model:
-        watched["parts of layers"] = topology.tensor
-    watched["parts of the model"] = topology.model
-    for label, other in watched.items():
-        if other.group is not None and other.world_size > 1:
-            other.watch(CollectiveCheck(other, label, names_of))
-
-
 def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
     """Those of the trained parameters ``indices`` that ``model`` no longer has."""
     there = {id(parameter) for parameter in model.parameters()}
     return [index for index in indices if id(buffer.parameters[index]) not in there]
-
-
-def _watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
-    """Hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
-    parameters."""
-    return [_AfterLoading(pipeline).install(m.register_load_state_dict_post_hook) for m in model.modules()]
-
-
-class _AfterLoading(WeakHook[StepPipeline]):
-    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
-        pipeline = self.owner()
-        if pipeline is not None:
-            pipeline.on_parameters_loaded(module.parameters())
-
-
-def _remove_hooks(*lists: list[Any]) -> None:
-    for handle in [handle for handles in lists for handle in handles]:
-        handle.remove()

@@ -1,0 +1,117 @@
+"""Connections of an engine's parts with what is the user's: the model's hooks, the optimizer's methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerolite.comm import CollectiveCheck, Topology
+from zerolite.diagnostics.position import Names
+from zerolite.engine.components import EngineRef
+from zerolite.engine.growth import Growth
+from zerolite.engine.pipeline_engine import refuse
+from zerolite.precision.dtypes import GraphBoundary, Precision
+from zerolite.precision.loss_scaler import LossScaler
+from zerolite.utils.module_hook import WeakHook
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.observers import Observers
+from zerolite.zero.publisher import Publisher
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.step import StepPipeline
+
+
+def connect_backward(
+    pipeline: StepPipeline,
+    reducer: GradReducer,
+    publisher: Publisher,
+    scaler: LossScaler | None,
+    precision: Precision,
+    model: torch.nn.Module,
+    observers: Observers,
+) -> GraphBoundary:
+    """Install the hooks through which a backward reaches the pipeline, and return the edge of the model's graph."""
+    boundary = GraphBoundary(pipeline.begin_backward, pipeline.gradient_scale.of_window if scaler else None, precision)
+    if scaler:
+        observers.on_backward_begin.append(boundary.expect_scale)
+    reducer.arrivals.attach(
+        pipeline.begin_backward,
+        boundary.check_scaled if scaler else None,
+        publisher.on_gradient if publisher.overlaps else None,
+    )
+    publisher.attach(model)
+    return boundary
+
+
+class Phases:
+    """An engine's phases behind its optimizer's methods (:class:`~zerolite.zero.sharded_optimizer.OptimizerPhases`)."""
+
+    def __init__(self, pipeline: StepPipeline, growth: Growth, engine: EngineRef, staged: bool) -> None:
+        self._pipeline, self._growth, self._engine, self._staged = pipeline, growth, engine, staged
+
+    def step(self) -> None:
+        if self._staged:
+            refuse("engine.optimizer.step")
+        self._pipeline.step()
+
+    def zero_grad(self) -> None:
+        self._pipeline.zero_grad()
+
+    def before_groups_are_read(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.settle_schedule()
+
+    def settle(self) -> None:
+        self._pipeline.outcomes.settle()
+
+    def follow_writes(self) -> None:
+        self._pipeline.follow_writes()
+
+    def on_masters_loaded(self) -> None:
+        self._pipeline.on_masters_loaded()
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        self._growth.add_group(group)
+
+
+def check_collectives(
+    known: EngineRef, topology: Topology, coordinator: PartitionedParameterCoordinator | None
+) -> None:
+    """Compare the collectives of all communicators between their ranks before they are launched."""
+    comm = topology.data
+
+    def names_of(gathered: bool, key: int) -> list[str]:
+        engine = known()
+        if engine is None:
+            return []
+        names = Names(engine)
+        return names.of_parameter(key) if gathered else names.of_bucket(key)
+
+    watched = {"gradients and statistics": comm}
+    if coordinator is not None and coordinator.comm is not comm:
+        watched["gathers of parameters"] = coordinator.comm
+    if topology.tensor is not topology.model:
+        watched["parts of layers"] = topology.tensor
+    watched["parts of the model"] = topology.model
+    for label, other in watched.items():
+        if other.group is not None and other.world_size > 1:
+            other.watch(CollectiveCheck(other, label, names_of))
+
+
+def watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
+    """Install hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
+    parameters."""
+    return [_AfterLoading(pipeline).install(m.register_load_state_dict_post_hook) for m in model.modules()]
+
+
+class _AfterLoading(WeakHook[StepPipeline]):
+    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+        pipeline = self.owner()
+        if pipeline is not None:
+            pipeline.on_parameters_loaded(module.parameters())
+
+
+def remove_hooks(*lists: list[Any]) -> None:
+    for handle in [handle for handles in lists for handle in handles]:
+        handle.remove()
