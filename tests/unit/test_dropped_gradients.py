@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +79,45 @@ def test_after_a_later_backward_has_failed(how: str, stage: int, fails: int, dro
     optimizer.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def engine_at(stage: int, model: nn.Module, **config: Any) -> Any:
+    setting = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **config,
+    }
+    with use_communicator(lambda rank, world: NullCommunicator(0, 1)):
+        return zerolite.initialize(model, setting)
+
+
+@pytest.mark.parametrize("assigned", [False, True], ids=["None", "a tensor"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_reduced_gradient_that_is_replaced_before_a_backward_past_the_engine_does_not_count(
+    stage: int, assigned: bool
+) -> None:
+    """The next backward begins with that parameter's hook: the loss does not come from the engine's outputs."""
+    models_of_both = [nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)]
+    models_of_both[1].load_state_dict(models_of_both[0].state_dict())
+    engine = engine_at(stage, models_of_both[0])
+    for model, forward in zip(models_of_both, (engine, models_of_both[1]), strict=True):
+        forward(torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+        model.weight.grad = torch.full((1, 3), 100.0) if assigned else None
+        (model.weight.sum() * 10).backward()
+    engine.step()
+    torch.optim.SGD(models_of_both[1].parameters(), lr=1.0).step()
+    torch.testing.assert_close(engine.module.weight, models_of_both[1].weight, rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_assigned_after_the_update_is_not_in_a_checkpoint(tmp_path: Path) -> None:
+    engine = engine_at(2, nn.Linear(3, 1))
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.update()
+    engine.publish()
+    values = [p.detach().clone() for p in engine.module.parameters()]
+    engine.module.weight.grad = torch.ones(1, 3)
+    engine.save_checkpoint(tmp_path)
+    engine.zero_grad()
+    engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(values, engine.module.parameters(), strict=True))

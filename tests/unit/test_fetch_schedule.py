@@ -6,10 +6,12 @@ Parameters of the worked examples have 10 elements each; an event is written u f
 import random
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 
 from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
+from zerolite.zero.stage3.trace_agreement import TraceAgreement
 
 INFINITE = 10**9
 NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
@@ -630,3 +632,35 @@ def test_ids_are_checked():
         one.hold([1])
     with pytest.raises(ValueError, match="unit 0: expected parameter ids"):
         one.add_parameter(0, -1)
+
+
+def test_a_trace_is_adopted_only_if_it_is_the_one_that_was_compared():
+    """The vote travels with statistics that a call before the update collects; then another trace waits."""
+
+    class Waiting:
+        gathers = 0
+        candidate_hash = 7
+        adopted: ClassVar[list[int]] = []
+
+        def adopt(self):
+            self.adopted.append(self.candidate_hash)
+
+        def reject(self):
+            raise AssertionError
+
+    schedule = Waiting()
+    agreement = TraceAgreement(schedule, says=False)
+    agreement.vote()  # of a step before
+    agreement.cast()
+    agreement.vote()  # this step's statistics
+    schedule.candidate_hash = 9
+    agreement.decide()
+    agreement.cast()
+    agreement.note(True)
+    agreement.decide()
+    assert schedule.adopted == []
+    agreement.vote()
+    agreement.cast()
+    agreement.note(True)
+    agreement.decide()
+    assert schedule.adopted == [9]

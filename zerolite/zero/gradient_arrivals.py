@@ -25,9 +25,12 @@ from zerolite.zero.shown_gradients import ShownGradients
 class Launcher(Protocol):
     """What is told of gradients: the reducer."""
 
+    def drop(self, index: int) -> None:
+        """The user has dropped what has come of a parameter's gradient, reduced or not."""
+
     def on_late_gradient(self, state: GradientBucket, slot: Slot) -> None:
-        """A gradient has come after the launch of its bucket, and is moved next. Raises RuntimeError if it cannot be
-        reduced any more."""
+        """A gradient has come after the launch of its bucket, and is moved next. Raises RuntimeError if none may come
+        any more."""
 
     def on_gradient(self, bucket: int) -> None:
         """A gradient of a bucket has come in a pass of which it is learned when that happens."""
@@ -114,7 +117,7 @@ class GradientArrivals:
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Move a gradient by itself: a large one, the first of a pass, or one that must be looked at."""
         gradient = parameter.grad
-        first = not self._seen_gradient
+        first = not (self._seen_gradient and self._pass.open)
         if first or type(gradient) is ShardedGradient:
             gradient = self._take_first(slot, parameter, gradient)
         if self._on_gradient is not None:
@@ -151,7 +154,7 @@ class GradientArrivals:
             parameter.grad = None
         else:
             if self.shown.is_shown(slot.index):  # the user has taken out, or replaced, what was there
-                self.drop(slot)
+                self._launcher.drop(slot.index)
                 self.shown.replace(slot.index, None)
             self.shown.put_back(slot, parameter)
         if not self._pass.open:

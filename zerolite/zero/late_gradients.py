@@ -35,6 +35,7 @@ class LateGradients:
         self._states: Sequence[GradientBucket] = ()
         self._looks = False  # in the first pass that reduces; equal on all ranks
         self._plan: LaunchPlan | None = None
+        self._unexpected: RuntimeError | None = None  # a late gradient in a pass that follows a plan so far
 
     def use(self, states: Sequence[GradientBucket]) -> None:
         """Have these buckets, of some of which nothing is known."""
@@ -48,13 +49,12 @@ class LateGradients:
     @property
     def possible(self) -> bool:
         """True if gradients may come in this pass after their bucket has been launched; equal on all ranks. At stage 3
-        that may change within the pass, when its events depart from the plan."""
+        that may change within the pass, at the end of a use that departs from the plan."""
         return self._looks if self._plan is None else not self._plan.settled
 
     def note(self, state: GradientBucket, slot: Slot) -> None:
-        """A gradient has come late. Raises RuntimeError if nothing was to come any more."""
-        if self._plan is not None:
-            self._plan.look()
+        """A gradient has come late. Raises RuntimeError if nothing was to come any more; at stage 3 :meth:`agree` does,
+        because the use that has brought it may depart from the plan, which all ranks see when it ends."""
         if not self.possible:
             advice = (
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
@@ -62,16 +62,23 @@ class LateGradients:
                 else "A parameter that is used in some steps only, outside the module that owns it, does this: put "
                 "that module and its users in one unit (zero_optimization.leaf_modules)."
             )
-            raise RuntimeError(
+            error = RuntimeError(
                 f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the "
                 f"graph has contributions to it that it never had before. {advice}"
             )
+            if self._plan is None:
+                raise error
+            self._unexpected = self._unexpected or error
         state.note_late()
 
     @torch.no_grad()
     def agree(self) -> None:
         """At the end of a pass: reduce again the buckets that got gradients after they were launched, on any rank; take
-        over when buckets are launched from now on. Called on all ranks."""
+        over when buckets are launched from now on. Raises RuntimeError if a gradient has come late where none may.
+        Called on all ranks."""
+        unexpected, self._unexpected = self._unexpected, None
+        if unexpected is not None and not self.possible:
+            raise unexpected
         if not self.possible and not self._order.learning:
             return
         late = [int(state.state is PassState.LATE) for state in self._states]

@@ -279,7 +279,7 @@ class StepPipeline:
         """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
         all parameters is :meth:`zero_grad` in other words, a call that all ranks make."""
         self._take_replaced()
-        if self._stats is not None and self.changes.assigned:
+        if self._stats is not None and self.changes.assigned and not self._updated:
             self.changes.assign(self._stats, self.gradient_scale.on_device(self._stats))
 
     def _take_replaced(self) -> None:

@@ -59,10 +59,6 @@ class LaunchPlan:
         """Whether this pass follows a plan whose launches are known, so that no gradient can be late."""
         return self._due is not None and self._due is self._learned.get(self._number)
 
-    def look(self) -> None:
-        """Notice that the events have departed from the plan: with a use that has begun, and will end on all ranks."""
-        self._number, self._done = self._progress()
-
     def on_gradient(self, bucket: int) -> None:
         """A gradient of ``bucket`` has come."""
         self.arrivals[bucket] = len(self._ends)

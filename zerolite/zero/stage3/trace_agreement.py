@@ -37,10 +37,14 @@ class TraceAgreement:
         self._agreed = True
 
     def vote(self) -> int:
-        """Return a number from 1 to 2^20 for a trace that waits to be compared; 0 if there is none."""
-        waiting = self.schedule.candidate_hash
-        self._sent = waiting % 1_048_573 + 1 if waiting else 0
+        """Return this rank's vote, which travels in the statistics that are being collected."""
+        self._sent = self._of_candidate()
         return self._sent
+
+    def _of_candidate(self) -> int:
+        """A number from 1 to 2^20 for a trace that waits to be compared; 0 if there is none."""
+        waiting = self.schedule.candidate_hash
+        return waiting % 1_048_573 + 1 if waiting else 0
 
     def cast(self) -> None:
         """An update begins that uses the statistics with the last :meth:`vote`. Only this counts: clipping may have
@@ -61,5 +65,5 @@ class TraceAgreement:
             self.schedule.reject()
             if self._says:
                 logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
-        elif self.vote() == vote:
+        elif self._of_candidate() == vote:
             self.schedule.adopt()
