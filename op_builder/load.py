@@ -65,6 +65,7 @@ def load(
     Raises:
         OpUnavailable: it cannot be had here; `cause` and `remedy` say why and what to do.
     """
+    _check_enabled(name)
     found = _load(name, capability, torch_cuda, csrc)
     if isinstance(found, OpUnavailable):
         raise found.with_traceback(None)
@@ -76,6 +77,7 @@ def status(
 ) -> OpStatus:
     """Say whether an op can be used here, why not, and where it is, without building it. Arguments as of `load`."""
     try:
+        _check_enabled(name)
         recipe = _recipe(name, capability, torch_cuda, csrc)
         path, remark = _find(recipe, torch_cuda)
     except OpUnavailable as error:
@@ -98,12 +100,15 @@ def build_into(
     return target
 
 
-def _recipe(name: str, capability: tuple[int, int] | None, torch_cuda: str | None, csrc: Path | None) -> Recipe:
-    if name not in OPS:
-        raise ValueError(f"there is no op {name!r}; there are {', '.join(sorted(OPS))}")
+def _check_enabled(name: str) -> None:
     if os.environ.get("ZEROLITE_KERNELS") == "0":
         cause = f"ZEROLITE_KERNELS=0 says that {name} is neither built nor loaded."
         raise OpUnavailable(cause, "Unset it to use zerolite's kernels.")
+
+
+def _recipe(name: str, capability: tuple[int, int] | None, torch_cuda: str | None, csrc: Path | None) -> Recipe:
+    if name not in OPS:
+        raise ValueError(f"there is no op {name!r}; there are {', '.join(sorted(OPS))}")
     try:
         return make_recipe(OPS[name], csrc_path() if csrc is None else csrc.absolute(), capability, torch_cuda)
     except OSError as error:
