@@ -129,10 +129,15 @@ class Loader:
         model = joined(stages or [self._parts.model.describe()])
         match = self._match(reader, state, model, request.load_module_strict)
         buffers = self._buffers(state.buffers, model, request.load_module_strict)
-        groups = self._match_groups(reader, state, model, match)
+        trains = _trained_in_both(model.parameters, state.parameters, match)
+        groups = self._match_groups(reader, state, model, trains)
         if request.load_module_only:
             return _Plan(reader, state, match, buffers, None, groups, None, False)
-        kinds = self._kinds(reader, state.optimizer, groups) if request.load_optimizer_states else None
+        kinds = None
+        if request.load_optimizer_states:
+            kinds = self._kinds(reader, state.optimizer)
+            if kinds and self._parts.model.optimizer.method.state_names is None:
+                self._check_flags(model.groups, groups, trains, state.optimizer.groups)
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
         if state.window is not None:
             raise CheckpointError(
@@ -167,15 +172,9 @@ class Loader:
         return _without_excluded(match, stored, reader) if excluded else match
 
     def _match_groups(
-        self, reader: CheckpointReader, state: SavedState, model: ModelFacts, match: NameMatch
+        self, reader: CheckpointReader, state: SavedState, model: ModelFacts, trains: Mapping[str, str]
     ) -> list[int | None]:
-        """By what is trained in both and has elements. Raises CheckpointError for values of other types."""
-        here, stored = model.parameters, state.parameters
-        trains = {
-            name: other
-            for name, other in match.names.items()
-            if here[name].trained and stored[other].trained and 0 not in here[name].shape
-        }
+        """Raises CheckpointError for values of other types."""
         saved = state.optimizer.groups
         groups = match_groups(model.groups, saved, trains)
 
@@ -213,7 +212,7 @@ class Loader:
         return common
 
     def _kinds(
-        self, reader: CheckpointReader, stored_optimizer: OptimizerState, groups: list[int | None]
+        self, reader: CheckpointReader, stored_optimizer: OptimizerState
     ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         """The stored states. Raises CheckpointError if they are another optimizer's."""
         kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
@@ -232,16 +231,24 @@ class Loader:
                 f"the checkpoint has the states {', '.join(sorted(kinds)) or '(none)'} of {saved}, and the optimizer "
                 f"here is {here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
             )
-        if kinds and expected is None:
-            self._check_flags(stored_optimizer.groups, groups)
         return kinds
 
-    def _check_flags(self, stored: Sequence[GroupState], matched: list[int | None]) -> None:
-        """Groups that keep their own values need the states that these choose."""
-        for group, index in zip(self._parts.model.optimizer.param_groups, matched, strict=True):
+    def _check_flags(
+        self,
+        here: Sequence[Sequence[str]],
+        matched: Sequence[int | None],
+        trains: Mapping[str, str],
+        stored: Sequence[GroupState],
+    ) -> None:
+        """Groups that keep their own values need the states that these choose. here: names in each of them. Stored
+        groups count if states of theirs are loaded into one."""
+        for group, names, index in zip(self._parts.model.optimizer.param_groups, here, matched, strict=True):
+            members = {trains[name] for name in names if name in trains}
             for flag in _FLAGS if index is None else ():
                 other = [
-                    number for number, of in enumerate(stored) if bool(of.values.get(flag)) != bool(group.get(flag))
+                    number
+                    for number, of in enumerate(stored)
+                    if bool(of.values.get(flag)) != bool(group.get(flag)) and not members.isdisjoint(of.names)
                 ]
                 if other:
                     raise CheckpointError(
@@ -376,6 +383,17 @@ def load_targets(reader: CheckpointReader, targets: Sequence[Target], group: Any
         process_group=group,
         no_dist=group is None,
     )
+
+
+def _trained_in_both(
+    here: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], match: NameMatch
+) -> dict[str, str]:
+    """The stored name by the name here, of parameters with elements that are trained on both sides."""
+    return {
+        name: other
+        for name, other in match.names.items()
+        if here[name].trained and stored[other].trained and 0 not in here[name].shape
+    }
 
 
 def _without_excluded(match: NameMatch, stored: Mapping[str, ParameterFacts], reader: CheckpointReader) -> NameMatch:

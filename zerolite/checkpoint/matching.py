@@ -87,13 +87,17 @@ def match_groups(
     here: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]
 ) -> list[int | None]:
     """For each param group here, the stored one that has the same parameters, as far as both models have them; None if
-    there is none. here: names of parameters. names: of those that are trained in both, stored by here."""
+    there is none. A group without any parameter matches one without any in the same place.
+
+    here: names of parameters. names: of those that are trained in both, stored by here.
+    """
     known = set(names.values())
     by_members = {frozenset(group.names) & known: index for index, group in enumerate(stored)}
-    result = []
-    for group in here:
+    result: list[int | None] = []
+    for place, group in enumerate(here):
         members = frozenset(names[name] for name in group if name in names)
-        result.append(by_members.get(members) if members else None)
+        both_empty = not group and place < len(stored) and not stored[place].names
+        result.append(by_members.get(members) if members else place if both_empty else None)
     return result
 
 

@@ -327,6 +327,7 @@ RECIPES: dict[str, Recipe] = {
     "Adafactor": Recipe(optimizer=("Adafactor", {"lr": 1e-2}), states=("step",), stages=(0,)),
     "Muon": Recipe(
         optimizer=("Muon", {"lr": 1e-2}),
+        config=scheduler("WarmupLR", warmup_num_steps=4),  # of AdamW's group too, which is empty
         states=MOMENTUM,
         stages=(0,),
         engine=lambda model: {"model_parameters": [p for p in model.parameters() if p.dim() == 2]},
