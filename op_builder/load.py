@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,16 @@ from .tools import Command, check_tools, find_compilers
 NO_CACHE = "the cache cannot be used, so every process builds for itself in a temporary directory"
 _remarks: dict[Recipe, str] = {}  # what this process has built in a temporary directory, and why
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
+_one_thread = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In the child of a fork the thread that held the lock does not exist."""
+    global _one_thread
+    _one_thread = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,8 @@ def load(
 ) -> ctypes.CDLL:
     """Return a library of kernels, which is compiled first if there is none for the present sources and compiler.
 
-    The first call decides for the whole process, also that the library cannot be had. Any number of processes may
-    call it at once; one of them compiles.
+    The first call decides for the whole process, also that the library cannot be had. Any number of threads and
+    processes may call it at once; one of them compiles.
 
     Args:
         name: a key of `OPS`.
@@ -66,10 +77,11 @@ def load(
         OpUnavailable: it cannot be had here; `cause` and `remedy` say why and what to do.
     """
     _check_enabled(name)
-    found = _load(name, capability, torch_cuda, csrc)
-    if isinstance(found, OpUnavailable):
-        raise found.with_traceback(None)
-    return found
+    with _one_thread:  # record locks do not keep the threads of one process apart
+        found = _load(name, capability, torch_cuda, csrc)
+    if isinstance(found, ctypes.CDLL):
+        return found
+    raise OpUnavailable(*found)
 
 
 def status(
@@ -146,17 +158,20 @@ def _stored(recipe: Recipe) -> tuple[list[Path], str]:
 @functools.cache
 def _load(
     name: str, capability: tuple[int, int] | None, torch_cuda: str | None, csrc: Path | None
-) -> ctypes.CDLL | OpUnavailable:
+) -> ctypes.CDLL | tuple[str, str, Path | None]:
+    """Return the library, or what an OpUnavailable is made of: one that is kept would keep the frames of its first
+    caller, and with them a model."""
     try:
         recipe = _recipe(name, capability, torch_cuda, csrc)
         library = _open(_find(recipe, torch_cuda)[0])
     except OpUnavailable as error:
-        return error
+        return error.cause, error.remedy, error.log
     try:
         return library or _build(recipe, find_compilers(recipe.op, torch_cuda))
     except OpUnavailable as error:
         others = (_open(path) for path in _stored(recipe)[0])
-        return next((library for library in others if library is not None), error)
+        why = error.cause, error.remedy, error.log
+        return next((library for library in others if library is not None), why)
 
 
 def _build(recipe: Recipe, compilers: tuple[Command, ...]) -> ctypes.CDLL:

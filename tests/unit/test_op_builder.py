@@ -7,6 +7,7 @@ around the compiler writes down every call.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +63,17 @@ case "$*" in
 esac
 exec {gxx} "$@"
 """
+# Two threads of a process load at once.
 ELSEWHERE = """\
 import json, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import op_builder
 result = {}
 try:
-    result["answer"] = op_builder.load("cpu_kernels", csrc=Path(sys.argv[1])).answer()
+    with ThreadPoolExecutor(2) as threads:
+        answers = threads.map(lambda _: op_builder.load("cpu_kernels", csrc=Path(sys.argv[1])).answer(), range(2))
+        (result["answer"],) = set(answers)
     status = op_builder.status("cpu_kernels", csrc=Path(sys.argv[1]))
     result.update(reason=status.reason, path=str(status.path))
 except op_builder.OpUnavailable as error:
@@ -220,7 +226,7 @@ def test_flags_are_part_of_the_key(place: Place) -> None:
 
 
 @needs_compiler
-def test_eight_processes_at_once_build_once(place: Place) -> None:
+def test_eight_processes_of_two_threads_build_once(place: Place) -> None:
     processes = [place.start() for _ in range(8)]
     assert [finish(process)["answer"] for process in processes] == [42] * 8
     assert place.links() == 1 and place.work() == []
@@ -452,6 +458,21 @@ def test_no_compiler(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_compiler(place: Place, cxx: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", cxx)
     check_unavailable(place.csrc, part, "CXX")
+
+
+def test_a_failure_keeps_nothing_of_its_first_caller(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is remembered for the process, and its caller may hold a model."""
+    monkeypatch.setenv("CXX", "no-such-cxx")
+
+    def call() -> weakref.ref[OpUnavailable]:
+        mine = OpUnavailable("", "")  # a local variable, of any class
+        with pytest.raises(OpUnavailable, match="no-such-cxx"):
+            op_builder.load("cpu_kernels", csrc=place.csrc)
+        return weakref.ref(mine)
+
+    first = call()
+    gc.collect()
+    assert first() is None
 
 
 @needs_compiler
