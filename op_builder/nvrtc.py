@@ -94,7 +94,7 @@ def assembly(cubin: str, names: list[str]) -> str:
 def main(library: str, *flags: str) -> None:
     """Compile, or print the version."""
     nvrtc = Nvrtc(library)
-    if flags == ("--version",):
+    if flags[-1:] == ("--version",):
         return print(f"NVRTC {nvrtc.version()}")
     source, target = (Path(flags[flags.index(flag) + 1]) for flag in ("-c", "-o"))
     # To NVRTC the source is a text without a place.
