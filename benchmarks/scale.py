@@ -13,9 +13,9 @@ real one. All have bf16 weights or mixed precision, and clip the norm.
 "launches" are calls of a communicator, several tensors in one group being one; "gathers" and "reductions" are those
 for parameters and gradients, the rest are of the step itself (norms, flags). "sent": bytes of a rank as rings.
 "smallest" and "median": of the messages for parameters and gradients, full tensors. "unaligned": tensors of
-collectives, or ranks' parts of them, that do not begin on 16 bytes. "host ms": what the engine adds to
-forward and backward of plain PyTorch, its whole step included, in a model `THINNEST` times narrower, as one of so many
-ranks that send nothing.
+collectives, or ranks' parts of them, that do not begin on 16 bytes. "waits": reads of the device that the host waits
+for in a step. "host ms": what the engine adds to forward and backward of plain PyTorch, its whole step included, in a
+model `THINNEST` times narrower, as one of so many ranks that send nothing.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ COLUMNS = (
     ("smallest MB", "smallest_mb", "{:.3f}"),
     ("median MB", "median_mb", "{:.1f}"),
     ("unaligned", "unaligned", "{}"),
+    ("waits", "waits", "{}"),
     ("host ms", "host_ms", "{:.1f}"),
 )
 
@@ -97,6 +98,7 @@ class Row:
     smallest_mb: float | None = None
     median_mb: float | None = None
     unaligned: int | None = None
+    waits: int | None = None
     host_ms: float | None = None
 
 
@@ -132,8 +134,8 @@ def zerolite_config(stage: int, **zero: Any) -> dict[str, Any]:
     }
 
 
-def run_zerolite(shape: Shape, ranks: int, stage: int) -> tuple[list[Message], int]:
-    """Return the launches, and the number of unaligned tensors."""
+def run_zerolite(shape: Shape, ranks: int, stage: int) -> tuple[list[Message], int, int]:
+    """Return the launches, the number of unaligned tensors, and of reads for which the host waits."""
     from zerolite.config import load_config
     from zerolite.planning.dry_run import Job, run
     from zerolite.planning.places import Grid
@@ -144,7 +146,7 @@ def run_zerolite(shape: Shape, ranks: int, stage: int) -> tuple[list[Message], i
     kinds = {"parameters": "gather", "gradients": "reduction"}
     calls = [call for call in outcome.recorder.calls if call.ranks > 1]
     messages = [Message(kinds.get(call.tag, "other"), call.nbytes, 1 + (call.op == "all_reduce")) for call in calls]
-    return messages, sum(call.unaligned for call in calls)
+    return messages, sum(call.unaligned for call in calls), outcome.host_waits
 
 
 def host_ms(shape: Shape, ranks: int, stage: int) -> float:
@@ -155,7 +157,7 @@ def host_ms(shape: Shape, ranks: int, stage: int) -> float:
 
     thin = shape.thinner(THINNEST)
     scale = parameters_of(thin) / parameters_of(shape)
-    clock = CollectiveClock()
+    clock = CollectiveClock(time.process_time)
 
     config = zerolite_config(stage, reduce_bucket_size=int(automatic_bucket(shape, ranks) * scale))
     config["consistency_check_interval"] = 0  # ranks that send nothing do not agree
@@ -191,9 +193,10 @@ def automatic_bucket(shape: Shape, ranks: int) -> int:
 
 
 def _seconds(call: Callable[[], None]) -> float:
-    begin = time.perf_counter()
+    """Return the processor's time: other work may keep it from this one."""
+    begin = time.process_time()
     call()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def parameters_of(shape: Shape) -> int:
@@ -285,9 +288,9 @@ def measure(model: str, ranks: int, name: str) -> Row:
     shape = SHAPES[model]
     library, _, stage = name.partition("-")
     if library == "zerolite":
-        messages, unaligned = run_zerolite(shape, ranks, int(stage))
+        messages, unaligned, waits = run_zerolite(shape, ranks, int(stage))
         added = host_ms(shape, ranks, int(stage))
-        return row_of(model, ranks, name, messages, unaligned=unaligned, host_ms=added)
+        return row_of(model, ranks, name, messages, unaligned=unaligned, waits=waits, host_ms=added)
     if library == "fsdp2":
         return row_of(model, ranks, name, run_fsdp2(shape, ranks))
     scale = parameters_of(shape) / parameters_of(shape.thinner(THINNER))

@@ -65,5 +65,18 @@ def test_a_step_launches_at_most_as_many_collectives_as_fsdp2(layers: int, world
     assert sum(made.collectives.values()) <= of_fsdp2(layers)
     assert made.collectives["reduce_scatter"] <= layers + 2 and made.collectives["all_reduce"] == 1
     assert sum(entry.unaligned for entry in made.traffic) == 0
+    assert made.host_waits == 0
     if layers == 32:
         assert made.collectives == {"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_host_waits_only_where_an_update_runs_on_it(stage: int, precision: str) -> None:
+    """It must know there whether the step is skipped."""
+    config = {**CONFIG, "bf16": {"enabled": precision == "bf16"}, "fp16": {"enabled": precision == "fp16"}}
+    for device, waits in ((None, 0), ("cpu", 1)):
+        offload = {} if device is None else {"offload_optimizer": {"device": device}}
+        setting = {**config, "zero_optimization": {"stage": stage, **offload}}
+        made = plan(lambda: Llama(2, 32, 64, 96), setting, 8, batch=lambda: torch.zeros(1, 16, dtype=torch.long))
+        assert made.host_waits == waits, (stage, precision, device)

@@ -83,6 +83,7 @@ def make_plan(**changes: Any) -> Plan:
             ),
             Traffic(op="all_reduce", tag="stats", count=1, nbytes=12, sent=23, inter_node=20),
         ],
+        "host_waits": 0,
         "host": None,
         "disk": None,
         "host_peak": 0,

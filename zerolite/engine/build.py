@@ -414,7 +414,7 @@ class _Assembly:
             comm,
             self.window,
             self.scaler,
-            step_options(config, numel, self.device.type in SKIPS_ON_DEVICE),
+            step_options(config, numel, self.kind in SKIPS_ON_DEVICE),
             self.device,
             self.transfers,
             UnusedParameters(
@@ -441,7 +441,7 @@ class _Assembly:
         consistency = updated = None
         if interval and world.world_size > 1:
             weights = functools.partial(shared_weights, self.model, self.buffer)
-            late = self.device.type in SKIPS_ON_DEVICE
+            late = self.kind in SKIPS_ON_DEVICE
             consistency = ConsistencyCheck(self.topology, self.device, weights, interval, late)
         if self.pipeline.checks_finite:
             most = len(sharded.inner.param_groups)

@@ -30,7 +30,7 @@ from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, trai
 from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.tensor_parallel.cuts import cut_of
-from zerolite.utils.accelerator import collector_off, is_fake, use_machine
+from zerolite.utils.accelerator import collector_off, is_fake, machine, use_machine
 from zerolite.utils.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
@@ -116,6 +116,7 @@ class Outcome:
     at_rest: dict[str, int]
     course: list[tuple[dict[str, int], str, str]]
     recorder: Recorder
+    host_waits: int
     checkpoint: int
     made: int  # of the host: what the model took, before the engine had it
     most_in_host_memory: int  # with the device's, where that is the CPU
@@ -195,6 +196,7 @@ class _Run:
 
     def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, rehearsal: Rehearsal | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
+        self._machine = current if isinstance(current := machine(), DryMachine) else DryMachine()
         self._staged: Any = None
         if rehearsal is not None:
             rehearsal.phase = self._phase
@@ -213,6 +215,7 @@ class _Run:
         warm_up = tracker.fullest
         tracker.measure_from_here()
         tracker.record()
+        self._machine.waits = 0
         with record() as recorder:
             self._step(engine)
         counts = self._counts(engine, model)
@@ -227,6 +230,7 @@ class _Run:
             at_rest=dict(tracker.items[DEVICE]),
             course=tracker.course(points),
             recorder=recorder,
+            host_waits=self._machine.waits,
             checkpoint=engine.checkpointer.nbytes(),
             made=made,
             most_in_host_memory=tracker.most_in_host_memory,
@@ -316,6 +320,7 @@ class _Run:
         with explained("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
             train_one_step(engine, self._batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
+        self._machine.step += 1
 
     def _batch(self) -> Any:
         if self._job.batch is None:

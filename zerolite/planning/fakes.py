@@ -162,6 +162,10 @@ class DryMachine(Machine):
 
     joins_jobs = False
 
+    def __init__(self) -> None:
+        self.step = 0  # which one is under way
+        self.waits = 0  # reads that were taken in the step in which they had begun: the host waits for the device
+
     def device(self, local_rank: int) -> torch.device:
         """Return the CPU."""
         return torch.device("cpu")
@@ -176,11 +180,21 @@ class DryMachine(Machine):
         return DryFile()
 
     def read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return zeros for a tensor without memory."""
+        """Return zeros for a tensor without memory, and note when they are taken."""
         if not is_fake(tensor):
             return super().read(tensor)
         with unset_fake_temporarily():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), None
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), DryEvent(self)
+
+
+class DryEvent:
+    """Event of a read that has arrived when the step in which it began has ended."""
+
+    def __init__(self, machine: DryMachine) -> None:
+        self._machine, self._step = machine, machine.step
+
+    def synchronize(self) -> None:
+        self._machine.waits += self._step == self._machine.step
 
 
 class DryFile:

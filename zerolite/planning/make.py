@@ -303,6 +303,7 @@ def plan_of(
         step_peak=peaks[2],
         timeline=[TimePoint(items=items, phase=phase, module=module) for items, phase, module in outcome.course],
         traffic=summarize(outcome.recorder.calls, job.grid, nodes, job.stage, is_looped(config)),
+        host_waits=outcome.host_waits if job.device == "cuda" else 0,
         host=_any(_items(outcome.largest[HOST])),
         disk=_any(_items(outcome.largest[DISK])),
         host_peak=outcome.most_in_host_memory,

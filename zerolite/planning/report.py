@@ -261,6 +261,8 @@ def _traffic(plan: Plan, screen: Screen) -> list[str]:
         f"A step launches {_counted(sum(plan.collectives.values()), 'collective')}: {kinds or 'none'}. Tensors that "
         f"travel in one group are one launch. {buffers} on 16 bytes, as NCCL's fast path asks."
     )
+    if plan.host_waits:
+        text += f" The host waits for the device {_counted(plan.host_waits, 'time')} in a step."
     return [*screen.table(_with_nodes(plan, rows), ("bytes", "over", "for", "count")), *screen.paragraph(text)]
 
 

@@ -139,6 +139,7 @@ class Plan(_Frozen):
     step_peak: Peak
     timeline: list[TimePoint]
     traffic: list[Traffic]
+    host_waits: int = Field(description="reads of CUDA memory for which the host waits in the step that begins them")
     host: Items | None
     disk: Items | None
     host_peak: int

@@ -166,12 +166,12 @@ class StatsVector:
 
     def get(self) -> GradStats:
         """Read on the host; waits for the device if :meth:`start_read`'s copy has not arrived."""
-        if is_fake(self._values):  # a dry run, in which the other ranks are copies of this one
-            used, mean = self._own
-            return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=frozenset(used), weight=mean)
         self.start_read()
         assert self._read is not None
         values = self._read.get()
+        if is_fake(self._values):  # a dry run, in which the other ranks are copies of this one
+            used, mean = self._own
+            return GradStats(norm=1.0, bad_parameters=(), bad_ranks=(), used=frozenset(used), weight=mean)
         n = self._count
         squares = values[:n]
         bad = torch.nonzero(~torch.isfinite(squares)).flatten().tolist()
