@@ -1,4 +1,4 @@
-"""What README and docs show must work: scripts run, configs load, links lead somewhere."""
+"""The README and docs work as shown: scripts run, configs load, links lead somewhere."""
 
 from __future__ import annotations
 

@@ -261,12 +261,11 @@ def commands_in(page: Path) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
-def test_commands_of_the_documentation(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_of_the_documentation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home = ROOT / "examples" / "plan"
     monkeypatch.syspath_prepend(str(home))
     monkeypatch.chdir(tmp_path)  # for what they would write
-    commands = commands_in(ROOT / page)
+    commands = commands_in(ROOT / "docs" / "plan.md")
     assert commands
     for arguments in commands:
         options = command.parse_command_line(arguments)
