@@ -64,10 +64,9 @@ def test_who_does_not_come_is_named(pool: Pool, missing: list[int]) -> None:
         wanted = f"init_distributed: {words} did not arrive within 1 s; rank 0 runs on {results[rank]['host']}"
         assert wanted in results[rank]["error"], results[rank]
         assert 0.9 < results[rank]["seconds"] < 8
-    (warning,) = results[0]["warnings"]
+    (warning,) = [warning for result in results for warning in result["warnings"]]  # one rank speaks for all
     have = "has" if len(missing) == 1 else "have"
     assert f"init_distributed: {words} {have} not arrived yet (waiting for 0 s, giving up after 1 s)" in warning
-    assert not any(result["warnings"] for result in results[1:])
 
 
 def test_rank_0_does_not_come(pool: Pool) -> None:

@@ -23,7 +23,7 @@ PARTINGS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "sleep": ((0, 1, 2, 3), ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for nobody"]),
     "fewer": ((0, 3), ["rank 1 is outside of the engine", "in _wait_outside", "engine.join()"]),
     "sleep in forward": ((0, 1, 2, 3), ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
-    "save": ((0, 1, 2, 3), ["rank 1 called engine.save_checkpoint() alone", "on all ranks"]),
+    "save": ((0, 1, 2, 3), ["rank 1 called engine.save_checkpoint(), and the other", "on all ranks"]),
     "branch": ((3,), ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),
     "stop": ((1, 3), ["rank 1: no answer, last seen in step", "rank 1 died", "native code"]),
     "gradient": ((1, 3), ["rank 1 called an operation on p.grad, and the other", "on all ranks"]),
@@ -114,13 +114,21 @@ def test_ranks_that_find_out_by_themselves_raise_it(pools: Pools, tmp_path: Path
     assert not list(tmp_path.glob("record*"))
 
 
+@slow
+def test_ranks_that_go_on_after_they_have_raised_it_are_ended_too(pools: Pools, tmp_path: Path) -> None:
+    """There is one question until the next initialize, and no rank waits for ever after it."""
+    _, messages = run_until_ended(pools, 2, tmp_path, {"how": "metric", "stage": 2, "timeout_s": 1.5, "caught": True})
+    assert "longer than desync_timeout_s (1.5 s), so the job is ended. Before that:" in messages[0]
+    assert "rank 1: all_gather for metrics" in messages[0]
+
+
 def test_a_step_costs_one_small_write_beside_the_main_thread(pools: Pools) -> None:
     for result in pools(2).run(f"{CASES}:beats", {"stage": 1, "steps": 5}):
         calls = result["calls"]
         written = [key for name, key, _ in calls if name == "set"]
         assert 1 <= len(written) <= 6 and all(key.startswith("beat/") for key in written)
-        assert {name for name, _, _ in calls} == {"set", "add"}  # and one look at whether somebody asks, per period
-        assert {thread for _, _, thread in calls} == {"zerolite watchdog"}
+        assert {name for name, _, _ in calls} == {"set", "has"}  # and one look at whether somebody asks, per period
+        assert {thread for _, _, thread in calls} == {"zerolite watchdog"} and result["threads"] == 1
 
 
 def test_sigusr1_prints_the_position_of_a_rank_that_waits(pools: Pools) -> None:
@@ -134,7 +142,7 @@ def test_sigusr1_prints_the_position_of_a_rank_that_waits(pools: Pools) -> None:
 @pytest.mark.parametrize(
     "last_words, expected",
     [
-        ("", ["rank 1 ended normally after step 0", "Uneven batches?", "engine.join()"]),
+        ("normally", ["rank 1 ended normally after step 0", "Uneven batches?", "engine.join()"]),
         ("with ValueError: bad data", ["rank 1 ended with ValueError: bad data", "Its process died"]),
     ],
 )

@@ -29,7 +29,7 @@ def test_equal_descriptions_have_one_number() -> None:
     assert one.number() == other.number() and 0 <= one.number() < 1 << 63
     swapped = Description(one.items, {"group": ["q", "p"]})
     assert one.number() != swapped.number()
-    assert list(differences([one, other])) == []
+    assert list(differences({0: one, 1: other})) == []
 
 
 def test_differences_are_sentences() -> None:
@@ -37,7 +37,7 @@ def test_differences_are_sentences() -> None:
         {"parameter 'w'": {"shape": "(2,)"}, "key": {"": "1"}}, {"param group 0": ["w"]}, {"all": ["w"]}
     )
     second = joined(first, Description({"parameter 'v'": {"shape": "(1,)"}, "key": {"": "2"}}))
-    assert list(differences([first, second, first])) == [
+    assert list(differences({0: first, 1: second, 2: first})) == [
         "key is 1 on ranks 0 and 2, but 2 on rank 1",
         "parameter 'v' exists on rank 1 only",
     ]
@@ -45,7 +45,7 @@ def test_differences_are_sentences() -> None:
 
 def test_strays_of_a_group_are_named_three_at_most() -> None:
     few, many = Description(lists={"param group 0": ["a"]}), Description(lists={"param group 0": list("abcdef")})
-    assert list(differences([few, many])) == [
+    assert list(differences({0: few, 1: many})) == [
         "param group 0 holds 1 parameter on rank 0, but 6 parameters on rank 1: 'b' is in it on rank 1 only, 'c' is in "
         "it on rank 1 only, 'd' is in it on rank 1 only and 2 more"
     ]
@@ -53,7 +53,7 @@ def test_strays_of_a_group_are_named_three_at_most() -> None:
 
 def test_orders() -> None:
     ranks = [Description(orders={"the parameters": names}) for names in (["a", "b", "c"], ["a", "c", "b"])]
-    assert list(differences(ranks)) == [
+    assert list(differences(dict(enumerate(ranks)))) == [
         "the parameters come in another order: number 1 is 'b' on rank 0, but 'c' on rank 1"
     ]
 

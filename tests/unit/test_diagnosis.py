@@ -21,16 +21,14 @@ def at(rank: int, **fields: object) -> Position:
         inside="",
         module="",
         step=3,
-        micro_steps=2,
         waits_for="all_gather for parameters 'a' (4 float32 on each rank)",
-        waits_s=5.0,
         stack="  File train.py\n",
     )
     return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
 
 
 def test_a_position_survives_json() -> None:
-    position = at(1, collectives={NAME: [(7, "x"), (8, "y")]}, uses=[(1, "'a' entered")], schedule_step=4)
+    position = at(1, collectives={NAME: [[7, "x"], [8, "y"]]}, uses=[[1, "'a' entered"]], schedule_step=4)
     assert Position.from_json(position.to_json()) == position
 
 
@@ -44,8 +42,8 @@ def test_ranks_in_the_same_place_share_a_line_and_a_stack() -> None:
 def test_the_first_difference_is_the_first_even_if_ranks_remember_other_lengths() -> None:
     short = [(number, f"c{number}") for number in range(90, 101)]
     long = [(number, f"c{number}") for number in range(60, 98)] + [(98, "other"), (99, "c99")]
-    text = first_difference([at(0, collectives={NAME: short}), at(1, collectives={NAME: long})])
-    assert text == (
+    (parted,) = first_difference([at(0, collectives={NAME: short}), at(1, collectives={NAME: long})])
+    assert parted.sentence == (
         f"They parted at collective number 98 of the {NAME}: rank 0: c98; rank 1: other (the one before, c97, was the "
         "same)."
     )
@@ -54,20 +52,20 @@ def test_the_first_difference_is_the_first_even_if_ranks_remember_other_lengths(
 def test_what_has_not_come_yet_is_no_entry() -> None:
     ahead, behind = [(1, "c1"), (2, "c2")], [(1, "c1")]
     positions = [at(0, collectives={NAME: ahead}), at(1, collectives={NAME: behind}), at(2, collectives={NAME: ahead})]
-    assert "number 2 of the gathers of parameters: ranks 0 and 2: c2; rank 1: nothing so far" in first_difference(
-        positions
+    assert "number 2 of the gathers of parameters: ranks 0 and 2: c2; rank 1: nothing so far" in diagnose(
+        "", positions, {}
     )
 
 
 def test_equal_sequences_have_no_difference() -> None:
     same = {NAME: [(1, "c1"), (2, "c2")]}
-    assert first_difference([at(0, collectives=same), at(1, collectives=same)]) == ""
-    assert first_difference([at(0), at(1)]) == ""
+    assert first_difference([at(0, collectives=same), at(1, collectives=same)]) == []
+    assert first_difference([at(0), at(1)]) == []
 
 
 def test_uses_of_different_steps_are_not_compared() -> None:
     one, other = at(0, uses=[(1, "'a' entered")], schedule_step=7), at(1, uses=[(1, "'b' entered")], schedule_step=8)
-    assert first_difference([one, other]) == ""
+    assert first_difference([one, other]) == []
     assert "leaf_modules" not in diagnose("Why.", [one, other], {})
 
 
@@ -82,9 +80,9 @@ def test_different_modules_are_a_branch() -> None:
 def test_a_rank_that_saves_alone() -> None:
     saving = at(0, call="engine.save_checkpoint()", waits_for="the other ranks")
     text = diagnose("Why.", [saving, at(1), at(2)], {})
-    assert "rank 0 called engine.save_checkpoint() alone" in text
+    assert "rank 0 called engine.save_checkpoint(), and the others did not" in text
     everybody = [at(rank, call="engine.save_checkpoint()") for rank in range(3)]
-    assert "alone" not in diagnose("Why.", everybody, {})
+    assert "did not" not in diagnose("Why.", everybody, {})
 
 
 def test_a_rank_that_is_elsewhere() -> None:

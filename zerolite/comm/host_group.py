@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerolite.comm.arrival import Patience
 from zerolite.comm.communicator import Communicator
-from zerolite.comm.exits import exited_ranks
 from zerolite.comm.flight import blocked
 from zerolite.comm.objects import broadcast_object, from_tensor, gather_objects, to_tensor
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import name_ranks
+from zerolite.comm.store_barrier import StoreBarrier
 
 _TAG = 1
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -63,42 +62,30 @@ class HostGroup:
         return self._alone or dist.is_initialized()
 
     def meet(self, timeout_s: float, what: str) -> None:
-        """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, which says who is missing
-        from ``what``. It goes through the store of the rendezvous, where who does not come hinders nobody. A rank that
-        comes when the others have given up, or has left out a call of theirs, waits for them at their next one."""
-        while not self._alone and not self._met(timeout_s, what):
-            pass
+        """Wait until all ranks are here. Raises RuntimeError on all that are after ``timeout_s`` seconds, which says
+        who is missing from ``what``. It goes through the store of the rendezvous, where who does not come hinders
+        nobody. A rank that comes when the others have given up, or has left out a call of theirs, waits for them at
+        their next one."""
 
-    def _met(self, timeout_s: float, what: str) -> bool:
-        """One meeting; False if it has been given up before this rank came."""
-        store = _get_default_store()
-        meeting, last = f"{self._key}/{self._meetings}", f"{self._key}/{self._meetings - 1}"
-        self._meetings += 1
-        store.set(f"{meeting}/{self.rank}", "here")
-        everybody = store.add(f"{meeting}/count", 1) == self.world_size
-        # Whether all have come or somebody has given up is decided once, by who is first at this counter.
-        if everybody and store.add(f"{meeting}/decided", 1) == 1:
-            store.set(f"{meeting}/outcome", "all")
-        patience = Patience(timeout_s)
-        while not store.check([f"{meeting}/outcome"]):
-            gone = exited_ranks(store, dist.get_rank(), dist.get_world_size())
-            exited = [self._members.index(rank) for rank in gone if rank in self._members]
-            exited = [rank for rank in exited if not store.check([f"{meeting}/{rank}"])]
-            if patience.left() > 0 and not exited:
-                patience.pause()
-                continue
-            missing = [rank for rank in range(self.world_size) if not store.check([f"{meeting}/{rank}"])]
-            if store.add(f"{meeting}/decided", 1) == 1:
-                store.set(f"{meeting}/outcome", "given up")
-            if missing:
-                raise RuntimeError(_without(exited, 0.0, what) if exited else _without(missing, timeout_s, what))
-        if store.get(f"{meeting}/outcome") != b"all":
-            return False
-        if self._meetings > 1:  # everybody has left the one before
-            store.delete_key(f"{last}/{self.rank}")
-            for name in ("count", "decided", "outcome") if self.rank == 0 else ():
-                store.delete_key(f"{last}/{name}")
-        return True
+        def too_late(missing: list[int]) -> str:
+            return (
+                f"{name_ranks(missing)} did not take part within {timeout_s:g} s; all ranks must make this call, in "
+                "the same place (not inside `if rank == 0`), and ranks that are slow need a longer "
+                "checkpoint.timeout_s"
+            )
+
+        if self._alone:
+            return
+        met = False
+        while not met:
+            self._meetings += 1
+            met = self._barrier(self._meetings, what).wait(timeout_s, too_late)
+        if self._meetings > 1:  # all ranks have left the one before
+            self._barrier(self._meetings - 1, what).clean()
+
+    def _barrier(self, number: int, what: str) -> StoreBarrier:
+        store = dist.PrefixStore(f"{self._key}/{number}", _get_default_store())
+        return StoreBarrier(store, self.global_rank, self._members, what)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order."""
@@ -143,17 +130,3 @@ class HostLinks:
         sent, self._sent = self._sent, []
         for work, _ in sent:
             work.wait()
-
-
-def _without(missing: list[int], timeout_s: float, what: str) -> str:
-    """timeout_s: for how long they have been waited for; 0 if they have exited."""
-    if not timeout_s:
-        return (
-            f"{what}: {name_ranks(missing)} exited with status 0 before this call, which all ranks must make: the "
-            f"script has come to its end there, or has called sys.exit or os._exit (see the output of "
-            f"{name_ranks(missing)})"
-        )
-    return (
-        f"{what}: {name_ranks(missing)} did not take part within {timeout_s:g} s; all ranks must make this call, in "
-        "the same place (not inside `if rank == 0`), and ranks that are slow need a longer checkpoint.timeout_s"
-    )

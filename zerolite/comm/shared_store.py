@@ -6,23 +6,33 @@ Not for objects (objects.py): any rank may call it at any time, while others han
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.exits import exited_ranks
+from zerolite.comm.in_time import in_time
+
+_SILENT_S = 30.0  # how long the store may take to answer
+
+Answer = TypeVar("Answer")
 
 
 class SharedStore:
-    """Of the default process group's ranks, over a connection of its own, so that it waits for nobody who waits in the
-    store. Keys are under ``prefix``. Its methods may be called by any rank at any time, and by several threads; they
-    raise RuntimeError once the process that holds the store has gone."""
+    """Store of the default process group's ranks, over a connection of its own, with keys under ``prefix``.
+
+    Any rank and any thread may call its methods at any time. They raise RuntimeError once the process that holds the
+    store has gone, or has not answered for 30 s: no request waits for ever.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._group = dist.group.WORLD if dist.is_initialized() else None
         self.rank = dist.get_rank() if self._group is not None else 0
         self.world_size = dist.get_world_size() if self._group is not None else 1
         self._store: dist.Store | None = None
+        self._silent = False
         if self.world_size > 1:
             store = _get_default_store()
             clone = getattr(store, "clone", None)  # not in torch 2.6: the same connection then
@@ -30,42 +40,52 @@ class SharedStore:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one process, for which nothing is stored."""
+        """True where there is one process, for which nothing is stored."""
         return self._store is None
 
     @property
     def held_by_launcher(self) -> bool:
-        """Whether the store outlives the ranks; otherwise it lives in rank 0's process."""
+        """True where the store outlives the ranks; otherwise it lives in rank 0's process."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def belongs_to_default_group(self) -> bool:
-        """Whether the process group that it was made for is still there."""
+        """Return True while the process group that it was made for is there."""
         return self._group is (dist.group.WORLD if dist.is_initialized() else None)
 
     def close(self) -> None:
         self._store = self._group = None
 
     def set(self, key: str, value: str) -> None:
-        if self._store is not None:
-            self._store.set(key, value)
+        self._ask(lambda store: store.set(key, value))
 
     def get(self, key: str) -> str:
-        """Waits until the key is there, at most as long as the store's timeout says."""
-        return self._store.get(key).decode() if self._store is not None else ""
+        """Return the value of a key that is there."""
+        return self._ask(lambda store: store.get(key)).decode()
 
-    def has(self, key: str) -> bool:
-        return self._store is not None and bool(self._store.check([key]))
+    def has(self, *keys: str) -> bool:
+        """Return True if all the keys are there."""
+        return self._ask(lambda store: store.check(list(keys)))
 
     def add(self, key: str, number: int) -> int:
-        """The counter ``key`` after ``number`` has been added; 0 reads it."""
-        return int(self._store.add(key, number)) if self._store is not None else number
+        """Return the counter ``key`` after ``number`` has been added; 0 reads it."""
+        return self._ask(lambda store: store.add(key, number))
+
+    def claim(self, key: str, value: str) -> str:
+        """Set ``key`` if no rank has. Return its value: ``value`` on the rank that came first, and that one's on all
+        others."""
+        return self._ask(lambda store: store.compare_set(key, "", value)).decode()
 
     def exited(self) -> list[int]:
-        """The ranks of the job that the launcher knows to have exited with status 0."""
-        if self._store is None or not dist.is_initialized():
-            return []
-        return exited_ranks(self._store, dist.get_rank(), dist.get_world_size())
+        """Return the ranks of the job that the launcher knows to have exited with status 0."""
+        rank, world_size = self.rank, self.world_size
+        return self._ask(lambda store: exited_ranks(store, rank, world_size))
 
-    def delete(self, key: str) -> None:
-        if self._store is not None:
-            self._store.delete_key(key)
+    def _ask(self, request: Callable[[dist.Store], Answer]) -> Answer:
+        store = self._store
+        if store is None or self._silent:
+            raise RuntimeError("the store of the rendezvous cannot be asked")
+        try:
+            return in_time(lambda: request(store), _SILENT_S)
+        except TimeoutError:
+            self._silent = True  # its connection is taken by the request that waits
+            raise RuntimeError(f"the store of the rendezvous has not answered for {_SILENT_S:g} s") from None

@@ -6,16 +6,16 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
 
 from zerolite.comm import Communicator, HostGroup, largest
 from zerolite.comm.collective_check import VARIABLE as CHECK_VARIABLE
-from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
+from zerolite.comm.ranks import list_of, name_ranks
 from zerolite.config import ZeroliteConfig
 from zerolite.version import __version__
 from zerolite.zero.stage3.partitioned_parameter import whole_shape
@@ -72,16 +72,24 @@ def check_agreement(mine: Description, comm: Communicator, device: torch.device,
         raise_differences(mine, comm, what, remedy)
 
 
-def raise_differences(mine: Description, comm: Communicator, what: str, remedy: str = "") -> NoReturn:
-    """Raise RuntimeError with the differences between the ranks' descriptions; see :func:`check_agreement`. Called on
-    all ranks of ``comm``."""
-    sentences = list(differences(HostGroup(comm, "agreement").gather(mine)))
-    shown = "".join(f"\n- {sentence}" for sentence in sentences[:_SHOWN]) or "\n- differences between other ranks"
+def raise_differences(
+    mine: Description, comm: Communicator, what: str, remedy: str = "", part: Hashable = None
+) -> NoReturn:
+    """Raise RuntimeError with the differences between the ranks' descriptions; see :func:`check_agreement`.
+
+    part: the part of the model that this rank has; only ranks with the same one are compared. Called on all ranks of
+    ``comm``, and raises the same on all of them.
+    """
+    found: dict[Hashable, dict[int, Description]] = {}
+    gathered = HostGroup(comm, "agreement").gather((part, mine))
+    for rank, (part_there, description) in zip(comm.members(), gathered, strict=True):
+        found.setdefault(part_there, {})[rank] = description
+    sentences = [sentence for ranks in found.values() for sentence in differences(ranks)]
+    shown = "".join(f"\n- {sentence}" for sentence in sentences[:_SHOWN]) or "\n- values that have no name"
     rest = len(sentences) - _SHOWN
     more = f"\n- and {rest} more difference{'s' if rest > 1 else ''}" if rest > 0 else ""
-    raise RuntimeError(
-        f"{what}; expected the same on all {comm.world_size} ranks, got:{shown}{more}\n{remedy or _MAKE_ALIKE}"
-    )
+    expected = f"all {comm.world_size} ranks" if len(found) == 1 else "all ranks that have the same part of the model"
+    raise RuntimeError(f"{what}; expected the same on {expected}, got:{shown}{more}\n{remedy or _MAKE_ALIKE}")
 
 
 def check_initialize(
@@ -210,25 +218,23 @@ def kind_of(value: Any) -> str:
 # ------------------------------------------------------------------ what differs
 
 
-def differences(ranks: Sequence[Description]) -> Iterator[str]:
-    """A sentence for each difference between the descriptions, which are in rank order."""
-    for subject in _everywhere(entry.items for entry in ranks):
-        found = [entry.items.get(subject) for entry in ranks]
-        single = any("" in aspects for aspects in found if aspects is not None)
-        there = [rank for rank, aspects in enumerate(found) if aspects is not None]
-        if len(there) < len(ranks) and not single:
+def differences(ranks: Mapping[int, Description]) -> Iterator[str]:
+    """A sentence for each difference between the ranks' descriptions."""
+    for subject in _everywhere(entry.items for entry in ranks.values()):
+        found = {rank: entry.items.get(subject) for rank, entry in ranks.items()}
+        there = {rank: aspects for rank, aspects in found.items() if aspects is not None}
+        if len(there) < len(ranks) and not any("" in aspects for aspects in there.values()):
             yield f"{subject} exists on {name_ranks(there)} only"
             continue
-        for aspect in _everywhere(aspects or {} for aspects in found):
-            values = [None if aspects is None else aspects.get(aspect) for aspects in found]
-            if len(set(values)) > 1:
+        for aspect in _everywhere(there.values()):
+            values = {rank: (aspects or {}).get(aspect) for rank, aspects in found.items()}
+            if len(set(values.values())) > 1:
                 yield f"{subject} {f'has {aspect}' if aspect else 'is'} {_by_ranks(values)}"
-    for subject in _everywhere(entry.lists for entry in ranks):
-        members = [entry.lists[subject] for entry in ranks if subject in entry.lists]
-        if len(members) == len(ranks):
-            yield from _membership(subject, members)
-    for subject in _everywhere(entry.orders for entry in ranks):
-        yield from _order(subject, [entry.orders.get(subject, []) for entry in ranks])
+    for subject in _everywhere(entry.lists for entry in ranks.values()):
+        if all(subject in entry.lists for entry in ranks.values()):
+            yield from _membership(subject, {rank: entry.lists[subject] for rank, entry in ranks.items()})
+    for subject in _everywhere(entry.orders for entry in ranks.values()):
+        yield from _order(subject, {rank: entry.orders.get(subject, []) for rank, entry in ranks.items()})
 
 
 def _everywhere(keys: Iterable[Iterable[str]]) -> list[str]:
@@ -236,9 +242,11 @@ def _everywhere(keys: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(key for rank in keys for key in rank))
 
 
-def _by_ranks(values: Sequence[str | None]) -> str:
+def _by_ranks(values: Mapping[int, str | None]) -> str:
     """``0.001 on ranks 0 and 2, but 0.01 on rank 1``."""
-    groups = ranks_by_value(values)
+    groups: dict[str | None, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
     return ", but ".join(
         f"{'not set' if value is None else _short(value)} on {name_ranks(ranks)}" for value, ranks in groups.items()
     )
@@ -248,27 +256,27 @@ def _short(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
 
 
-def _membership(subject: str, lists: Sequence[list[str]]) -> Iterator[str]:
-    sets = [frozenset(names) for names in lists]
-    if len(set(sets)) == 1:
+def _membership(subject: str, lists: Mapping[int, list[str]]) -> Iterator[str]:
+    sets = {rank: frozenset(names) for rank, names in lists.items()}
+    if len(set(sets.values())) == 1:
         yield from _order(subject, lists)
         return
-    counts = _by_ranks([f"{len(names)} parameters" if len(names) != 1 else "1 parameter" for names in lists])
-    strays = [name for name in _everywhere(lists) if not all(name in names for names in sets)]
+    counts = {rank: f"{len(names)} parameter{'s' if len(names) != 1 else ''}" for rank, names in lists.items()}
+    strays = [name for name in _everywhere(lists.values()) if not all(name in names for names in sets.values())]
     named = [
-        f"'{name}' is in it on {name_ranks(rank for rank, names in enumerate(sets) if name in names)} only"
-        for name in islice(strays, _NAMED)
+        f"'{name}' is in it on {name_ranks(rank for rank, names in sets.items() if name in names)} only"
+        for name in strays[:_NAMED]
     ]
     more = [f"{len(strays) - _NAMED} more"] if len(strays) > _NAMED else []
-    yield f"{subject} holds {counts}: {list_of([*named, *more])}"
+    yield f"{subject} holds {_by_ranks(counts)}: {list_of([*named, *more])}"
 
 
-def _order(subject: str, lists: Sequence[list[str]]) -> Iterator[str]:
+def _order(subject: str, lists: Mapping[int, list[str]]) -> Iterator[str]:
     """One sentence if lists of the same names have them in different orders; none if the names differ."""
-    if len({frozenset(names) for names in lists}) > 1:
+    if len({frozenset(names) for names in lists.values()}) > 1:
         return
-    for place, names in enumerate(zip_longest(*lists)):
+    for place, names in enumerate(zip_longest(*lists.values())):
         if len(set(names)) > 1:
-            quoted = [None if name is None else f"'{name}'" for name in names]
+            quoted = {rank: name and f"'{name}'" for rank, name in zip(lists, names, strict=True)}
             yield f"{subject} come in another order: number {place} is {_by_ranks(quoted)}"
             return

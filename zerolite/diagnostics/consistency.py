@@ -10,13 +10,14 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
-from zerolite.comm import HostGroup, Topology
+from zerolite.comm import Topology
 from zerolite.comm.initial_sync import combined_hash, content_hash
-from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
+from zerolite.comm.ranks import list_of
 from zerolite.diagnostics.agreement import Description, plain_text, raise_differences
 from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
@@ -30,7 +31,11 @@ _ALIKE = (
     "ranks share (engine.reduce(loss)). At stage 3 run the same modules on all ranks, or name what some may skip in "
     f"zero_optimization.leaf_modules. If ranks may differ, {_OFF}."
 )
-_NAMED = 10  # parameters in one message
+_WEIGHTS = "zerolite: the ranks hold different weights, by the hashes of their bytes"
+_WRITTEN = (
+    "Some rank has written into them, or has computed another update (another processor, library or optimizer state). "
+    f"Go back to the last checkpoint and write values on all ranks. If ranks may differ, {_OFF}."
+)
 
 
 @dataclass(frozen=True)
@@ -184,8 +189,7 @@ class ConsistencyCheck:
         differing, self._differing = self._differing, None
         if differing is not None:
             what = "zerolite: the ranks update with different numbers, or have gathered different parameters"
-            ranks = self._topology.world if self._topology.pipe.world_size == 1 else self._topology.data
-            raise_differences(differing.describe(), ranks, what, _ALIKE)
+            raise_differences(differing.describe(), self._topology.world, what, _ALIKE, self._topology.place[0])
 
     # ---------------------------------------------------------------- weights
 
@@ -213,7 +217,8 @@ class ConsistencyCheck:
     def _finish(self) -> None:
         compared, self._compared = self._compared, None
         if compared is not None and compared.differs():
-            raise RuntimeError(compared.sentence(self._topology))
+            pipe, _, tensor = self._topology.place
+            raise_differences(compared.describe(), self._topology.world, _WEIGHTS, _WRITTEN, (pipe, tensor))
 
 
 class _Comparison:
@@ -233,47 +238,19 @@ class _Comparison:
     def differs(self) -> bool:
         return bool(self._different.get().item())
 
-    def sentence(self, topology: Topology) -> str:
-        """What differs, by name. Called on all ranks."""
-        hashes = HostRead(torch.stack(self._hashes)).get().tolist() if self._hashes else []
-        now = {
-            name: int(HostRead(content_hash(part)).get().item())
-            for weight in self._weights
-            for name, part in weight.parts.items()
-        }
-        held = [list(weight.parts) for weight in self._weights]
-        rows = HostGroup(topology.world, "agreement").gather((topology.place, hashes, now, held))
-        parts = {(pipe, tensor) for (pipe, _, tensor), *_ in rows}
-        sentences: list[str] = []
-        for part in sorted(parts):
-            ranks = [rank for rank, row in enumerate(rows) if (row[0][0], row[0][2]) == part]
-            sentences += _named_differences(ranks, [rows[rank] for rank in ranks])
-        more = f"\n- and {len(sentences) - _NAMED} more" if len(sentences) > _NAMED else ""
-        shown = "".join(f"\n- {sentence}" for sentence in sentences[:_NAMED]) + more
-        return (
-            "zerolite: the ranks hold different weights, expected the same on all ranks that have them; by the hashes "
-            f"of their bytes:{shown}\nSome rank has written into them, or has computed another update (another "
-            "processor, library or optimizer state). Go back to the last checkpoint and write values on all ranks. If "
-            f"ranks may differ, {_OFF}."
-        )
+    def describe(self) -> Description:
+        """The same by parameter as they are now, and as they were when they were compared: a step later they may be
+        equal again, when the owner's values have reached all ranks."""
+        found = Description()
+        for weight in self._weights:
+            for name, part in weight.parts.items():
+                found.items[f"parameter '{name}'"] = {"": _text(content_hash(part))}
+        for weight, compared in zip(self._weights, self._hashes, strict=True):
+            names = list_of([f"'{name}'" for name in islice(weight.parts, 3)])
+            others = " and others" if len(weight.parts) > 3 else ""
+            found.items[f"the content of {names}{others}, when it was compared,"] = {"": _text(compared)}
+        return found
 
 
-def _named_differences(ranks: Sequence[int], rows: Sequence[Any]) -> list[str]:
-    """A sentence for each parameter that differs between ``ranks``, whose rows are (place, hashes when they were
-    compared, hashes by parameter now, parameters of each hash)."""
-    sentences = []
-    for index, names in enumerate(rows[0][3]):
-        if len({row[1][index] for row in rows}) == 1:
-            continue
-        found = [name for name in names if len({row[2][name] for row in rows}) > 1]
-        for name in found:
-            sentences.append(f"parameter '{name}' is {_by_ranks(ranks, [row[2][name] for row in rows])}")
-        if not found:  # a step later they are equal again: the owner's values have reached all ranks
-            some = list_of([f"'{name}'" for name in names[:3]]) + (" and others" if len(names) > 3 else "")
-            sentences.append(f"one of the parameters {some} was {_by_ranks(ranks, [row[1][index] for row in rows])}")
-    return sentences
-
-
-def _by_ranks(ranks: Sequence[int], hashes: Sequence[int]) -> str:
-    groups = ranks_by_value([f"{value & (1 << 64) - 1:016x}" for value in hashes])
-    return ", but ".join(f"{value} on {name_ranks(ranks[i] for i in places)}" for value, places in groups.items())
+def _text(hashed: torch.Tensor) -> str:
+    return f"{int(HostRead(hashed).get().item()) & (1 << 64) - 1:016x}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zerolite.comm.ranks import list_of, name_ranks
-from zerolite.diagnostics.position import AMONG, Position
+from zerolite.diagnostics.last_words import EXITED
+from zerolite.diagnostics.position import AMONG, Entries, Position
 
 _STACKS = 6  # different ones that are printed
 _TORCH_CALL = re.compile(r'distributed_c10d\.py", line \d+, in ([a-z]\w*)')
@@ -21,12 +23,6 @@ _LOOP = {
     "engine.optimizer.zero_grad()",
     "engine.join()",
 }
-_SAVING = (
-    "engine.save_checkpoint()",
-    "engine.save_16bit_model()",
-    "engine.full_state_dict()",
-    "engine.load_checkpoint()",
-)
 
 
 @dataclass(frozen=True)
@@ -38,13 +34,19 @@ class Absent:
     last: str = ""
 
 
+class Parting(NamedTuple):
+    """The first use or collective in which ranks differ. said: the ranks that have each one there, "" for none yet."""
+
+    said: Mapping[str, Sequence[int]]
+    of_modules: bool
+    sentence: str
+
+
 def diagnose(reason: str, positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
     """reason: the sentence to begin with. positions: by rank, of those that have answered. absent: the others."""
-    parts = [reason, "Where the ranks are:\n" + _table(positions, absent)]
     parted = first_difference(positions)
-    if parted:
-        parts.append(parted)
-    cause, remedy = _cause(positions, absent, bool(parted))
+    cause, remedy = _cause(positions, absent, parted)
+    parts = [reason, "Where the ranks are:\n" + _table(positions, absent), "\n".join(one.sentence for one in parted)]
     parts += [f"Likely cause: {cause}", f"What to do: {remedy}", _stacks(positions)]
     return "\n\n".join(part for part in parts if part)
 
@@ -75,23 +77,21 @@ def _table(positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
 # -------------------------------------------------------------------- where they parted
 
 
-def first_difference(positions: Sequence[Position]) -> str:
-    """The first use of a module, and the first collective of each communicator, in which the ranks differ; "" if there
-    is none among what they remember."""
+def first_difference(positions: Sequence[Position]) -> list[Parting]:
+    """The first use of a module in which the ranks differ, or else the first collective of each communicator, among
+    those that they remember."""
+    if len({position.schedule_step for position in positions}) == 1:
+        uses = _parting({p.rank: p.uses for p in positions}, "use of a module", "in this step")
+        if uses:
+            return uses
     found = []
-    steps = {position.schedule_step for position in positions}
-    if len(steps) == 1 and any(position.uses for position in positions):
-        found.append(_part({p.rank: p.uses for p in positions}, "use of a module", "in this step"))
-    if any(found):
-        return found[0]
-    names = dict.fromkeys(name for position in positions for name in position.collectives)
-    for name in names:
+    for name in dict.fromkeys(name for position in positions for name in position.collectives):
         members = [p for p in positions if name in p.collectives or AMONG not in name]
-        found.append(_part({p.rank: p.collectives.get(name, []) for p in members}, "collective", f"of the {name}"))
-    return "\n".join(text for text in found if text)
+        found += _parting({p.rank: p.collectives.get(name, []) for p in members}, "collective", f"of the {name}")
+    return found
 
 
-def _part(of_rank: Mapping[int, Sequence[tuple[int, str]]], what: str, where: str) -> str:
+def _parting(of_rank: Mapping[int, Entries], what: str, where: str) -> list[Parting]:
     """Where the sequences part: entries with the same number that differ, or that some ranks do not have yet."""
     known = {rank: dict(entries) for rank, entries in of_rank.items()}
     first = max((min(entries, default=1) for entries in known.values()), default=1)
@@ -101,39 +101,34 @@ def _part(of_rank: Mapping[int, Sequence[tuple[int, str]]], what: str, where: st
         for rank, entries in known.items():
             said.setdefault(entries.get(number, ""), []).append(rank)
         if len(said) > 1:
-            told = "; ".join(
-                f"{name_ranks(ranks)}: {entry or 'nothing so far'}"
-                for entry, ranks in sorted(said.items(), key=lambda item: item[1])
-            )
-            same = {rank: entries.get(number - 1, "") for rank, entries in known.items()}
-            before = f" (the one before, {next(iter(same.values()))}, was the same)" if any(same.values()) else ""
-            return f"They parted at {what} number {number} {where}: {told}{before}."
-    return ""
+            told = "; ".join(f"{name_ranks(ranks)}: {entry or 'nothing so far'}" for entry, ranks in said.items())
+            same = next((entries[number - 1] for entries in known.values() if number - 1 in entries), "")
+            before = f" (the one before, {same}, was the same)" if same else ""
+            sentence = f"They parted at {what} number {number} {where}: {told}{before}."
+            return [Parting(said, what == "use of a module", sentence)]
+    return []
 
 
 # -------------------------------------------------------------------- why
 
 
-def _cause(positions: Sequence[Position], absent: Mapping[int, Absent], parted: bool) -> tuple[str, str]:
+def _cause(positions: Sequence[Position], absent: Mapping[int, Absent], parted: Sequence[Parting]) -> tuple[str, str]:
     """In sentences: the likely cause, and the remedy."""
     if len(positions) == 1 and not absent:
         return (
             "the other ranks have ended or are stuck, or their host has gone.",
             "see the output of the other ranks, of rank 0 above all.",
         )
-    judges = (
-        _gone,
-        _saving_alone,
-        _different_engines,
-        _different_uses,
-        _different_places,
-        _called_alone,
-        _different_collectives,
+    found = (
+        _gone(absent)
+        or _different_engines(positions)
+        or _different_modules(parted)
+        or _different_places(positions)
+        or _called_alone(positions)
+        or _different_collectives(positions)
     )
-    for judge in judges:
-        found = judge(positions, absent)
-        if found is not None:
-            return found
+    if found:
+        return found
     if parted:
         return (
             "the ranks launch their collectives in different orders (see where they parted).",
@@ -149,54 +144,40 @@ def _cause(positions: Sequence[Position], absent: Mapping[int, Absent], parted: 
 _Cause = tuple[str, str] | None
 
 
-def _gone(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
-    ended = [rank for rank, known in absent.items() if known.ended.startswith("ended normally")]
-    exited = [rank for rank, known in absent.items() if known.ended.startswith("exited with status 0")]
-    failed = [rank for rank, known in absent.items() if known.ended and rank not in (*ended, *exited)]
+def _gone(absent: Mapping[int, Absent]) -> _Cause:
+    if not absent:
+        return None
+    normally = [rank for rank, known in absent.items() if known.ended.startswith("ended normally")]
+    exited = [rank for rank, known in absent.items() if known.ended.startswith(EXITED)]
+    failed = [rank for rank, known in absent.items() if known.ended and rank not in (*normally, *exited)]
+    who = name_ranks(failed or exited or normally or absent)
     if failed:
-        return (
-            f"{name_ranks(failed)} ended with an exception.",
-            f"see the output of {name_ranks(failed)}.",
-        )
+        return f"{who} ended with an exception.", f"see the output of {who}."
     if exited:
         return (
-            f"{name_ranks(exited)} exited with status 0 without Python's clean-up, while the others went on: it has "
-            "called os._exit, or a library has.",
-            f"see the output of {name_ranks(exited)}; let all ranks end their loops alike.",
+            f"{who} exited with status 0 without Python's clean-up, while the others went on: it has called os._exit, "
+            "or a library has.",
+            f"see the output of {who}; let all ranks end their loops alike.",
         )
-    if ended:
+    if normally:
         return (
-            f"uneven batches: {name_ranks(ended)} came to the end of the loop while the others still had batches (or "
-            "called sys.exit).",
+            f"uneven batches: {who} came to the end of the loop while the others still had batches (or called "
+            "sys.exit).",
             "put the loop in `with engine.join():`, or give all ranks as many batches (a DistributedSampler, "
             "dataloader_drop_last, a fixed number of steps); or see why it called sys.exit.",
         )
-    if absent:
-        gone = name_ranks(list(absent))
-        died = "died (killed by the system for lack of memory, a crash, a lost host), or hangs in native code."
-        look = f"see the output of {gone} and its host's kernel log; `py-spy dump` shows where a process hangs that is "
-        if not any(known.last for known in absent.values()):
-            return (
-                f"{gone} has not come to zerolite.initialize yet (it works alone before: loads data, say), or {died}",
-                "if it needs longer, raise desync_timeout_s, or let it do that before init_distributed(timeout=...); "
-                f"{look}still there.",
-            )
-        return f"{gone} {died}", f"{look}still there."
-    return None
-
-
-def _saving_alone(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
-    saving = [p for p in positions if p.call in _SAVING]
-    if not saving or len(saving) == len(positions):
-        return None
-    call = saving[0].call
+    died = "died (killed by the system for lack of memory, a crash, a lost host), or hangs in native code."
+    look = f"see the output of {who} and its host's kernel log; `py-spy dump` shows where a process hangs that is "
+    if any(known.last for known in absent.values()):
+        return f"{who} {died}", f"{look}still there."
     return (
-        f"{name_ranks([p.rank for p in saving])} called {call} alone.",
-        f"call {call} on all ranks: each saves, loads or sends its own part. Take it out of `if rank == 0`.",
+        f"{who} has not come to zerolite.initialize yet (it works alone before: loads data, say), or {died}",
+        "if it needs longer, raise desync_timeout_s, or let it do that before init_distributed(timeout=...); "
+        f"{look}still there.",
     )
 
 
-def _different_engines(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
+def _different_engines(positions: Sequence[Position]) -> _Cause:
     nobody_waits = not any(p.waits_for for p in positions)  # the collective has failed
     engines = {p.engine for p in positions if p.engine and (p.waits_for or nobody_waits)}
     if len(engines) <= 1:
@@ -211,25 +192,19 @@ def _different_engines(positions: Sequence[Position], absent: Mapping[int, Absen
     )
 
 
-def _different_uses(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
-    if len({p.schedule_step for p in positions}) > 1 or not any(p.uses for p in positions):
+def _different_modules(parted: Sequence[Parting]) -> _Cause:
+    said = sorted({text.rsplit(" ", 1)[0] for one in parted if one.of_modules for text in one.said if text})
+    if len(said) <= 1:
         return None
-    uses = [dict(p.uses) for p in positions]
-    for number in sorted(set().union(*uses)):
-        said = {of_rank.get(number) for of_rank in uses} - {None}
-        if len(said) > 1:
-            names = sorted({str(text).rsplit(" ", 1)[0] for text in said})
-            return (
-                f"a branch that depends on the rank (or on its data): the ranks run different modules, "
-                f"{' and '.join(names)}, whose parameters all ranks must gather together.",
-                "make one unit of the module that contains the branch (its class or name in "
-                "zero_optimization.leaf_modules), so that all its parameters are gathered on all ranks; or take the "
-                "same branch everywhere; or use stage 2.",
-            )
-    return None
+    return (
+        f"a branch that depends on the rank (or on its data): the ranks run different modules, {' and '.join(said)}, "
+        "whose parameters all ranks must gather together.",
+        "make one unit of the module that contains the branch (its class or name in zero_optimization.leaf_modules), "
+        "so that all its parameters are gathered on all ranks; or take the same branch everywhere; or use stage 2.",
+    )
 
 
-def _different_places(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
+def _different_places(positions: Sequence[Position]) -> _Cause:
     """Some wait in zerolite, others are elsewhere."""
     idle = [p for p in positions if not p.waits_for]
     waiting = [p for p in positions if p.waits_for]
@@ -259,7 +234,7 @@ def _different_places(positions: Sequence[Position], absent: Mapping[int, Absent
     )
 
 
-def _called_alone(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
+def _called_alone(positions: Sequence[Position]) -> _Cause:
     """Some wait in a call that is no part of the loop's, the others elsewhere."""
     calls = {p.call for p in positions} - _LOOP
     if len(calls) != 1:
@@ -275,7 +250,7 @@ def _called_alone(positions: Sequence[Position], absent: Mapping[int, Absent]) -
     )
 
 
-def _different_collectives(positions: Sequence[Position], absent: Mapping[int, Absent]) -> _Cause:
+def _different_collectives(positions: Sequence[Position]) -> _Cause:
     waits = {p.waits_for for p in positions}
     calls = {p.call for p in positions}
     if len(waits) <= 1 and len(calls) <= 1:

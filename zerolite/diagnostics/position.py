@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,6 +38,10 @@ WATCHDOG = "zerolite watchdog"
 """The name of the thread that asks for positions."""
 
 
+Entries = Sequence[tuple[int, str]]
+"""Numbers from 1, in order, and what has that number in words."""
+
+
 @dataclass(frozen=True)
 class Position:
     """Where one rank stands.
@@ -48,9 +52,9 @@ class Position:
         line: the user's line that made it, or that runs now: "train.py:40, in main".
         inside: the user's line that runs inside that call, such as one of a model's forward; "" if there is none.
         module: the innermost module whose forward is under way, by its name in the model; "" if there is none.
-        step: the step in hand, counted from 1; 0 where there is no engine yet. micro_steps: backwards so far.
-        waits_for: the collective that it waits for, "" if it waits for none; waits_s: since how many seconds.
-        collectives: by communicator, (number, description) of the latest collectives, and their count.
+        step: the step in hand, counted from 1; 0 where there is no engine yet.
+        waits_for: the collective that it waits for, "" if it waits for none.
+        collectives: by communicator, (number, description) of the latest collectives.
         uses: at stage 3, (number, "module entered" or "module left") of this step of the schedule.
         schedule_step: number of that step.
         stack: the main thread's, innermost call last.
@@ -65,11 +69,9 @@ class Position:
     inside: str
     module: str
     step: int
-    micro_steps: int
     waits_for: str
-    waits_s: float
-    collectives: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-    uses: list[tuple[int, str]] = field(default_factory=list)
+    collectives: dict[str, Entries] = field(default_factory=dict)
+    uses: Entries = ()
     schedule_step: int = 0
     stack: str = ""
     engine: str = ""
@@ -79,10 +81,7 @@ class Position:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Position:
-        values = json.loads(text)
-        values["collectives"] = {name: [tuple(e) for e in entries] for name, entries in values["collectives"].items()}
-        values["uses"] = [tuple(use) for use in values["uses"]]
-        return cls(**values)
+        return cls(**json.loads(text))
 
     def place(self) -> str:
         """In half a sentence."""
@@ -119,8 +118,6 @@ class EngineView(Protocol):
     def topology(self) -> Topology: ...
     @property
     def global_steps(self) -> int: ...
-    @property
-    def micro_steps(self) -> int: ...
 
 
 def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None = None) -> Position:
@@ -128,41 +125,38 @@ def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None
     which is the same on all ranks. thread: identifies the one that trains; default: the main thread."""
     main = thread or threading.main_thread().ident
     frames = _frames(sys._current_frames().get(main or 0))
-    numbers, alive = list(engines), list(engines.values())
+    alive = {number: Names(engine) for number, engine in engines.items()}
+    under_way = _engine_on(frames, engines)
+    number = under_way or max(engines, default=0)
+    engine, names = engines.get(number), alive.get(number)
     call, line, inside = _call_and_lines(frames)
-    under_way = _engine_on(frames, alive)
-    engine = under_way or (alive[-1] if alive else None)
-    several = max(numbers, default=0) > 1
-    position = Position(
+    uses, steps = names.uses() if names is not None else ((), 0)
+    waits_for = ""
+    if WAIT.under_way():
+        entry = WAIT.entry
+        waits_for = describe(Entry(*entry), names) if entry is not None else _OTHERS
+    elif any(isinstance(_owner(frame), HostGroup) for frame in frames):
+        waits_for = _OTHERS
+    return Position(
         rank=rank,
         host=socket.gethostname(),
         process=os.getpid(),
         call=call,
         line=line,
         inside=inside,
-        module=_module_on(frames, alive),
+        module=_module_on(frames, engines.values()),
         step=0 if engine is None else engine.global_steps + 1,
-        micro_steps=0 if engine is None else engine.micro_steps,
-        waits_for="",
-        waits_s=WAIT.seconds(),
+        waits_for=waits_for,
+        collectives={
+            (f"engine {number}: {name}" if max(engines) > 1 else name): entries
+            for number, known in alive.items()
+            for name, entries in known.collectives().items()
+        },
+        uses=uses,
+        schedule_step=steps,
         stack=stacks(main),
-        engine=f"engine {numbers[alive.index(under_way)]}" if len(alive) > 1 and under_way is not None else "",
+        engine=f"engine {under_way}" if under_way and len(engines) > 1 else "",
     )
-    known = [Names(engine) for engine in alive]
-    told: dict[str, Any] = {}
-    for number, names in zip(numbers, known, strict=True):
-        prefix = f"engine {number}: " if several else ""
-        for name, entries in names.collectives().items():
-            told[prefix + name] = entries
-    entry = WAIT.entry
-    waits_for = ""
-    if WAIT.under_way():
-        own = next((names for e, names in zip(alive, known, strict=True) if e is engine), None)
-        waits_for = describe(Entry(*entry), own) if entry is not None else _OTHERS
-    elif any(isinstance(_owner(frame), HostGroup) for frame in frames):
-        waits_for = _OTHERS
-    uses, steps = known[alive.index(engine)].uses() if engine is not None else ([], 0)
-    return dataclasses.replace(position, collectives=told, waits_for=waits_for, uses=uses, schedule_step=steps)
 
 
 _OTHERS = "the other ranks"
@@ -188,7 +182,7 @@ class Names:
             return []
         return [self._of.get(id(coordinator.handles[key - 1].ref()), f"parameter {key}")]
 
-    def collectives(self) -> dict[str, list[tuple[int, str]]]:
+    def collectives(self) -> dict[str, Entries]:
         topology = self._engine.topology
         comms = {"gradients and statistics": self._parts.comm}
         coordinator = self._engine.coordinator
@@ -206,7 +200,7 @@ class Names:
             if topology.trivial or comm.world_size > 1
         }
 
-    def uses(self) -> tuple[list[tuple[int, str]], int]:
+    def uses(self) -> tuple[Entries, int]:
         coordinator = self._engine.coordinator
         if coordinator is None:
             return [], 0
@@ -321,25 +315,20 @@ def _call(frame: FrameType) -> str:
     return {"ShardedOptimizer": f"engine.optimizer.{name}()"}.get(kind, f"{kind}.{name}()")
 
 
-def _engine_on(frames: Sequence[FrameType], engines: Sequence[EngineView]) -> EngineView | None:
-    """The engine whose call is under way."""
+def _engine_on(frames: Sequence[FrameType], engines: Mapping[int, EngineView]) -> int:
+    """The number of the engine whose call is under way; 0 for none."""
     for frame in frames:
         owner = _owner(frame)
-        for engine in engines:
+        for number, engine in engines.items():
             if owner is engine or owner is engine.optimizer:
-                return engine
-    return None
+                return number
+    return 0
 
 
-def _module_on(frames: Sequence[FrameType], engines: Sequence[EngineView]) -> str:
-    for frame in reversed(frames):
-        module = _owner(frame)
-        if isinstance(module, torch.nn.Module):
-            for engine in engines:
-                for name, known in engine.parts.module.named_modules():
-                    if known is module:
-                        return name
-    return ""
+def _module_on(frames: Sequence[FrameType], engines: Iterable[EngineView]) -> str:
+    modules = {id(module): name for engine in engines for name, module in engine.parts.module.named_modules()}
+    owners = [_owner(frame) for frame in reversed(frames)]
+    return next((modules[id(owner)] for owner in owners if id(owner) in modules), "")
 
 
 def stacks(main: int | None) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from zerolite.comm import arrival
+from zerolite.comm import store_barrier
 
 
 def start(
@@ -36,8 +36,8 @@ def start(
     for name in {"RANK", "WORLD_SIZE"} - set(place):
         del os.environ[name]
     handler = _Collect(result["warnings"])
-    arrival.logger.addHandler(handler)
-    before, arrival._FIRST_WARNING_S = arrival._FIRST_WARNING_S, warn_after
+    store_barrier.logger.addHandler(handler)
+    before, store_barrier._FIRST_WARNING_S = store_barrier._FIRST_WARNING_S, warn_after
     began = time.monotonic()
     try:
         zerolite.init_distributed("gloo", timeout=timeout, **arguments)
@@ -46,8 +46,8 @@ def start(
         result["error"] = str(error)
     finally:
         result["seconds"] = time.monotonic() - began
-        arrival._FIRST_WARNING_S = before
-        arrival.logger.removeHandler(handler)
+        store_barrier._FIRST_WARNING_S = before
+        store_barrier.logger.removeHandler(handler)
         zerolite.destroy()
     return result
 

@@ -17,6 +17,7 @@ import zerolite
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from zerolite.comm import flight
 from zerolite.diagnostics import watchdog
+from zerolite.diagnostics.position import WATCHDOG
 from zerolite.utils import failure_record
 
 FOR_EVER = 1000.0
@@ -51,8 +52,11 @@ class Model(nn.Module):
         return self.head(self.experts(x))
 
 
-def part(how: str, stage: int, timeout_s: float, directory: str, shared_memory: bool = True) -> dict[str, Any]:
-    """Train; rank 1 does something else than the others in its third step, as ``how`` says."""
+def part(
+    how: str, stage: int, timeout_s: float, directory: str, shared_memory: bool = True, caught: bool = False
+) -> dict[str, Any]:
+    """Train; rank 1 does something else than the others in its third step, as ``how`` says. caught: ranks go on after
+    they have raised that they differ, and rank 1 sleeps."""
     os.environ["ZEROLITE_SHARED_MEMORY"] = str(int(shared_memory))
     rank = int(torch.distributed.get_rank())
     os.environ[failure_record.VARIABLE] = str(Path(directory) / f"record.{rank}.json")
@@ -99,7 +103,11 @@ def part(how: str, stage: int, timeout_s: float, directory: str, shared_memory: 
             engine.step()
         except flight.Mismatch as error:
             raised = str(error)
-            break
+            if not caught:
+                break
+            if odd:
+                time.sleep(FOR_EVER)
+            zerolite.comm.HostGroup(engine.parts.comm, "after").gather("hello")
     found = {"steps": engine.global_steps, "raised": raised, "rank": rank}
     del engine
     return found
@@ -138,7 +146,8 @@ def beats(stage: int, steps: int) -> dict[str, Any]:
     finally:
         dog._store = real
     del engine
-    return {"calls": calls}
+    threads = [thread for thread in threading.enumerate() if thread.name == WATCHDOG]
+    return {"calls": calls, "threads": len(threads)}
 
 
 def signalled() -> str:
@@ -184,7 +193,7 @@ def lost(stage: int, last_words: str) -> str:
         assert dog.explain(RuntimeError("shape mismatch")) is None
     torch.distributed.barrier()
     if rank == ODD:
-        dog._store.delete(f"ended/{rank}")
+        dog._store.add("endings", -1)
     torch.distributed.barrier()
     del engine
     return said

@@ -1,0 +1,40 @@
+"""Time limit for calls that may never return."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Answer = TypeVar("Answer")
+
+
+def in_time(call: Callable[[], Answer], timeout_s: float) -> Answer:
+    """Return the result of ``call()``, or raise what it raises.
+
+    Raises TimeoutError after ``timeout_s`` seconds. The call goes on in a daemon thread: torch's requests to a store
+    have no time limit and cannot be interrupted.
+    """
+    results: list[Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # raised in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="zerolite store", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending, which starts no more threads
+        return call()
+    left = timeout_s
+    while thread.is_alive() and left > 0:
+        thread.join(min(left, 1.0))  # in short waits: time in which the process was suspended does not count
+        left -= 1.0
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]

@@ -1,0 +1,124 @@
+"""Barrier over the rendezvous' store, which names the ranks that do not arrive."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from zerolite.comm.exits import exited_ranks
+from zerolite.comm.ranks import name_ranks
+
+logger = logging.getLogger("zerolite")
+
+_FIRST_WARNING_S, _WARNINGS_S = 30.0, 60.0
+_LONGEST_PAUSE_S = 0.5  # between two looks
+_LOOKS_PER_S = 4000  # of all ranks together: a store answers some 10 000 requests a second
+_GRACE_S = 10.0  # how long ranks wait for the first one to say which have not come in time
+_FAREWELL_S = 3.0  # how long rank 0 stays for others to read why the barrier failed, since the store ends with it
+
+
+class Patience:
+    """Waiting by looking again and again (so that Ctrl-C works), until some time is over, with warnings on the way."""
+
+    def __init__(self, timeout_s: float, lookers: int = 1) -> None:
+        """lookers: processes that look at the same place."""
+        self._start = time.monotonic()
+        self._timeout_s = timeout_s
+        self._shortest_s = max(0.002, lookers / _LOOKS_PER_S)
+        self._warn_at = _FIRST_WARNING_S
+
+    def left(self) -> float:
+        """Seconds, 0 or less when the time is over."""
+        return self._start + self._timeout_s - time.monotonic()
+
+    def pause(self, complaint: Callable[[], str] | None = None) -> None:
+        """Wait a little: the longer, the longer it has been. ``complaint`` makes the warning, "" for none."""
+        waited, left = time.monotonic() - self._start, self.left()
+        if waited >= self._warn_at and complaint is not None and (sentence := complaint()):
+            self._warn_at += _WARNINGS_S
+            logger.warning("%s (waiting for %.0f s, giving up after %g s)", sentence, waited, self._timeout_s)
+        longest = min(waited / 10, _LONGEST_PAUSE_S)
+        time.sleep(max(self._shortest_s, min(longest, left) if left > 0 else longest))
+
+
+class StoreBarrier:
+    """One barrier of ``ranks`` (numbers among all processes), for ``rank``.
+
+    The outcome is decided once, by the rank that is first to set it, and is the same for all that have arrived.
+    ``store`` (its keys) is used for this barrier alone.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], what: str) -> None:
+        """what: the call that all ranks make; messages begin with it."""
+        self._store, self._rank, self._ranks, self._what = store, rank, ranks, what
+
+    def decide(self, failure: str, missing: Sequence[int] = ()) -> None:
+        """Set the outcome, if there is none: "" where all ranks are here, or a sentence about those that are not."""
+        self._store.compare_set("outcome", "", json.dumps([failure, list(missing)]))
+
+    def wait(self, timeout_s: float, too_late: Callable[[list[int]], str]) -> bool:
+        """Wait until all ranks are here; return False if the others had given up before this one came.
+
+        Raises RuntimeError on all ranks that have come, with a sentence about those that have not: after ``timeout_s``
+        seconds, with ``too_late(missing)``; or as soon as one is known to have exited. A warning names them after 30 s
+        and then once a minute.
+        """
+        store, patience = self._store, Patience(timeout_s, len(self._ranks))
+        store.set(f"here/{self._rank}", "")
+        arrived = store.add("here", 1)
+        first = arrived == 1  # asks which ranks are missing, and loses patience before the others
+        if arrived == len(self._ranks):
+            self.decide("")
+        while not store.check(["outcome"]):
+            if exited := self._exited():
+                self.decide(self._never_come(exited), exited)
+            elif patience.left() <= (0 if first else -_GRACE_S) and (missing := self._missing()):
+                self.decide(too_late(missing), missing)
+            patience.pause(self._complaint if first else None)
+        failure, missing = json.loads(store.get("outcome"))
+        if self._rank in missing:
+            return False
+        if failure:
+            self._stay_for_others()
+            raise RuntimeError(f"{self._what}: {failure}")
+        return True
+
+    def clean(self) -> None:
+        """Delete the keys of a barrier that all ranks have left. Called on each of them."""
+        for key in (f"here/{self._rank}", *(("here", "outcome", "left") if self._rank == self._ranks[0] else ())):
+            self._store.delete_key(key)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self._ranks if not self._store.check([f"here/{rank}"])]
+
+    def _exited(self) -> list[int]:
+        """Ranks that will never come, since they have ended."""
+        world_size = dist.get_world_size() if dist.is_initialized() else len(self._ranks)
+        exited = exited_ranks(self._store, self._rank, world_size)
+        return [rank for rank in exited if rank in self._ranks and not self._store.check([f"here/{rank}"])]
+
+    def _never_come(self, exited: list[int]) -> str:
+        who = name_ranks(exited)
+        return (
+            f"{who} of {len(self._ranks)} exited with status 0 before this call, and the others wait for "
+            f"{'it' if len(exited) == 1 else 'them'}: the script has come to its end there, or has called sys.exit or "
+            f"os._exit. All ranks must make this call, or none (see the output of {who})"
+        )
+
+    def _complaint(self) -> str:
+        if not (missing := self._missing()):
+            return ""
+        have = "has" if len(missing) == 1 else "have"
+        return f"{self._what}: {name_ranks(missing)} of {len(self._ranks)} {have} not arrived yet"
+
+    def _stay_for_others(self) -> None:
+        """The store may end with this process: wait a little until all that are here have read the outcome."""
+        store, patience = self._store, Patience(_FAREWELL_S if self._rank == 0 else 0.0)
+        left = store.add("left", 1)
+        while left < store.add("here", 0) and patience.left() > 0:
+            patience.pause()
+            left = store.add("left", 0)

@@ -1,0 +1,125 @@
+"""Last words: how ranks have ended, and the error of a rank that has lost another one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+
+from zerolite.comm import SharedStore
+from zerolite.comm.ranks import name_ranks
+
+EXITED = "exited with status 0"
+_QUOTED = 300  # characters of an exception
+_READ = 64  # ranks whose last words are read, in the order in which they ended: the rest are consequences
+_PATIENCE_S = 1.5  # how long a rank that has lost another waits for that one's last words
+
+
+class PeerLost(RuntimeError):
+    """A collective has failed because another process has gone."""
+
+
+class LastWords:
+    """What ranks that end say in the store, and what launchers know of those that say nothing."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+        self._neighbours = _ranks_of_torchrun()
+        if self._neighbours and not store.alone:
+            store.set(f"process/{store.rank}", json.dumps([os.getpid(), socket.gethostname()]))
+
+    def say(self, how: str) -> None:
+        """Leave a word for the ranks that still wait. how: "ended normally after step 3", for example."""
+        self._store.set(f"endings/{self._store.add('endings', 1)}", json.dumps([self._store.rank, how]))
+
+    def known(self) -> dict[int, str]:
+        """How the first ranks to end have ended, as far as that is known long after."""
+        return {**self._under_torchrun(), **self._told()}
+
+    def awaited(self) -> dict[int, str]:
+        """How a rank has ended whose connection broke just now, before it or its launcher can have said so."""
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(RuntimeError):  # the process that held the store has gone
+            while not (ended := self._told()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return ended or self._under_torchrun()
+        return {}
+
+    def _told(self) -> dict[int, str]:
+        """What ranks, or the `zerolite` launcher, have said."""
+        store = self._store
+        keys = [f"endings/{number}" for number in range(1, min(store.add("endings", 0), _READ) + 1)]
+        return {
+            **dict.fromkeys(store.exited(), EXITED),
+            **dict(json.loads(store.get(key)) for key in keys if store.has(key)),
+        }
+
+    def _under_torchrun(self) -> dict[int, str]:
+        """Ranks of this process's torchrun that are gone. It does not say how, but ends the job within a second after
+        any status other than 0."""
+        ended = {}
+        for rank in self._neighbours:
+            if self._store.has(f"process/{rank}"):
+                process, host = json.loads(self._store.get(f"process/{rank}"))
+                if host == socket.gethostname() and not _is_there(process):  # containers number processes anew
+                    ended[rank] = (
+                        f"{EXITED} (process {process} is gone, and torchrun ends the job after any other status)"
+                    )
+        return ended
+
+
+def describe_end(error: BaseException | None) -> str:
+    """How a process ends that ``error`` ends."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "normally"
+    if isinstance(error, PeerLost):
+        return "because it had lost another rank"
+    first = str(error).partition("\n")[0][:_QUOTED]
+    return f"with {type(error).__name__}: {first}"
+
+
+def lost_peer(error: RuntimeError, rank: int, place: str, ended: dict[int, str]) -> PeerLost:
+    """The error of a collective that has failed because a connection broke, with how ranks have ended."""
+    who = name_ranks(list(ended))
+    advice = "its process died: see its output, and the last lines of the launcher"
+    if not ended:
+        advice += (
+            "; if it was aborted by gloo for the size of a message, the ranks launched different collectives here, "
+            'and "check_collectives": true names them'
+        )
+    elif all("normally" in how for how in ended.values()):
+        advice = (
+            f"uneven batches? {who} left while this rank still had work; put the loop in `with engine.join():`, or "
+            "give all ranks as many batches. (It may also have called sys.exit: see its output)"
+        )
+    elif all(how.startswith(EXITED) for how in ended.values()):
+        advice = (
+            f"the others still needed {who}, which left without Python's clean-up: it has called os._exit, or a "
+            "library has. See its output, and let all ranks end their loops alike"
+        )
+    said = "; ".join(f"{name_ranks([one])} {how}" for one, how in ended.items())
+    return PeerLost(
+        f"rank {rank} has lost another rank, in {place}: {said or 'it said nothing before it went'}. "
+        f"{advice[0].upper()}{advice[1:]}. ({error})"
+    )
+
+
+def _ranks_of_torchrun() -> range:
+    """The ranks that this process's torchrun has started; none without it."""
+    numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not all(number.isdecimal() for number in numbers):
+        return range(0)
+    rank, local_rank, count = map(int, numbers)
+    return range(rank - local_rank, rank - local_rank + count)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
