@@ -19,12 +19,13 @@ WORDS = {
         "parameter 'head.bias' has shape (3,) on {first}, but (4,) on {odd}",
         "buffer 'offset' has shape (3,) on {first}, but (4,) on {odd}",
     ],
-    "one more": ["parameter 'scale' exists on {odd} only", "param group 0 holds 4 parameters on {first}, but 5 "],
+    "one more": ["parameter 'scale' exists on {odd} only", "param group 0 has a size of 4 on {first}, but 5 "],
     "order": ["the model's parameters come in another order: number 0 is 'body.weight' on {first}, but 'head.weight'"],
     "dtype": ["parameter 'head.bias' has dtype torch.float32 on {first}, but torch.float64 on {odd}"],
     "frozen": [
         "parameter 'head.bias' has requires_grad True on {first}, but False on {odd}",
-        "param group 0 holds 4 parameters on {first}, but 3 parameters on {odd}: 'head.bias' is in it on {first} only",
+        "param group 0 has a size of 4 on {first}, but 3 on {odd}",
+        "the param group of 'head.bias' is 0 on {first}, but not set on {odd}",
     ],
     "buffer": ["buffer 'offset' has shape (3,) on {first}, but (1, 3) on {odd}"],
     "lr": ["config key optimizer.params.lr is 0.1 on {first}, but 0.5 on {odd}"],
@@ -41,8 +42,9 @@ WORDS = {
         "and 2 more differences\n",
     ],
     "membership": [
-        "param group 0 holds 2 parameters on {first}, but 3 parameters on {odd}: 'head.bias' is in it on {odd} only",
-        "param group 1 holds 2 parameters on {first}, but 1 parameter on {odd}: 'head.bias' is in it on {first} only",
+        "param group 0 has a size of 2 on {first}, but 3 on {odd}",
+        "param group 1 has a size of 2 on {first}, but 1 on {odd}",
+        "the param group of 'head.bias' is 1 on {first}, but 0 on {odd}",
     ],
     "instance": [
         "the optimizer is not given on {first}, but torch.optim.sgd.SGD on {odd}",

@@ -15,7 +15,7 @@ import torch
 
 from zerolite.comm import Communicator, HostGroup, largest
 from zerolite.comm.collective_check import VARIABLE as CHECK_VARIABLE
-from zerolite.comm.ranks import list_of, name_ranks
+from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
 from zerolite.version import __version__
 from zerolite.zero.stage3.partitioned_parameter import whole_shape
@@ -35,7 +35,6 @@ config, or those of rank 0.)"""
 _DIFFERENT = "zerolite.initialize: the ranks hold different models, configs or optimizers"
 _MAKE_ALIKE = "Make them the same way on every rank, without branches or random numbers that depend on it."
 _SHOWN = 10  # differences in one message
-_NAMED = 3  # members in one difference
 _WIDTH = 100  # characters of a value
 
 
@@ -44,17 +43,16 @@ class Description:
     """What one rank holds, in words.
 
     items: facts by subject ("parameter 'head.weight'", "config key gradient_clipping") and, where a subject has
-    several, by aspect ("shape"); the aspect of a single fact is "". lists: names in an order that matters, by what
-    they are the list of. Lists whose members are subjects of ``items`` themselves are in ``orders``.
+    several, by aspect ("shape"); the aspect of a single fact is "". orders: names in an order that matters, by what
+    they are the list of; each of them is a subject of ``items`` too.
     """
 
     items: dict[str, dict[str, str]] = field(default_factory=dict)
-    lists: dict[str, list[str]] = field(default_factory=dict)
     orders: dict[str, list[str]] = field(default_factory=dict)
 
     def number(self) -> int:
         """63 bits made of all of it; equal for equal descriptions, and hardly for others."""
-        text = json.dumps([self.items, self.lists, self.orders], sort_keys=True)
+        text = json.dumps([self.items, self.orders], sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
@@ -173,9 +171,13 @@ def describe_optimizer(optimizer: Any, groups: Sequence[Mapping[str, Any]], mode
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = Description({"the optimizer": {"": "not given" if optimizer is None else kind_of(optimizer)}})
     for number, group in enumerate(groups):
-        found.lists[f"param group {number}"] = [names.get(id(p), "(of no name)") for p in group["params"]]
-        settings = {key: plain_text(value) for key, value in group.items() if key not in ("params", "param_names")}
-        found.items[f"param group {number}"] = {str(key): text for key, text in settings.items()}
+        members = [names.get(id(p), "(of no name)") for p in group["params"]]
+        found.orders[f"param group {number}"] = members
+        settings = {str(key): plain_text(value) for key, value in group.items() if key not in ("params", "param_names")}
+        found.items[f"param group {number}"] = {"a size of": str(len(members)), **settings}
+    for number in range(len(groups)):  # behind the settings, since one group more moves many parameters
+        of_members = {f"the param group of '{name}'": str(number) for name in found.orders[f"param group {number}"]}
+        found.items.update({subject: {"": text} for subject, text in of_members.items()})
     return found
 
 
@@ -189,7 +191,6 @@ def joined(*descriptions: Description) -> Description:
     whole = Description()
     for part in descriptions:
         whole.items.update(part.items)
-        whole.lists.update(part.lists)
         whole.orders.update(part.orders)
     return whole
 
@@ -230,9 +231,6 @@ def differences(ranks: Mapping[int, Description]) -> Iterator[str]:
             values = {rank: (aspects or {}).get(aspect) for rank, aspects in found.items()}
             if len(set(values.values())) > 1:
                 yield f"{subject} {f'has {aspect}' if aspect else 'is'} {_by_ranks(values)}"
-    for subject in _everywhere(entry.lists for entry in ranks.values()):
-        if all(subject in entry.lists for entry in ranks.values()):
-            yield from _membership(subject, {rank: entry.lists[subject] for rank, entry in ranks.items()})
     for subject in _everywhere(entry.orders for entry in ranks.values()):
         yield from _order(subject, {rank: entry.orders.get(subject, []) for rank, entry in ranks.items()})
 
@@ -254,21 +252,6 @@ def _by_ranks(values: Mapping[int, str | None]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
-
-
-def _membership(subject: str, lists: Mapping[int, list[str]]) -> Iterator[str]:
-    sets = {rank: frozenset(names) for rank, names in lists.items()}
-    if len(set(sets.values())) == 1:
-        yield from _order(subject, lists)
-        return
-    counts = {rank: f"{len(names)} parameter{'s' if len(names) != 1 else ''}" for rank, names in lists.items()}
-    strays = [name for name in _everywhere(lists.values()) if not all(name in names for names in sets.values())]
-    named = [
-        f"'{name}' is in it on {name_ranks(rank for rank, names in sets.items() if name in names)} only"
-        for name in strays[:_NAMED]
-    ]
-    more = [f"{len(strays) - _NAMED} more"] if len(strays) > _NAMED else []
-    yield f"{subject} holds {_by_ranks(counts)}: {list_of([*named, *more])}"
 
 
 def _order(subject: str, lists: Mapping[int, list[str]]) -> Iterator[str]:
