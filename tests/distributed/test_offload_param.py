@@ -11,6 +11,7 @@ import pytest
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from zerolite.zero.layout import part_numel
 
 CASES = "tests.distributed.cases.offload_param"
 PREFETCH = "stage3_prefetch_bucket_size"
@@ -94,12 +95,11 @@ def test_every_kind_of_model_is_the_same_at_every_tier(pools: Pools, world: int,
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_rest_at_their_tier_and_nothing_is_whole_between_uses(pools: Pools, world: int, tmp_path: Path) -> None:
     configs = tiers(tmp_path, "moving", {PREFETCH: 1})
-    frozen = 4 * math.ceil(ELEMENTS / world)  # bytes of a layer
-    part = 4 * 8 * math.ceil(ELEMENTS / world / 8)  # trained: a row of a bucket
+    part = 4 * part_numel(ELEMENTS, world)  # bytes of a layer, frozen or trained
     ranks = run(pools, world, {name: ("memory", {"config": settings}) for name, settings in configs.items()})
     for results in ranks:
         for name, found in results.items():
-            assert found["rests"] == {f"compute_parameters on {name}": 3 * part + 3 * frozen}, name
+            assert found["rests"] == {f"compute_parameters on {name}": LAYERS * part}, name
         whole = 2 * world * part
         for name in ("host", "disk"):
             assert 0 < results[name]["whole"] <= whole
