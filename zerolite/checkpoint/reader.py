@@ -101,7 +101,8 @@ class CheckpointReader:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"'{self.path / STATE}' is damaged, or does not fit: {type(error).__name__}: {error}. {self._others()}"
+                f"'{self.path / STATE}' is damaged, or does not fit: {type(error).__name__}: "
+                f"{str(error).rstrip('. ')}. {self._others()}"
             ) from error
 
     def _client_tensor(self, index: int) -> torch.Tensor:
