@@ -200,6 +200,18 @@ def exceptions(settings: str) -> None:
     train(engine, 2)
 
 
+def around_initialize() -> None:
+    """An engine that took over what a context has gathered would lose it at the end of the context."""
+    for stage in (1, 3):
+        with zero.Init():
+            model = models.build(models.Mlp)
+        before = whole(model)
+        with zero.GatheredParameters(model), raises(RuntimeError, "inside a zero.GatheredParameters context"):
+            zerolite.initialize(model, config(stage))
+        assert_same(whole(model), before)
+        train(zerolite.initialize(model, config(stage)), 2)
+
+
 def memory_formats() -> None:
     torch.manual_seed(0)
     plain = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)

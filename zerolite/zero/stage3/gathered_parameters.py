@@ -169,6 +169,18 @@ class GatheredParameters:
         return guilty
 
 
+def check_left(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise RuntimeError for a parameter that a context under way has gathered. The end of the context would drop the
+    values of a parameter that an engine has taken over meanwhile."""
+    inside = {handle for context in _contexts for handle in context._handles}
+    for handle in map(handle_of, parameters) if inside else ():
+        if handle in inside:
+            raise RuntimeError(
+                f"zerolite.initialize: parameter '{handle.name}' is inside a zero.GatheredParameters context; call "
+                "zerolite.initialize after the context has ended"
+            )
+
+
 def _parameters_in(params: Any) -> Iterator[torch.Tensor]:
     if params is None:
         return

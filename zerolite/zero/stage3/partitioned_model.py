@@ -16,7 +16,7 @@ from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_items import COMPUTE, DEVICE
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.fetch_plan import FetchLimits
-from zerolite.zero.stage3.gathered_parameters import GatheredParameters
+from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_left
 from zerolite.zero.stage3.module_hooks import attach
 from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0
@@ -55,6 +55,7 @@ class PartitionedModel:
         """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers. Shards rest on the
         device, or on the host where they are not to stay there, until they are given a place; some of them have been
         given one by ``zero.Init``."""
+        check_left(model.parameters())
         self.model = model
         self._away = tiers.parameters.place != DEVICE
         reader = ShardReader(tiers, transfers)
@@ -210,6 +211,7 @@ def _first_units(plans: Sequence[UnitPlan]) -> dict[int, int]:
 
 def make_whole(model: torch.nn.Module) -> None:
     """Turn all partitioned parameters of ``model`` into ordinary ones. Called on all ranks, in the same order."""
+    check_left(model.parameters())
     for parameter in model.parameters():
         handle = handle_of(parameter)
         if handle is not None:
