@@ -71,6 +71,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    # Which layers several processes may share, in the words of Hugging Face's models: tensor_parallel.plan "auto".
+    _tp_plan = {
+        "blocks.*.attention.query_key_value": "colwise",
+        "blocks.*.attention.project": "rowwise",
+        "blocks.*.mlp.expand": "colwise",
+        "blocks.*.mlp.project": "rowwise",
+        "head": "colwise_rep",
+    }
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config

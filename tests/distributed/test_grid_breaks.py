@@ -223,6 +223,7 @@ def test_one_rank_writes(pools: Pools, grid: Grid, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- Hugging Face
 
+PLANS = {"GPT2": {"*.c_attn": "column", "*.c_fc": "column", "*.c_proj": "row", "lm_head": "vocab"}}
 LISTS = {"GPT2": "transformer.h", "Llama": "model.layers", "Qwen2": "model.layers", "Qwen3": "model.layers"}
 
 
@@ -235,7 +236,7 @@ LISTS = {"GPT2": "transformer.h", "Llama": "model.layers", "Qwen2": "model.layer
 def test_hugging_face(pools: Pools, family: str, grid: Grid, stage: int, sequence: bool) -> None:
     made = settings(grid, stage, count=2, sequence=sequence)
     if grid[2] > 1:
-        made["tensor_parallel"] = {"size": 2, "plan": "auto", "sequence_parallel": sequence}
+        made["tensor_parallel"] = {"size": 2, "plan": PLANS.get(family, "auto"), "sequence_parallel": sequence}
     if grid[0] > 1:
         made["pipeline"] = {"stages": 2, "split": [f"{LISTS[family]}.2"]}
     for tied in (True, False) if family == "Llama" else (True,):

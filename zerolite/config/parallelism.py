@@ -59,8 +59,8 @@ class TensorParallelConfig(Block):
     plan: Plan | Literal["auto"] = "auto"
     """Which layers are cut and how: patterns of module names with `"column"`, `"row"` or `"vocab"`, as in
     `{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}`; Hugging Face's words are understood. `"auto"`: the plan
-    that the model brings (`base_model_tp_plan`), or that its structure gives; with `"*": "auto"` in the object, all
-    that its other patterns do not say."""
+    that the model brings (`base_model_tp_plan`, `_tp_plan`); with `"*": "auto"` in the object, for all modules of which
+    its other patterns say nothing."""
     sequence_parallel: Bool = False
     """Between the layers that are cut, each rank keeps a part of the sequence only: less memory for activations, the
     same traffic."""

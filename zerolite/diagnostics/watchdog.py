@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerolite")
 
 EXIT_STATUS = 76
-"""Of a process that its watchdog ends (EX_PROTOCOL of sysexits.h: the other side did not keep to the protocol)."""
+"""Exit status of a process that its watchdog ends: EX_PROTOCOL of sysexits.h, a breach of the protocol."""
 
 _LONGEST_PERIOD_S = 5.0
 _LATE_S = 1.0  # how late the thread may come to a look because others have the processor
@@ -319,7 +319,7 @@ class Watchdog:
         return f"in step {step}, {max(0.0, time.time() - when):.0f} s ago"
 
     def _position(self) -> Position:
-        """This rank's; what cannot be told of it is left out, since the message must come."""
+        """Return this rank's position. What cannot be told of it is left out, since the message must come."""
         try:
             return position_of(self._rank, dict(self._engines.items()), self._trains)
         except Exception as error:
@@ -389,7 +389,7 @@ _starts = 0
 
 
 def start_watchdog(timeout_s: float) -> Watchdog:
-    """This process's. Called on all ranks by ``initialize``, in the same order."""
+    """Return this process's watchdog, started. Called on all ranks by ``initialize``, in the same order."""
     global _current, _starts
     if _current is None or not _current.usable:
         if _current is not None:

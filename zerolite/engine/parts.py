@@ -46,6 +46,7 @@ def part_of_model(
 def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
     """A plan may be wrong, or match nothing, on one stage alone: all of them raise."""
     from zerolite import tensor_parallel
+    from zerolite.tensor_parallel.auto import no_plan
     from zerolite.tensor_parallel.plan import unmatched
 
     stages = topology.pipe.world_size
@@ -54,7 +55,8 @@ def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, dev
     )
     nowhere = set.intersection(*map(set, unused))
     if nowhere and len(unused) == stages > 1:  # a dry run hears of one
-        raise ValueError(f"tensor_parallel.plan: {unmatched(min(nowhere), ())}, on any stage")
+        sentence = no_plan(model) if "auto" in nowhere else f"{unmatched(min(nowhere), ())}, on any stage"
+        raise ValueError(f"tensor_parallel.plan: {sentence}")
 
 
 def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:

@@ -14,7 +14,7 @@ from zerolite.tensor_parallel.layers import (
     VocabParallelHead,
 )
 from zerolite.tensor_parallel.logits import VocabParallelLogits
-from zerolite.tensor_parallel.plan import PlanError
+from zerolite.tensor_parallel.plan import TensorPlanError
 from zerolite.utils.accelerator import default_device
 
 
@@ -29,7 +29,7 @@ def tensor_ranks(size: int) -> Communicator:
 
 __all__ = [
     "ColumnParallelLinear",
-    "PlanError",
+    "TensorPlanError",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",

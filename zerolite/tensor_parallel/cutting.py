@@ -28,8 +28,8 @@ from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.owners import Layer, Number, Owner
 from zerolite.tensor_parallel.plan import (
     Match,
-    PlanError,
     Style,
+    TensorPlanError,
     advice,
     general,
     matches,
@@ -64,15 +64,14 @@ def apply(
     sequence_parallel. device: where collectives are done. stage: the model is a part of a pipeline, in which other
     patterns than here may match; those that match nothing are returned (["auto"] if nothing is known of this part).
 
-    Raises PlanError, a ValueError, if plan and model do not go together, on all ranks and before anything is changed.
-    Called by ``zerolite.initialize`` on all ranks of ``comm``, after the model has been divided into stages and before
-    the engine is built.
-    """
+    Raises TensorPlanError, a ValueError, if plan and model do not go together, on all ranks and before anything is
+    changed. Called by ``zerolite.initialize`` on all ranks of ``comm``, after the model has been divided into stages
+    and before the engine is built."""
     if comm.world_size == 1:
         return []
     try:
         return _apply(model, settings, comm, device, stage)
-    except PlanError as error:
+    except TensorPlanError as error:
         raise error.beside(settings.plan) from None
 
 
@@ -107,8 +106,8 @@ def _apply(model: nn.Module, settings: Settings, comm: Communicator, device: tor
 
 
 def _not_connected(made: Sequence[Owner], sequence_parallel: bool) -> list[Owner]:
-    """Without those that an earlier call has cut and connected: the model has had another engine. Raises PlanError if
-    sequences were treated otherwise then."""
+    """Without those that an earlier call has cut and connected: the model has had another engine. Raises
+    TensorPlanError if sequences were treated otherwise then."""
     new = []
     for owner in made:
         modules: list[Any] = [layer.module for layer in (*owner.columns, *owner.rows)]
@@ -117,7 +116,7 @@ def _not_connected(made: Sequence[Owner], sequence_parallel: bool) -> list[Owner
             continue
         before = any(module.sequence is not None for module in modules)
         if before != sequence_parallel:
-            raise PlanError(
+            raise TensorPlanError(
                 f"tensor_parallel.sequence_parallel: expected {str(before).lower()}, as it was when the layers of "
                 f"'{owner.name}' were cut for an earlier engine, got {str(sequence_parallel).lower()}; make the model "
                 "anew"
@@ -126,8 +125,8 @@ def _not_connected(made: Sequence[Owner], sequence_parallel: bool) -> list[Owner
 
 
 def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communicator, share: bool) -> None:
-    """The parts of fused layers. share: whether several ranks may use one head of key and value. Raises PlanError for
-    sizes that ranks cannot share equally."""
+    """The parts of fused layers. share: whether several ranks may use one head of key and value. Raises TensorPlanError
+    for sizes that ranks cannot share equally."""
     size = comm.world_size
     owner_of = {id(layer): owner for owner in owners for layer in (*owner.columns, *owner.rows)}
     said: dict[str, list[str]] = {}
@@ -149,7 +148,7 @@ def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communica
         for length, shared in zip(lengths, layer.shared or [False] * len(lengths), strict=True):
             if length % size and not shared:
                 what = "outputs" if layer.style.kind == "column" else "inputs"
-                raise PlanError(
+                raise TensorPlanError(
                     f"expected {what} of '{layer.name}' that tensor_parallel.size {size} divides, got {length} (a "
                     f"layer of {layer.inputs} inputs and {layer.outputs} outputs); choose another size",
                     whole=layer.parent or layer.name,
@@ -179,12 +178,12 @@ def _divided(owners: Sequence[Owner], modules: Mapping[str, nn.Module], divide: 
         for pattern in divide:
             hits = [number for name, number in names.items() if matches(pattern, name)]
             if not hits:
-                raise PlanError(f"tensor_parallel.divide: {unmatched(pattern, names)}")
+                raise TensorPlanError(f"tensor_parallel.divide: {unmatched(pattern, names)}")
             found += hits
     once = {(id(modules[where]), name): (where, name, value) for where, name, value in found}
     for where, name, value in once.values():
         if value % size:
-            raise PlanError(
+            raise TensorPlanError(
                 f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank "
                 f"has its share, got {value}; choose a size that divides {value}"
             )
@@ -205,8 +204,8 @@ def _partial(
     sequence_is_cut: bool,
     biases: Set[int],
 ) -> list[nn.Parameter]:
-    """Whole parameters that act inside regions. Raises PlanError where that cannot be told, unless the gradients of all
-    in a block are parts."""
+    """Whole parameters that act inside regions. Raises TensorPlanError where that cannot be told, unless the gradients
+    of all in a block are parts."""
     chosen: dict[int, nn.Parameter] = {}
     whole: set[int] = set()
     for name, match in found.items():
@@ -226,7 +225,7 @@ def _partial(
                 said = sequence_is_cut or id(parameter) in (*chosen, *whole, *biases)
                 if parameter.requires_grad and not said:
                     full = f"{where}.{key}" if where else key
-                    raise PlanError(
+                    raise TensorPlanError(
                         f"expected only layers between a column and its row, got the parameter '{full}', of which "
                         'nobody can tell how it acts: its style is "whole" if it acts outside of them, and '
                         '"replicated_with_grad_allreduce" if it acts between them on each head alike; else '

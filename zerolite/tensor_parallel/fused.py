@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from zerolite.tensor_parallel.owners import FUSED_ATTENTION, SEPARATE_ATTENTION, Layer, Owner
-from zerolite.tensor_parallel.plan import PlanError
+from zerolite.tensor_parallel.plan import TensorPlanError
 
 FUSED_GATE = "gate_up_proj gate_up w12 w13 wi_fused up_gate fc1_gate".split()
 FUSED_KEY_VALUE = "kv kv_proj to_kv key_value c_kv w_kv wkv".split()
@@ -19,7 +19,8 @@ _ONE_BEHIND_THE_OTHER = "gpt2 imagegpt decision_transformer openai phi3 phi4_mul
 
 def column_sizes(layer: Layer, owner: Owner | None) -> tuple[list[int], str]:
     """The sizes of the parts of a column, each of which is cut, and what they are ("" if there is one part and nothing
-    to say). owner: None for a column whose outputs are gathered. Raises PlanError where the parts cannot be told."""
+    to say). owner: None for a column whose outputs are gathered. Raises TensorPlanError where the parts cannot be
+    told."""
     if layer.style.parts is not None:
         given = _given_parts(layer, layer.style.parts)
         if owner is not None:
@@ -29,19 +30,19 @@ def column_sizes(layer: Layer, owner: Owner | None) -> tuple[list[int], str]:
 
 
 def _check_given(layer: Layer, owner: Owner, given: list[int]) -> None:
-    """Raise PlanError if ``given`` contradicts what is known of the layer: outputs that belong together would be on
-    different ranks, and nothing else would show it."""
+    """Raise TensorPlanError if ``given`` contradicts what is known of the layer: outputs that belong together would be
+    on different ranks, and nothing else would show it."""
     kind = type(owner.holder_of(layer))
     alone = layer.last_name in SEPARATE_ATTENTION or {row.inputs for row in _rows_of(layer, owner)} == {layer.outputs}
     if not (_from_library(kind) or alone):
         return
     try:
         known, why = ([layer.outputs], "") if alone else _inferred(layer, owner)
-    except PlanError:
+    except TensorPlanError:
         return  # nobody knows, so the user has to
     if given != known:
         how = why or "one layer, of whose outputs each rank has a run"
-        raise PlanError(
+        raise TensorPlanError(
             f"expected parts {known} of '{layer.name}', which {kind.__name__} reads as {how}, got {given}: ranks would "
             'compute with outputs that do not belong together; remove "parts" from its style'
         )
@@ -66,7 +67,7 @@ def _inferred(layer: Layer, owner: Owner) -> tuple[list[int], str]:
     if layer.last_name in FUSED_GATE or gate:
         return [layer.outputs // 2] * 2, "gate and up"
     if layer.outputs > max(near) and layer.last_name not in SEPARATE_ATTENTION:
-        raise PlanError(
+        raise TensorPlanError(
             f"expected as many outputs of the column '{layer.name}' as the row reads inputs, {sorted(near)}, got "
             f'{layer.outputs}; give it the style {{"style": "column", "parts": [...]}} with the sizes of what is fused '
             "in it, if these can be divided",
@@ -76,14 +77,14 @@ def _inferred(layer: Layer, owner: Owner) -> tuple[list[int], str]:
 
 
 def check_family(owner: Owner) -> None:
-    """Raise PlanError for Hugging Face's attention whose bias knows all heads."""
+    """Raise TensorPlanError for Hugging Face's attention whose bias knows all heads."""
     for holder in owner.holders.values():
         kind = type(holder)
         family = _family(kind)
         config: Any = getattr(holder, "config", None)
         biased = family in ("bloom", "mpt") or (family == "falcon" and getattr(config, "alibi", False))
         if biased and owner.is_attention:
-            raise PlanError(
+            raise TensorPlanError(
                 f"expected attention that computes each head by itself, got {kind.__name__} in '{owner.name}', whose "
                 "model makes a bias (ALiBi) of all heads: it cannot be cut, but its feed-forward layers can",
                 whole=owner.name,
@@ -101,7 +102,9 @@ def _family(kind: type[nn.Module]) -> str:
 
 def _halves(layer: Layer) -> tuple[list[int], str]:
     if layer.outputs % 2:
-        raise PlanError(f"expected key and value in '{layer.name}', as its name says, got {layer.outputs} outputs")
+        raise TensorPlanError(
+            f"expected key and value in '{layer.name}', as its name says, got {layer.outputs} outputs"
+        )
     return [layer.outputs // 2] * 2, "key and value"
 
 
@@ -112,7 +115,7 @@ def _attention(layer: Layer, holder: nn.Module, reads: set[int]) -> tuple[list[i
     if family in _CONTIGUOUS_HEADS and not shared and (grouped or layer.outputs == 3 * layer.inputs):
         return [layer.outputs], f"by heads, which are contiguous in {name}"
     if family and not shared and family not in _ONE_BEHIND_THE_OTHER:
-        raise PlanError(
+        raise TensorPlanError(
             f"expected to know how {name} arranges query, key and value in '{layer.name}', got a class that is not "
             'known; if they are one behind the other, say it with the style {"style": "column", "parts": 3}, and with '
             '"parts": 1 if each head\'s are; else it cannot be cut',
@@ -124,7 +127,7 @@ def _attention(layer: Layer, holder: nn.Module, reads: set[int]) -> tuple[list[i
             return [query, rest // 2, rest // 2], "query, key and value"
     if layer.outputs in reads:
         return [layer.outputs], ""
-    raise PlanError(
+    raise TensorPlanError(
         f"expected query, key and value in '{layer.name}', as its name says, with a query of the {sorted(reads)} "
         f'inputs that the row reads, got {layer.outputs} outputs; write {{"style": "column", "parts": [query, key, '
         "value]} with their sizes"
@@ -134,10 +137,12 @@ def _attention(layer: Layer, holder: nn.Module, reads: set[int]) -> tuple[list[i
 def _given_parts(layer: Layer, given: int | tuple[int, ...]) -> list[int]:
     if isinstance(given, int):
         if layer.outputs % given:
-            raise PlanError(f"expected {given} parts of equal size in '{layer.name}', got {layer.outputs} outputs")
+            raise TensorPlanError(
+                f"expected {given} parts of equal size in '{layer.name}', got {layer.outputs} outputs"
+            )
         return [layer.outputs // given] * given
     if sum(given) != layer.outputs:
-        raise PlanError(
+        raise TensorPlanError(
             f"expected parts of '{layer.name}' that add up to its {layer.outputs} outputs, got {list(given)}, which "
             f"add up to {sum(given)}"
         )

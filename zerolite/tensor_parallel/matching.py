@@ -18,8 +18,8 @@ from zerolite.tensor_parallel.owners import Layer, Owner
 from zerolite.tensor_parallel.plan import (
     Match,
     NoPlan,
-    PlanError,
     Style,
+    TensorPlanError,
     by_itself,
     embedding_like,
     linear_like,
@@ -34,7 +34,7 @@ logger = logging.getLogger("zerolite")
 def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if handle_of(parameter) is not None:
-            raise PlanError(
+            raise TensorPlanError(
                 f"expected whole parameters to cut, got '{name}', which zero.Init has already spread over the ranks; "
                 "build the model outside of zerolite.zero.Init to use tensor_parallel"
             )
@@ -56,16 +56,16 @@ def find_matches(
         whole = tuple(f"{name}." for name, match in both.items() if match.style.kind == "whole")
         said = {name for name in names if name in both or name.startswith(whole)}
         try:
-            plan = auto_plan(model, modules, said)
+            plan = auto_plan(model, modules)
         except NoPlan:
-            if not stage:
-                raise
+            if not (stage and getattr(model, "is_pipeline_module", False)):
+                raise  # otherwise a layer that only another stage makes may bring one
             return both, [*unused, "auto"]
         added, _ = _resolve(plan, model, [name for name in names if name not in said], True)
         both = added | both
     wrong = [name for name in used if name in both and both[name].style.kind not in ("whole", "partial")]
     if wrong:
-        raise PlanError(
+        raise TensorPlanError(
             f"expected layers that are only called to cut, got '{wrong[0]}', which the forward_fn of a TiedLayerSpec "
             "uses in a way of its own; leave it out of tensor_parallel.plan"
         )
@@ -110,7 +110,7 @@ def _more_specific(name: str, one: Match, other: Match) -> Match:
 
 
 def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> list[Layer]:
-    """The layers to be cut, each once. Raises PlanError for those that cannot be."""
+    """The layers to be cut, each once. Raises TensorPlanError for those that cannot be."""
     layers: dict[int, Layer] = {}
     for name, match in found.items():
         module = modules.get(name)
@@ -120,7 +120,7 @@ def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) ->
         style = Style("vocab") if isinstance(module, nn.Embedding) else match.style
         before = layers.get(id(module))
         if before is not None and before.style != style:
-            raise PlanError(
+            raise TensorPlanError(
                 f"expected one style for the module that is both '{before.name}' and '{name}', got {before.style} and "
                 f"{style}; give them the same"
             )
@@ -135,7 +135,7 @@ def made_in_parts(modules: Mapping[str, nn.Module], comm: Communicator) -> list[
     layers = []
     for name, module in modules.items():
         if isinstance(module, CutLayer) and module.comm.world_size != comm.world_size:
-            raise PlanError(
+            raise TensorPlanError(
                 f"expected layers in {comm.world_size} parts, as tensor_parallel.size says, got '{name}' in "
                 f"{module.comm.world_size}"
             )
@@ -145,7 +145,7 @@ def made_in_parts(modules: Mapping[str, nn.Module], comm: Communicator) -> list[
             layers.append(Layer(name, module, Style("column", gather_output=module.gather_output)))
     try:
         return owning.pair(layers, modules)
-    except PlanError:
+    except TensorPlanError:
         return []  # the author knows what happens between them
 
 
@@ -153,15 +153,15 @@ def _check_layer(name: str, module: nn.Module, match: Match) -> None:
     kind = match.style.kind
     what = f"'{name}' (pattern '{match.pattern}', style {kind})"
     if parametrize.is_parametrized(module) or "weight" not in module._parameters:
-        raise PlanError(f"expected a layer with a weight of its own as {what}, got {_description(module)}")
+        raise TensorPlanError(f"expected a layer with a weight of its own as {what}, got {_description(module)}")
     if isinstance(module, nn.Embedding) and kind in ("vocab", "row"):
         if not embedding_like(module):
-            raise PlanError(f"expected an nn.Embedding as {what}, got {_description(module)}")
+            raise TensorPlanError(f"expected an nn.Embedding as {what}, got {_description(module)}")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
-                raise PlanError(f"expected an embedding without {option} as {what}; remove it or the pattern")
+                raise TensorPlanError(f"expected an embedding without {option} as {what}; remove it or the pattern")
     elif not linear_like(module) or isinstance(module, nn.Embedding):
-        raise PlanError(f"expected an nn.Linear{_or_embedding(kind)} as {what}, got {_description(module)}")
+        raise TensorPlanError(f"expected an nn.Linear{_or_embedding(kind)} as {what}, got {_description(module)}")
 
 
 def _or_embedding(kind: str) -> str:
@@ -181,12 +181,12 @@ def _description(module: nn.Module) -> str:
 
 def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> None:
     """An embedding and a head with one weight are both cut where one is, though it is in another stage. Raises
-    PlanError for another module that has a weight which is cut, and for different styles."""
+    TensorPlanError for another module that has a weight which is cut, and for different styles."""
     styles: dict[int, tuple[str, Style]] = {}
     for layer in layers.values():
         known = styles.setdefault(id(layer.module._parameters["weight"]), (layer.name, layer.style))
         if known[1] != layer.style:
-            raise PlanError(_DIFFERENT.format(known[1], known[0], layer.style, layer.name))
+            raise TensorPlanError(_DIFFERENT.format(known[1], known[0], layer.style, layer.name))
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
             if parameter is None or id(module) in layers or isinstance(module, CutLayer):
@@ -196,7 +196,7 @@ def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Map
                 continue
             can_be = embedding_like(module) or linear_like(module)
             if style.kind != "vocab" or key != "weight" or not can_be:
-                raise PlanError(_DIFFERENT.format(style, where, "none", name))
+                raise TensorPlanError(_DIFFERENT.format(style, where, "none", name))
             layers[id(module)] = Layer(name, module, style)
             logger.info("tensor_parallel: '%s' has the weight of '%s' and is cut with it", name, where)
 

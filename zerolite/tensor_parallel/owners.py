@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from zerolite.tensor_parallel.plan import PlanError, Style, is_container
+from zerolite.tensor_parallel.plan import Style, TensorPlanError, is_container
 
 HEADS = (
     "heads n_head n_heads nhead num_heads num_head n_local_heads num_attention_heads num_q_heads num_query_heads "
@@ -99,7 +99,7 @@ REPEATS = "num_key_value_groups num_kv_groups kv_groups n_rep num_rep num_querie
 
 
 def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owner]:
-    """The owners of ``layers``. Raises PlanError for a column without a row, and the other way round."""
+    """The owners of ``layers``. Raises TensorPlanError for a column without a row, and the other way round."""
     groups: dict[str, list[Layer]] = {}
     for layer in layers:
         if layer.style.kind in ("column", "row") and not layer.style.gather_output and layer.style.input_is_parallel:
@@ -115,7 +115,7 @@ def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owne
         above = name.rpartition(".")[0]
         alone = not (columns and rows)
         if not name or (alone and is_container(modules[above])):
-            raise PlanError(_unpaired(columns, rows, name), whole=name or None)
+            raise TensorPlanError(_unpaired(columns, rows, name), whole=name or None)
         groups.setdefault(above, []).extend(group)
     return owners
 
@@ -179,7 +179,7 @@ def share_heads(owner: Owner, size: int) -> None:
 
 
 def check_heads(owner: Owner, size: int) -> None:
-    """Raise PlanError if a cut would go through a head."""
+    """Raise TensorPlanError if a cut would go through a head."""
     width = head_width(owner) if owner.is_attention else None
     named = [layer for layer in owner.columns if layer.last_name in _ATTENTION]
     for layer in named or owner.columns:
@@ -188,7 +188,7 @@ def check_heads(owner: Owner, size: int) -> None:
                 heads = part // width
                 more = " (fewer heads than ranks)" if heads < size else ""
                 choose = f"; choose a size that divides {heads}" if heads > 1 else ""
-                raise PlanError(
+                raise TensorPlanError(
                     f"expected a number of heads in '{layer.name}' that is a multiple of tensor_parallel.size {size}, "
                     f"got {heads} heads of width {width}{more}{choose}",
                     whole=owner.name,
@@ -197,12 +197,12 @@ def check_heads(owner: Owner, size: int) -> None:
 
 def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
     """The numbers of heads and the widths in ``owner`` of which a rank has a part only, and what it has of them. Raises
-    PlanError where attention tells nothing of its heads, or where ranks cannot share them."""
+    TensorPlanError where attention tells nothing of its heads, or where ranks cannot share them."""
     if not owner.is_attention:
         return []
     heads, width = owner.numbers(HEADS), head_width(owner)
     if width is None:
-        raise PlanError(
+        raise TensorPlanError(
             f"expected the number of heads, or the width of one, in an attribute of '{owner.name}', got none of the "
             f"known names ({', '.join([*HEADS[:4], *HEAD_WIDTHS[:2]])}, ...) that fits; name the attributes that its "
             f'forward uses in tensor_parallel.divide, as ["{owner.name}.heads"], or write [] if it uses none',
@@ -217,7 +217,7 @@ def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
     found = [(where, name, value) for where, name, value in heads if value * width in parts]
     if heads and not found:
         shown = ", ".join(f"{name} {value}" for _, name, value in heads)
-        raise PlanError(
+        raise TensorPlanError(
             f"expected numbers of heads in '{owner.name}' that fit layers of {sorted(parts)} features, got {shown}; "
             "name the attributes that its forward uses in tensor_parallel.divide",
             whole=owner.name,
@@ -237,9 +237,9 @@ def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
 
 
 def _share(where: str, name: str, value: int, size: int) -> int:
-    """Raises PlanError if ranks cannot have equal ones."""
+    """Raises TensorPlanError if ranks cannot have equal ones."""
     if value % size:
-        raise PlanError(
+        raise TensorPlanError(
             f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank has "
             f"its share, got {value}; choose a size that divides {value}",
             whole=where,

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 
-class PlanError(ValueError):
+class TensorPlanError(ValueError):
     """The plan and the model do not go together.
 
     add: a pattern and its style that would help. whole: the module that is better left as it is. What the user has to
@@ -28,7 +28,7 @@ class PlanError(ValueError):
         self.text, self.add, self.whole = text, add, whole
         super().__init__(text + advice(None, add, whole))
 
-    def beside(self, plan: Any) -> PlanError:
+    def beside(self, plan: Any) -> TensorPlanError:
         """The same error for somebody who has written ``plan``."""
         made = type(self)(self.text)
         made.args = (self.text + advice(plan, self.add, self.whole),)
@@ -60,7 +60,7 @@ def general(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-class NoPlan(PlanError):
+class NoPlan(TensorPlanError):
     """Nothing is known of the model."""
 
 
@@ -118,17 +118,17 @@ def parse_style(pattern: str, given: object) -> Style:
         advice = _REFUSED.get(str(word), f"known are {', '.join(STYLES)}")
         if str(word).startswith(("moe", "ep_", "grouped_gemm", "mla_", "local", "all_reduce")):
             advice = "layers of experts and of latent attention are not cut; leave the pattern out"
-        raise PlanError(f"expected a style that is supported for '{pattern}', got {word!r}; {advice}")
+        raise TensorPlanError(f"expected a style that is supported for '{pattern}', got {word!r}; {advice}")
     parts, gather = options.get("parts"), options.get("gather_output")
     if (parts is not None or gather is not None) and style.kind != "column":
-        raise PlanError(
+        raise TensorPlanError(
             f"expected parts and gather_output with the style column only, got {dict(options)} for '{pattern}'"
         )
     if parts is not None:
         style = replace(style, parts=_parts(pattern, parts))
     if gather is not None:
         if not isinstance(gather, bool):
-            raise PlanError(f"expected true or false as gather_output of '{pattern}', got {gather!r}")
+            raise TensorPlanError(f"expected true or false as gather_output of '{pattern}', got {gather!r}")
         style = replace(style, gather_output=gather)
     return style
 
@@ -139,7 +139,7 @@ def _parts(pattern: str, parts: object) -> int | tuple[int, ...]:
     if isinstance(parts, Sequence) and not isinstance(parts, str) and parts:
         if all(isinstance(part, int) and not isinstance(part, bool) and part > 0 for part in parts):
             return tuple(parts)
-    raise PlanError(f"expected a number of parts or a list of their sizes as parts of '{pattern}', got {parts!r}")
+    raise TensorPlanError(f"expected a number of parts or a list of their sizes as parts of '{pattern}', got {parts!r}")
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -171,8 +171,8 @@ class Match:
 def resolve(
     plan: Mapping[str, Style], names: Iterable[str], optional: bool = False
 ) -> tuple[dict[str, Match], list[str]]:
-    """Which of ``names`` each pattern of ``plan`` is for, and the patterns that match none. Raises PlanError for a
-    name that two equally specific patterns cut in different ways, and unless ``optional`` for patterns that match
+    """Which of ``names`` each pattern of ``plan`` is for, and the patterns that match none. Raises TensorPlanError for
+    a name that two equally specific patterns cut in different ways, and unless ``optional`` for patterns that match
     none."""
     found: dict[str, Match] = {}
     known = list(names)
@@ -185,14 +185,14 @@ def resolve(
             before = found.get(name)
             new, old = specificity(pattern), specificity(before.pattern) if before else (-1, -1)
             if before is not None and new == old and style != before.style:
-                raise PlanError(
+                raise TensorPlanError(
                     f"expected one style for '{name}', got {before.style} from '{before.pattern}' and {style} from "
                     f"'{pattern}'; remove one of the two, or make one more specific"
                 )
             if new > old:
                 found[name] = Match(style, pattern)
     if unused and not optional:
-        raise PlanError("; ".join(unmatched(pattern, known) for pattern in unused))
+        raise TensorPlanError("; ".join(unmatched(pattern, known) for pattern in unused))
     return found, unused
 
 

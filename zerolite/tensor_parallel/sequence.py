@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import functions
-from zerolite.tensor_parallel.auto import ELEMENTWISE
 from zerolite.tensor_parallel.cuts import cut_of, mark_partial
 from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, along_sequence
 from zerolite.tensor_parallel.owners import Owner
-from zerolite.tensor_parallel.plan import PlanError, is_container
+from zerolite.tensor_parallel.plan import TensorPlanError, is_container
 from zerolite.tensor_parallel.regions import FirstForward, Region
 from zerolite.utils.nested import find_tensors, map_tensors
 
@@ -29,12 +28,14 @@ DIM = 1
 
 def find_runs(owners: Sequence[Owner], modules: Mapping[str, nn.Module]) -> list[list[str]]:
     """The names of blocks that have cut layers, in runs: those that follow each other in the outermost list of modules
-    that they are in. A module that is in no list is a run of its own. Raises PlanError for cross-attention, whose keys
-    come from elsewhere, and for parameters that are used in blocks and outside."""
+    that they are in. A module that is in no list is a run of its own. Raises TensorPlanError for cross-attention, whose
+    keys come from elsewhere, and for parameters that are used in blocks and outside."""
     blocks: dict[str, list[str]] = {}
     for owner in owners:
         if any(word in owner.name.lower().replace("_", "") for word in ("cross", "encoderattn", "encdecattention")):
-            raise PlanError(f"expected self-attention only with tensor_parallel.sequence_parallel, got '{owner.name}'")
+            raise TensorPlanError(
+                f"expected self-attention only with tensor_parallel.sequence_parallel, got '{owner.name}'"
+            )
         block = _block_of(owner.name, modules)
         blocks.setdefault(block.rpartition(".")[0], []).append(block)
     runs = [run for container, members in blocks.items() for run in _runs(container, set(members), modules)]
@@ -75,8 +76,8 @@ def _runs(container: str, members: set[str], modules: Mapping[str, nn.Module]) -
 
 
 def _check_mixing(block: str, module: nn.Module, owners: Sequence[Owner]) -> None:
-    """Raise PlanError if something in a block may mix tokens of the sequence though it is not cut: it would see a part
-    of them, and mostly nothing would fail."""
+    """Raise TensorPlanError if something in a block may mix tokens of the sequence though it is not cut: it would see a
+    part of them, and mostly nothing would fail."""
     attention = any(owner.is_attention for owner in owners)
     cut: list[nn.Module] = [module]
     for owner in owners:
@@ -90,14 +91,17 @@ def _check_mixing(block: str, module: nn.Module, owners: Sequence[Owner]) -> Non
             continue
         norm = "norm" in type(inner).__name__.lower()
         if convolves or not (attention or norm):
-            raise PlanError(
+            raise TensorPlanError(
                 "tensor_parallel.sequence_parallel: expected blocks in which all that mixes tokens (attention, "
                 f"convolutions) is cut, got '{block}.{name}' ({type(inner).__name__}), which is not and would see a "
                 "part of the sequence only; leave sequence_parallel out"
             )
 
 
-_TOKENWISE = (*ELEMENTWISE, nn.Linear)
+_TOKENWISE = (
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Softplus, nn.Hardswish),
+    *(nn.Dropout, nn.Identity, nn.Linear),
+)
 
 
 def _check_parameters(blocks: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
@@ -109,7 +113,7 @@ def _check_parameters(blocks: Sequence[str], modules: Mapping[str, nn.Module]) -
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in inside:
-                raise PlanError(
+                raise TensorPlanError(
                     "tensor_parallel.sequence_parallel: expected parameters of blocks that are used nowhere else, "
                     f"got '{name}.{key}', which is also in '{inside[id(parameter)]}'"
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -333,31 +332,50 @@ OTHERS: dict[str, Architecture] = {
 ALL = {**CAUSAL, **OTHERS}
 
 
-def cut_by_itself(names: list[str], **others: Any) -> dict[str, dict[str, Any]]:
-    """By name: the largest differences between the model cut by the plan "auto" and whole; and what was said before it
-    was cut as the refusals say."""
+def _patterns(columns: str, rows: str, head: str = "lm_head") -> dict[str, str]:
+    """Last parts of names."""
+    plan = {f"*.{name}": "column" for name in columns.split()} | {f"*.{name}": "row" for name in rows.split()}
+    return plan | ({head: "vocab"} if head else {})
+
+
+_SEPARATE = _patterns("q_proj k_proj v_proj fc1", "out_proj fc2")
+_VISION = _patterns("q_proj k_proj v_proj fc1", "o_proj fc2", "")
+_BERT = _patterns("self.query self.key self.value intermediate.dense", "output.dense", "")
+_NEOX = _patterns("query_key_value dense_h_to_4h", "dense dense_4h_to_h")
+PLANS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_bigcode_mqa", "openai_gpt"), _patterns("c_attn c_fc", "c_proj")),
+    **dict.fromkeys(("opt", "opt_post_norm", "xglm", "bart", "pegasus"), _SEPARATE),
+    **dict.fromkeys(("bloom", "falcon", "falcon_alibi", "falcon_new", "persimmon"), _NEOX),
+    **dict.fromkeys(("bert", "roberta", "electra"), _BERT),
+    **dict.fromkeys(("vit", "deit", "dinov2", "swin"), _VISION),
+    "t5": _patterns("q k v wi", "o wo"),
+    "t5_gated": _patterns("q k v wi_0 wi_1", "o wo"),
+    "gpt_neo": _patterns("q_proj k_proj v_proj c_fc", "out_proj c_proj"),
+    "gptj": _patterns("q_proj k_proj v_proj fc_in", "out_proj fc_out"),
+    "gpt_neox_japanese": _patterns("query_key_value dense_h_to_4h", "dense dense_4h_to_h", "embed_out"),
+    "stablelm": _patterns("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj"),
+    "distilbert": _patterns("q_lin k_lin v_lin lin1", "out_lin lin2", ""),
+    "modernbert": _patterns("Wqkv Wi", "Wo", "decoder"),
+    "mpt": _patterns("Wqkv up_proj", "out_proj down_proj"),
+    "fnet": _patterns("intermediate.dense", "output.dense", ""),
+}
+"""Of models that bring none of their own, what a user writes."""
+
+
+def cut(names: list[str], **others: Any) -> dict[str, dict[str, Any]]:
+    """By name: the largest differences between the model cut by its plan, or by that of :data:`PLANS`, and whole; or
+    why it is refused."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        said: list[str] = []
-        plan: Any = "auto"
-        while plan is not None and len(said) < 4:
-            try:
-                result = compare(ALL[name].build(), ALL[name].loss, plan, **others)
-            except (ValueError, RuntimeError, AssertionError) as error:
-                said.append(f"{type(error).__name__}: {error}")
-                plan = _remedy(said[-1])
-                continue
-            worst = max(result["gradients"].items(), key=lambda item: item[1])
-            found[name] = {"loss": result["loss"], "gradients": worst[1], "worst": worst[0], "cut": len(result["cut"])}
-            break
-        found.setdefault(name, {})["said"] = said
+        try:
+            result = compare(ALL[name].build(), ALL[name].loss, PLANS.get(name, "auto"), **others)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            found[name] = {"said": f"{type(error).__name__}: {error}"}
+            continue
+        worst = max(result["gradients"].items(), key=lambda item: item[1])
+        of_result = {"loss": result["loss"], "gradients": worst[1], "worst": worst[0], "cut": len(result["cut"])}
+        found[name] = {**of_result, "said": ""}
     return found
-
-
-def _remedy(sentence: str) -> Any:
-    """The last plan that a refusal tells the user to write, None if there is none."""
-    _, marked, rest = sentence.rpartition('write "plan": ')
-    return json.JSONDecoder().raw_decode(rest)[0] if marked else None
 
 
 def in_stages(names: list[str]) -> dict[str, dict[str, float]]:

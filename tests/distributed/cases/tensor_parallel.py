@@ -119,6 +119,9 @@ def hugging_face(family: str, tied: bool = False, heads: int = 4, kv_heads: int 
     torch.manual_seed(1)
     model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM"))(config)
     x = tokens(vocabulary=67)
+    if family == "GPT2":  # brings no plan
+        plan = {"*.c_attn": "column", "*.c_fc": "column", "*.c_proj": "row", "lm_head": "vocab"}
+        others["plan"] = plan
     return compare(model, lambda m: m(input_ids=x, labels=x).loss, **others)
 
 
@@ -175,6 +178,12 @@ class Nano(nn.Module):
 
 
 class Stack(nn.Module):
+    _tp_plan = {
+        **{f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "qkv", "c_attn", "gate_up", "up")},
+        **{f"blocks.*.{name}": "rowwise" for name in ("o", "down", "c_proj")},
+        "head": "colwise_rep",
+    }
+
     def __init__(self, blocks: list[nn.Module], width: int = 32, vocabulary: int = 37, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width, padding_idx=3)
