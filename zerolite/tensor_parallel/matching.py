@@ -73,7 +73,7 @@ def find_matches(
 
 
 AUTO = ("*", "auto")
-"""In a plan: beside its patterns, what the model or its structure says."""
+"""In a plan: beside its patterns, the plan that the model brings."""
 
 
 def _resolve(

@@ -51,7 +51,7 @@ def advice(plan: Any, add: tuple[str, Any] | None = None, whole: str | None = No
 
 
 def by_itself(plan: Any) -> bool:
-    """Whether the model or its structure says what is cut, beside what ``plan`` may say."""
+    """Return True where the model says what is cut, beside what ``plan`` may say."""
     return plan == "auto" if isinstance(plan, str) else isinstance(plan, Mapping) and plan.get("*") == "auto"
 
 
