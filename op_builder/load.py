@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 @dataclass(frozen=True)
 class OpStatus:
-    """What is known about an op without building it.
+    """Facts about an op that need no build.
 
     Attributes:
         name: that of the op.

@@ -16,7 +16,7 @@ _UNKNOWN = -1
 
 
 class Checksums:
-    """Of one file: a CRC-32 for each block, eight bytes of memory. For one thread at a time."""
+    """Checksums of one file: a CRC-32 for each block, eight bytes of memory. For one thread at a time."""
 
     def __init__(self) -> None:
         self._sums = array("q")
@@ -29,7 +29,7 @@ class Checksums:
         self._sums[first : first + len(sums)] = sums
 
     def expected(self, offset: int, nbytes: int) -> array[int]:
-        """Of the blocks from ``offset`` on: what :func:`compare` wants to know."""
+        """Return the expected checksums of the blocks from ``offset`` on, as :func:`compare` takes them."""
         first, end = offset // BLOCK, -(-(offset + nbytes) // BLOCK)
         self._grow(end)
         return self._sums[first:end]

@@ -20,8 +20,8 @@ _ON_THEIR_WAY = 2  # buckets; more would hold memory of the device
 
 
 class RestingGradients:
-    """Of one rank; nothing here is a collective. ``on_leaving(bucket, gradient)`` is called with every mean gradient
-    that leaves the device, while it is still there."""
+    """Offloaded mean gradients of one rank; nothing here is a collective. ``on_leaving(bucket, gradient)`` is called
+    with every mean gradient that leaves the device, while it is still there."""
 
     def __init__(self, tiers: Tiers, transfers: Transfers, on_leaving: Callable[[int, torch.Tensor], None]) -> None:
         self._on_leaving = on_leaving
@@ -38,11 +38,11 @@ class RestingGradients:
         self._longest = longest
 
     def away(self, bucket: int) -> bool:
-        """Whether a bucket's gradient rests where the device does not reach it."""
+        """True if a bucket's gradient is stored where the device does not reach it."""
         return not self._tiers.within_reach(self._tiers.of_optimizer(bucket), on_host=False)
 
     def keep(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Where ``gradient``, on the device, rests from now on; itself where that is the device."""
+        """Store ``gradient``, which is on the device, and return the stored tensor; itself where that is the device."""
         if not self.away(bucket):
             return own(gradient, GRADIENTS)
         self._on_leaving(bucket, gradient)
@@ -103,7 +103,7 @@ class RestingGradients:
         self._arrived = DONE
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """Where gradients rest off the device."""
+        """Yield the gradients that are stored off the device."""
         return self._homes.values()
 
     def wait_all(self) -> None:

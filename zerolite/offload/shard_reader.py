@@ -30,7 +30,7 @@ def undispatched() -> contextlib.AbstractContextManager[Any]:
 
 
 class Resting(Protocol):
-    """What is known here of a :class:`zerolite.zero.stage3.partitioned_parameter.PartitionedParameter`."""
+    """The part of :class:`zerolite.zero.stage3.partitioned_parameter.PartitionedParameter` that the reader uses."""
 
     shard: torch.Tensor
     full: torch.Tensor
@@ -95,7 +95,7 @@ class _Read:
 
 
 class _Place(NamedTuple):
-    """Where a member's shard is, once ``read`` has ended."""
+    """Location of a member's shard, once ``read`` has ended."""
 
     read: _Read
     shard: torch.Tensor
@@ -170,7 +170,7 @@ class ShardReader:
                 self._ahead.setdefault(id(member), deque()).append(_Place(read, place, member))
 
     def forget(self) -> None:
-        """What is read ahead is outdated, or not needed."""
+        """Drop reads ahead, which are outdated or not needed."""
         if self._ahead:
             found = [place for several in self._ahead.values() for place in several]
             self._ahead.clear()
@@ -185,7 +185,7 @@ class ShardReader:
             member.tier.file.forget_cached()
 
     def is_ahead(self, member: Resting) -> bool:
-        """Whether it has been read for its next gather, or is on its way."""
+        """True if the shard has been read for its next gather, or is on its way."""
         return id(member) in self._ahead
 
     def _release(self, read: _Read) -> None:

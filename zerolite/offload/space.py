@@ -23,7 +23,7 @@ class Space:
         self._gaps: list[_Gap] = []  # by offset; no two adjoin
 
     def take(self, nbytes: int) -> tuple[int, bool]:
-        """Of a part of so many bytes: where it begins, and whether it reads as zeros."""
+        """Reserve ``nbytes``: return where they begin, and whether they read as zeros."""
         fitting = [gap for gap in self._gaps if gap.nbytes >= nbytes]
         if not fitting:
             self.end += nbytes

@@ -83,12 +83,12 @@ class SwapFile:
 
     @property
     def direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
+        """True if reads and writes go past the page cache."""
         return self._direct is not None
 
     @property
     def nbytes(self) -> int:
-        """That the file takes on the disk, at most."""
+        """Largest size of the file on the disk."""
         return self._space.end
 
     def zeros(self, nbytes: int) -> torch.Tensor:
@@ -186,7 +186,7 @@ class SwapFile:
         return transfer
 
     def _place_of(self, resting: torch.Tensor, nbytes: int) -> tuple[int, bool]:
-        """Of a view: where it lies in the file, and whether it ends where its tensor does."""
+        """Return the offset of a view in the file, and whether it ends where its tensor does."""
         try:
             offset, length = self._offsets[resting.untyped_storage().data_ptr()]
         except KeyError:
@@ -210,7 +210,7 @@ class SwapFile:
                 self._released.append((offset, nbytes, clean))
 
     def _reclaim(self, offset: int, nbytes: int, clean: bool) -> None:
-        """What _release leaves, which the collector may call in the middle of anything."""
+        """Reclaim the space that _release has noted, which the collector may call in the middle of anything."""
         self._space.give_back(offset, nbytes, clean)
         os.ftruncate(self._fd, self._space.end)  # what comes there next reads as zeros, also where no holes are made
         if self._sums is not None:
@@ -313,7 +313,7 @@ def _bytes_of(tensor: torch.Tensor, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]
 
 
 def _compare(sums: array[int], offset: int, memory: torch.Tensor, nbytes: int, name: str) -> None:
-    """What has been read into ``memory``, which must live until then."""
+    """Compare the checksums of what has been read into ``memory``, which must live until then."""
     compare(sums, offset, _bytes_of(memory, nbytes), name)
 
 

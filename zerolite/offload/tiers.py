@@ -32,7 +32,7 @@ class FileTransfer(Protocol):
 
 
 class File(Protocol):
-    """What is known here of :class:`zerolite.offload.swap_file.SwapFile`."""
+    """The part of :class:`zerolite.offload.swap_file.SwapFile` that is used here."""
 
     def zeros(self, nbytes: int) -> torch.Tensor: ...
 
@@ -129,7 +129,7 @@ class Tiers:
         self._resident = set(_last_ones(buckets, 1.0 - self.ratio))
 
     def of_optimizer(self, bucket: int) -> Tier:
-        """Of a bucket's masters, states and gradients."""
+        """Return the placement of a bucket's masters, states and gradients."""
         return self.on_device if bucket in self._resident else self.optimizer
 
     def place_parameters(self, numel: int, stays: bool = False) -> Tier:
@@ -143,11 +143,11 @@ class Tiers:
         return tier
 
     def updates_on_host(self, bucket: int) -> bool:
-        """Whether the CPU updates a bucket: its states rest on host or disk."""
+        """True if the CPU updates a bucket: its states are on host or disk."""
         return self.of_optimizer(bucket).place != DEVICE
 
     def within_reach(self, tier: Tier, on_host: bool) -> bool:
-        """Whether an update on the host, or on the device, reads and writes what rests at ``tier`` where it is."""
+        """True if an update on the host, or on the device, reads and writes tensors of ``tier`` where they are."""
         if tier.place == DISK:
             return False
         return not self.apart or (tier.place == HOST) == on_host
@@ -163,7 +163,7 @@ class Tiers:
 
     @property
     def on_disk(self) -> bool:
-        """Whether something rests on disk."""
+        """True if anything is stored on disk."""
         return DISK in (self.optimizer.place, self.parameters.place)
 
     def _files(self) -> list[File]:
@@ -171,8 +171,8 @@ class Tiers:
         return [tier.file for tier in tiers if isinstance(tier, DiskTier)]
 
     def written_in_place(self) -> None:
-        """What rests has been written as tensors, not by the step: what was read of it is outdated. While nothing is
-        under way but reads ahead."""
+        """Drop reads ahead after stored tensors were written as tensors, not by the step. While nothing is under way
+        but reads ahead."""
         for forget in self.on_written:
             forget()
         for file in self._files():

@@ -36,7 +36,7 @@ class Transfer(Protocol):
         ...
 
     def advance(self) -> None:
-        """Where there are two steps, wait for the first and begin the second."""
+        """Wait for the first of two transfers and begin the second."""
         ...
 
 
@@ -151,7 +151,7 @@ class StagingPool:
             self._free.append(tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in a buffer of :meth:`take`."""
+        """True if ``tensor`` lies in a buffer of :meth:`take`."""
         return tensor.untyped_storage()._cdata in self._made
 
     def memory(self) -> list[torch.Tensor]:
@@ -205,8 +205,8 @@ class Transfers:
         return contextlib.nullcontext() if self._to_device is None else torch.cuda.stream(self._to_device)
 
     def _direct(self, tensor: torch.Tensor) -> bool:
-        """Whether it can be read from disk and written there as it is: it lies in a buffer of the pool, from a block's
-        beginning on, and the buffer goes on to the end of its last block."""
+        """True if the tensor can be read from disk and written there as it is: it lies in a buffer of the pool, from a
+        block's beginning on, and the buffer goes on to the end of its last block."""
         start = tensor.storage_offset() * tensor.element_size()
         end = start + whole_blocks(tensor.numel() * tensor.element_size())
         return self.pool.has(tensor) and not start % _BLOCK and end <= tensor.untyped_storage().nbytes()

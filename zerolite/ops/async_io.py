@@ -34,7 +34,8 @@ class UnexpectedEnd(OSError):
 
 
 class Backend(Protocol):
-    """Who does it. ``submit`` gives a ticket, which is valid until ``wait`` has given an outcome for it."""
+    """Executor of the requests. ``submit`` gives a ticket, which is valid until ``wait`` has given an outcome for
+    it."""
 
     name: str
 
@@ -81,7 +82,7 @@ class IOTask:
             raise self._failure(self._outcome)
 
     def ended(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """True if :meth:`wait` would return, or raise, at once."""
         _check_process(self._pid)
         if not self._lock.acquire(blocking=False):
             return False  # somebody waits for it

@@ -81,7 +81,7 @@ def _check_table(table: torch.Tensor) -> None:
 
 
 def _check_bounds(table: torch.Tensor, tensors: Tensors, rows: int) -> None:
-    """That every segment lies within its tensor and names a row (or owner) there is. Not on fake tensors."""
+    """Check that every segment lies within its tensor and names a row (or owner) that exists. Not on fake tensors."""
     which, start, numel, row = table.unbind(1)
     inside = (which >= 0) & (which < len(tensors)) & (start >= 0) & (numel >= 0) & (row >= 0) & (row < rows)
     sizes = torch.tensor([tensor.numel() for tensor in tensors])

@@ -430,7 +430,7 @@ def _warming_up(iteration: int, steps: int) -> bool:
 
 
 def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
-    """How far the warm-up has come, from 0 to 1. iteration: from -1 to steps - 1."""
+    """Return the progress of the warm-up, from 0 to 1. iteration: from -1 to steps - 1."""
     if iteration < 0:
         return 0.0
     return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps

@@ -55,7 +55,8 @@ class UpdateRule:
         return unsupported(group)
 
     def only_here(self, groups: Sequence[Group]) -> bool:
-        """Whether a group asks for what torch's optimizer does not have: no bias correction, or 16-bit states."""
+        """True if a group asks for an option that torch's optimizer does not have: no bias correction, or 16-bit
+        states."""
         return any(group.get(key) is False for group in groups for key in ONLY_HERE)
 
     def state_dtype(self, groups: Sequence[Group], update: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ MAX_SCALE = 2.0**126
 
 
 class ScaleChange(NamedTuple):
-    """What one call of `LossScaler.update` did.
+    """Result of one call of `LossScaler.update`.
 
     before: the scale of the step that has just ended. after: the scale of the next step. at_minimum: an overflow
     came, the scale was at `min_scale` already and no hysteresis was left, so that nothing could be done about it;

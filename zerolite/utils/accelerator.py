@@ -33,7 +33,7 @@ def collector_off() -> Iterator[None]:
 
 
 class Machine:
-    """What this process runs on: its device, host memory and files. A dry run puts a simulated one in place."""
+    """Resources of this process: its device, host memory and files. A dry run puts a simulated one in place."""
 
     joins_jobs = True  # whether torch.distributed may be started
 
@@ -44,11 +44,12 @@ class Machine:
         return torch.device("cpu")
 
     def host_memory(self, nbytes: int, pin: bool, like: torch.Tensor | None = None) -> torch.Tensor:
-        """As :func:`zerolite.utils.pinned_memory.host_memory`. like: if it has no memory, the result has none."""
+        """Allocate as :func:`zerolite.utils.pinned_memory.host_memory` does. like: if it has no memory, the result has
+        none."""
         return host_memory(nbytes, pin)
 
     def file(self, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives: a file for parts of shards."""
+        """Return the result of ``make``: a file for parts of shards."""
         return make()
 
     def read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -93,7 +94,7 @@ def make_current(device: torch.device) -> None:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has no memory: that of a dry run."""
+    """True if ``tensor`` has no memory, as in a dry run."""
     return type(tensor) is FakeTensor
 
 
@@ -138,8 +139,8 @@ def _grouped_mm(
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the elements of ``tensor`` begin: equal for tensors that begin in the same place of the same memory, also
-    where there is no memory."""
+    """Return the address of the elements of ``tensor``: equal for tensors that begin at the same place of the same
+    memory, also where there is no memory."""
     if type(tensor) is FakeTensor:
         return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr()

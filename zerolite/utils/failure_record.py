@@ -62,7 +62,7 @@ def write(message: str, traceback: str, consequence: bool = False, suffix: str =
 
 
 def read(path: str) -> FailureRecord | None:
-    """What :func:`write`, or torch's ``record`` decorator, has left; None if there is nothing that can be read."""
+    """Read the record that :func:`write`, or torch's ``record`` decorator, has left; None if nothing can be read."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)

@@ -20,7 +20,7 @@ SECRET_VARIABLE = "ZEROLITE_JOB_SECRET"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` means the machine that the word is said on: `localhost`, `127.0.0.1`, `::1`, ..."""
+    """True if ``host`` means this machine itself: `localhost`, `127.0.0.1`, `::1`, ..."""
     if host.lower() == "localhost":
         return True
     try:

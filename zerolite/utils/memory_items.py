@@ -75,7 +75,7 @@ def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 
 def place_of(tensor: torch.Tensor) -> str:
-    """Where the memory of ``tensor`` is, as :func:`own` was told last; the device if it was told nothing."""
+    """Return the placement of ``tensor`` that :func:`own` was told last; the device if it was told nothing."""
     known = _elsewhere.get(tensor.untyped_storage()._cdata)
     return DEVICE if known is None else known[1]
 

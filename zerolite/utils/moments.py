@@ -9,12 +9,12 @@ import torch
 
 
 class Moment(Protocol):
-    """What a CUDA event has."""
+    """The interface of a CUDA event that is used here."""
 
     def record(self, stream: Any) -> None: ...
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """True if the device has reached the event."""
         ...
 
     def synchronize(self) -> None:

@@ -21,7 +21,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """As people read it: "5.00 GB", of 10**9 bytes each."""
+    """Format a size for people: "5.00 GB", of 10**9 bytes each."""
     for letter, power in reversed(_POWERS.items()):
         rounded_up = 0.005 * 1000 ** (power - 1)  # or it would be 1000.00 of the unit below
         if abs(nbytes) >= 1000**power - rounded_up:

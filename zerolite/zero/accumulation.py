@@ -78,7 +78,8 @@ class AccumulationWindow:
         return closes
 
     def flush_factor(self) -> float:
-        """What a partial window's gradient must be multiplied by to be the mean over the micro-batches it contains."""
+        """Return the factor that makes the gradient of a partial accumulation the mean over the micro-batches it
+        contains."""
         if not (self._scaled_backwards or self._divided_backwards) or self.weighted:
             return 1.0
         contained = self._stepped + (1 if self._backwards_since_step else 0)

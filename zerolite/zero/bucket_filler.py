@@ -93,7 +93,7 @@ def runs_of(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Run]:
 
 
 def many_small(bucket: Bucket) -> bool:
-    """Whether moving gradients to a sliced bucket one by one costs more in calls than in bytes."""
+    """True if moving gradients to a sliced bucket one by one costs more in calls than in bytes."""
     numel = sum(slot.numel for slot in bucket.slots)
     many = bucket.rows and len(bucket.slots) > 1
     return bool(many) and 0 < numel <= _SMALL * len(bucket.slots) and bucket.numel <= _LARGEST

@@ -17,7 +17,7 @@ ALONE_NUMEL = 1 << 27
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are summed. Dtypes are None where the gradient's own dtype is kept.
+    """Dtypes and algorithm of the gradient reductions. Dtypes are None where the gradient's own dtype is kept.
 
     accumulate_dtype: of sums over several contributions; several_expected: whether there will be several
     (accumulation > 1); communication_dtype(parameter): what travels of its bucket. The division by world_size is split

@@ -154,7 +154,7 @@ class ParameterBuffer:
         return self.tiers.of_optimizer(bucket) if self.separate_master(bucket) else self.tier_of_compute(bucket)
 
     def tier_of_compute(self, bucket: int) -> Tier:
-        """Of this rank's range of the compute parameters."""
+        """Return the placement of this rank's range of the compute parameters."""
         return self.tiers.on_device
 
     def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class ParameterBuffer:
         return self._owned(self.layout.buckets[bucket], self.compute[bucket])
 
     def keeps_shape(self, slot: Slot) -> bool:
-        """Whether pieces of the parameter have its shape: all of it is updated here, and they are not flat."""
+        """True if pieces of the parameter have its shape: all of it is updated here, and they are not flat."""
         return slot.whole or not self.shard
 
     def piece(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:

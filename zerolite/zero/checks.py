@@ -42,7 +42,7 @@ class UpdateChecks(Extra, Protocol):
 
 
 class UpdateLook(Protocol):
-    """What looks at masters before and after each of the calls that make one update."""
+    """Observer of the masters before and after each of the calls that make one update."""
 
     def begin(self) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Command(enum.IntEnum):
-    """What a rank is about to do, with the numbers that say how."""
+    """Operation that a rank is about to run, with the numbers that say how."""
 
     FORWARD = 1  # whether buffers are sent
     BACKWARD = 2  # whether the engine scaled the loss, it has a weight, gradients are reduced, and divided

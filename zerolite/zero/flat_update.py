@@ -17,7 +17,7 @@ Flat = list[torch.Tensor]
 
 
 class Rule(Protocol):
-    """What is known here of zerolite.optim.update_rules.UpdateRule."""
+    """The part of zerolite.optim.update_rules.UpdateRule that the core uses."""
 
     @property
     def states(self) -> tuple[str, ...]: ...
@@ -243,7 +243,7 @@ class FlatUpdate:
         return self._states
 
     def _new_states(self, groups: Groups, first: int) -> Flat:
-        """Of the buckets from ``first`` on."""
+        """Allocate states for the buckets from ``first`` on."""
         flats: Flat = []
         buckets = zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True)
         for master, dtype, members in list(buckets)[first:]:

@@ -108,7 +108,7 @@ class GradReducer:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Of the layout, by index."""
+        """Parameters of the layout, by index."""
         return self.arrivals.parameters
 
     @property
@@ -118,7 +118,7 @@ class GradReducer:
 
     @property
     def shown(self) -> ShownGradients:
-        """What ``p.grad`` shows; complete between passes."""
+        """Gradients that ``p.grad`` shows; complete between passes."""
         return self.arrivals.shown
 
     # ---------------------------------------------------------------- a pass
@@ -319,7 +319,7 @@ class GradReducer:
 
     @property
     def follows_units(self) -> bool:
-        """Whether buckets are launched when units end."""
+        """True if buckets are launched when units end."""
         return self._plan is not None
 
     # ---------------------------------------------------------------- what the step reads
@@ -348,7 +348,7 @@ class GradReducer:
 
     @property
     def finished(self) -> bool:
-        """Whether :meth:`finish` would have nothing to do."""
+        """True if :meth:`finish` would have nothing to do."""
         return not (self._pass.open or self._pass.in_local or self._in_flight) and all(
             state.reduced is not None for state in self._states
         )
@@ -400,7 +400,7 @@ class GradReducer:
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether what :meth:`reduced` gives is this rank's part, and not the whole."""
+        """True if :meth:`reduced` gives this rank's part, and not the whole."""
         return self._options.shard
 
     def release(self, bucket: int) -> None:

@@ -23,7 +23,7 @@ SAME_BATCH = (
 
 @dataclass(frozen=True)
 class GradStats:
-    """What the ranks know together about the gradients of a step.
+    """Statistics over all ranks about the gradients of one step.
 
     norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of
     those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
@@ -121,7 +121,7 @@ class StatsVector:
         return self._values[-7] / self._world_size
 
     def mixed(self) -> torch.Tensor:
-        """Whether some ranks have weights and others have not, 0-dim bool on the device."""
+        """True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
         return self._values[-6] * self._values[-5] > 0
 
     def norms(self) -> torch.Tensor:
@@ -265,7 +265,7 @@ class StatsCollector:
         return bucket in self._noted
 
     def forget(self, bucket: int | None = None) -> None:
-        """What was noted of a bucket (None: of all) does not hold any more."""
+        """Drop the notes about a bucket (None: about all buckets), which do not hold any more."""
         if bucket is None:
             self._noted.clear()
             self._squares = None
@@ -328,7 +328,7 @@ class StatsCollector:
         return StatsVector(summed, count, comm.world_size, used, own_weight, spread, more, about)
 
     def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What a forward is given, where the model has parts."""
+        """Note the inputs of a forward, where the model is sharded."""
         if self._across is None:
             return
         for tensor in tensors:

@@ -23,7 +23,7 @@ from zerolite.zero.shown_gradients import ShownGradients
 
 
 class Launcher(Protocol):
-    """What is told of gradients: the reducer."""
+    """Receiver of gradient events: the reducer."""
 
     def drop(self, index: int) -> None:
         """The user has dropped what has come of a parameter's gradient, reduced or not."""

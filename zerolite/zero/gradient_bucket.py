@@ -413,7 +413,7 @@ class GradientBucket:
 
     @property
     def mean_dtype(self) -> torch.dtype:
-        """Of the mean gradient once :meth:`keep` has been called again."""
+        """Dtype of the mean gradient once :meth:`keep` has been called again."""
         return self._dtypes.mean[self.reduced is not None]
 
     def _sent_item(self) -> str:

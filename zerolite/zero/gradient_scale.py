@@ -61,9 +61,9 @@ class GradientScale:
         return self._scaler.scale
 
     def weight_unit(self) -> float:
-        """What weights are divided by before they multiply anything, so that fp16 gradients keep their size: about the
-        mean weight of the step before, a power of two, the same on all ranks and for the whole window; 1 where there
-        is no loss scale."""
+        """Return the number by which weights are divided before they multiply anything, so that fp16 gradients keep
+        their size: about the mean weight of the step before, a power of two, the same on all ranks and for the whole
+        gradient accumulation; 1 without a loss scale."""
         self.of_window()
         return self._outcomes.counters.weight_unit
 

@@ -40,7 +40,7 @@ class GradientSums:
 
     @property
     def comms(self) -> list[Communicator]:
-        """What the sums are taken over."""
+        """Communicators over which the sums are taken."""
         return [group.comm for group in self._groups]
 
     @torch.no_grad()
@@ -78,7 +78,7 @@ class GradientSums:
         self._summed = False
 
     def _parts(self, group: SharedGradients) -> list[torch.Tensor]:
-        """Where this rank's gradients of the group are, flat, in the order of its indices."""
+        """Return this rank's gradients of the group, flat, in the order of its indices."""
         sharded = self._reducer.keeps_shards
         return [
             self._reducer.reduced(f.slot.bucket).narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)

@@ -51,8 +51,8 @@ WHOLE_PADDING = 0.2  # of the elements of a bucket of whole parameters, at most 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout needs to know of a parameter. ``kind`` keeps apart what may not share a bucket (dtypes).
-    ``whole``: one rank owns all of it; the same for all of a kind."""
+    """A parameter as the layout sees it. ``kind`` keeps apart what may not share a bucket (dtypes). ``whole``: one rank
+    owns all of it; the same for all of a kind."""
 
     name: str
     numel: int
@@ -230,7 +230,8 @@ class PartitionLayout:
         return rank * part, (rank + 1) * part
 
     def range_of(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """What rank ``rank`` owns of a parameter: first element and number of elements, which may be 0."""
+        """Return the range that rank ``rank`` owns of a parameter: first element and number of elements, which may be
+        0."""
         if slot.part:
             start = min(rank * slot.part, slot.numel)
             return start, min(slot.part, slot.numel - start)
@@ -239,7 +240,8 @@ class PartitionLayout:
         return (start - slot.start, end - start) if start < end else (0, 0)
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
-        """What rank ``rank`` owns, parameter by parameter, bucket after bucket. Empty parameters have no fragment."""
+        """Yield the fragments that rank ``rank`` owns, parameter by parameter, bucket after bucket. Empty parameters
+        have no fragment."""
         for bucket in self.buckets:
             low, high = self.shard_range(bucket, rank)
             for slot in bucket.slots:

@@ -44,7 +44,7 @@ class Hand(NamedTuple):
 
 
 class UpdateMethod(Protocol):
-    """How the pieces are updated; states are kept here.
+    """Update of the optimizer pieces, and owner of their states.
 
     one_launch: whether all buckets are best updated in one call. follows: whether ``update`` lets masters follow what
     has been written into compute parameters where it publishes; otherwise the caller does, once before all updates of a

@@ -198,7 +198,7 @@ class PiecewiseUpdate:
         parameter = self._buffer.parameters[piece.fragment.slot.index]
 
         def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            """Of a whole parameter in the order of its memory, over which torch's fused kernels walk."""
+            """Allocate a whole parameter in the order of its memory, over which torch's fused kernels walk."""
             if not self._buffer.keeps_shape(piece.fragment.slot) or shape != parameter.shape:
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
@@ -260,7 +260,7 @@ class PiecewiseUpdate:
         return self._known_states[key]
 
     def _device_of(self, piece: Piece) -> torch.device:
-        """Where the piece is updated."""
+        """Return the device on which the piece is updated."""
         tiers, bucket = self._buffer.tiers, piece.fragment.slot.bucket
         return torch.device("cpu") if tiers.updates_on_host(bucket) else tiers.device
 

@@ -122,7 +122,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def source(self) -> GradientSource:
-        """What knows the values. Raises RuntimeError for the gradient of an earlier step."""
+        """The source of the values. Raises RuntimeError for the gradient of an earlier step."""
         if self.part is None and self.place.used:
             raise RuntimeError(
                 f"the gradient of parameter '{self.place.name}' cannot be used here: a step has used it, or it was "

@@ -23,7 +23,7 @@ ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], "Rule | None"]
 
 
 class OptimizerPhases(Protocol):
-    """What an engine does when its optimizer is asked."""
+    """Callbacks into the engine for the methods of its optimizer."""
 
     def step(self) -> None: ...
 
@@ -55,7 +55,7 @@ class _NoPhases:
 
 
 class ShardedOptimizer(Optimizer):
-    """What ``engine.optimizer`` is.
+    """The optimizer behind ``engine.optimizer``.
 
     The inner optimizer (the user's instance, or one made from the config) updates *pieces*: one per parameter and
     rank, the part of the master weights that this rank owns; whole parameters at stage 0. Both optimizers share one
@@ -245,18 +245,18 @@ class ShardedOptimizer(Optimizer):
     # ---------------------------------------------------------------- the update
 
     def mark_called(self) -> None:
-        """What torch's schedulers look for before they warn that step() was never called."""
+        """Set the mark that torch's schedulers look for before they warn that step() was never called."""
         self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- pieces
 
     @property
     def pieces_by_bucket(self) -> Sequence[Sequence[Piece]]:
-        """What this rank updates of each bucket."""
+        """Pieces of each bucket that this rank updates."""
         return self._pieces
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank updates."""
+        """Yield the pieces that this rank updates."""
         for pieces in self._pieces:
             yield from pieces
 

@@ -33,7 +33,7 @@ _SMALLEST = 1 << 22  # elements of a sub-group that the config does not ask for
 
 
 class _Part(NamedTuple):
-    """Of something that an update reads or writes: what rests, and whether it must be brought within reach."""
+    """One tensor that an update reads or writes: its storage, and if it must be staged before the update."""
 
     resting: torch.Tensor
     tier: Tier
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a staging buffer."""
+        """Size of a staging buffer."""
         return whole_blocks(self.resting.numel() * self.resting.element_size()) if self.brought else 0
 
 
@@ -94,7 +94,7 @@ class _Grip:
         return Hand(wanted.span, self._within_reach(wanted.gradient), self._within_reach(wanted.master), states, out)
 
     def _within_reach(self, part: _Part) -> torch.Tensor:
-        """What rests, or a copy that is complete when :meth:`ready` returns."""
+        """Return the stored tensor, or a copy that is complete when :meth:`ready` returns."""
         resting = part.resting
         if not part.brought:
             return resting

@@ -58,7 +58,7 @@ class StepOptions:
 
 
 class ShardedParameters(Protocol):
-    """What the pipeline knows of a model at stage 3."""
+    """The interface of a stage-3 model that the pipeline uses."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -139,7 +139,7 @@ class StepPipeline:
 
     @property
     def checks_finite(self) -> bool:
-        """Whether steps with non-finite gradients are skipped."""
+        """True if steps with non-finite gradients are skipped."""
         return self._options.check_finite
 
     def spread(self, across: Across, sums: GradientSums) -> None:
@@ -148,7 +148,7 @@ class StepPipeline:
         self.count_buckets()
 
     def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What a forward is given, which ranks with parts of the same layers compare in the step's statistics."""
+        """Note the inputs of a forward, which ranks with shards of the same layers compare in the step's statistics."""
         self._collector.note_inputs(tensors)
 
     def _begin_window(self) -> None:
@@ -498,7 +498,7 @@ class StepPipeline:
 
     @property
     def accumulating(self) -> bool:
-        """Whether there have been backwards whose gradients no step has used; the same on all ranks."""
+        """True if there have been backwards whose gradients no step has used; the same on all ranks."""
         return not (self._window.empty or self._updated)
 
     def check_between_steps(self) -> None:
@@ -541,12 +541,13 @@ class StepPipeline:
     # ---------------------------------------------------------------- inside
 
     def divisor(self) -> float:
-        """What the accumulated gradient must be divided by. Called on all ranks."""
+        """Return the divisor of the accumulated gradient. Called on all ranks."""
         scale = self.gradient_scale
         return scale.divisor(self.stats()) if self._window.weighted else scale.own_divisor()
 
     def shown_divisor(self) -> float | torch.Tensor:
-        """What a reduced gradient must be divided by to be what ``p.grad`` shows, for which the host does not wait."""
+        """Return the divisor that turns a reduced gradient into what ``p.grad`` shows, without waiting for the
+        device."""
         return self.gradient_scale.shown(self.stats)
 
     def check_here(self) -> None:

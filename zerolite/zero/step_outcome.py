@@ -42,7 +42,7 @@ class StepCounters:
             setattr(self, name, state[name])
 
     def describe_skip(self, outcome: GradStats, slots: Sequence[Slot], blame: str = "") -> str:
-        """Of the step that was counted last. blame: what else made its gradients non-finite."""
+        """Describe the skip that was counted last. blame: what else made its gradients non-finite."""
         names = [slots[index].name for index in outcome.bad_parameters]
         where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -128,8 +128,8 @@ class UnusedParameters:
 
 
 def mean_weight(outcome: GradStats) -> float:
-    """What a sum over weighted gradients is divided by to be the joint batch's. Raises RuntimeError, on all ranks, if
-    there is no such thing."""
+    """Return the divisor that turns a sum over weighted gradients into the joint batch's gradient. Raises RuntimeError,
+    on all ranks, if there is no such thing."""
     if outcome.mixed:
         raise RuntimeError(
             "engine.backward: some ranks gave a weight in this step and others did not; pass weight= on all ranks, or "

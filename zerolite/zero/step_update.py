@@ -24,8 +24,8 @@ _NONE: Mapping[int, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What an update needs to know of its gradients. given: what the user has multiplied all of them by. max_norm: clip
-    to this L2 norm, 0 for never."""
+    """The gradients' statistics that an update needs. given: what the user has multiplied all of them by. max_norm:
+    clip to this L2 norm, 0 for never."""
 
     vector: StatsVector
     given: Factor

@@ -56,7 +56,7 @@ NO_PLAN = FetchPlan((), (END,), (), (), ())
 
 
 class Residency:
-    """What is live, in flight, needed by open uses and held, as events change it."""
+    """State of the schedule as events change it: parameters that are live, in flight, needed by open uses, or held."""
 
     def __init__(self, units: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
         self.units, self.numels, self.max_live_numel = units, numels, max_live_numel
@@ -136,7 +136,7 @@ class Residency:
 
 
 class _Arrival(NamedTuple):
-    """How a parameter comes to a use: `closed` is the LEAVE that ended its last use (-1: none; the index of this use
+    """Arrival of a parameter at a use: `closed` is the LEAVE that ended its last use (-1: none; the index of this use
     itself: it is inside an open one), `kept` whether it may be kept since then."""
 
     parameter: int
@@ -145,8 +145,8 @@ class _Arrival(NamedTuple):
 
 
 class _LookAhead:
-    """What follows from a trace alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave, parameter]`
-    for those to keep."""
+    """Facts that follow from a trace alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave,
+    parameter]` for those to keep."""
 
     def __init__(
         self, trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
@@ -238,15 +238,15 @@ class _Planner:
         return tuple(started)
 
     def _is_read(self, parameters: Sequence[int], now: int) -> bool:
-        """Whether what of these is on disk can have been read by now. Gathers in flight may have half of the buffers:
-        in the other half what comes after them is read."""
+        """True if the parameters among these that are on disk can have been read by now. Gathers in flight may have
+        half of the buffers: in the other half what comes after them is read."""
         size = sum(self.on_disk.get(p, 0) for p in parameters)
         in_flight = sum(self.on_disk.get(p, 0) for p in self.state.flight) if size else 0
         return not size or (now > 0 and in_flight + size <= self.limits.read_numel // 2)
 
     def _missing(self, use: int, now: int) -> tuple[int, ...] | None:
-        """What has to be gathered for a later use; None where it is too early for it, because a parameter will be
-        released between `now` and that use."""
+        """Return the parameters to gather for a later use; None where it is too early for it, because a parameter will
+        be released between `now` and that use."""
         missing = []
         for p, closed, kept in self.look_ahead.arrivals[use]:
             present = p in self.state.live or p in self.state.flight

@@ -242,7 +242,7 @@ class FetchSchedule:
 
     @property
     def held(self) -> Mapping[int, int]:
-        """How many times each parameter is held, of those that are."""
+        """Number of holds of each parameter that is held."""
         return self._state.held
 
     @property
@@ -289,12 +289,12 @@ class FetchSchedule:
 
     @property
     def on_demand_only(self) -> bool:
-        """Whether `reject` was called."""
+        """True after `reject` was called."""
         return self._on_demand_only
 
     @property
     def following(self) -> bool:
-        """Whether the events of this step agree with its plan; between steps, whether all of the last one did."""
+        """True if the events of this step agree with its plan; between steps, if all of the last one did."""
         return self._following
 
     def events(self) -> tuple[str, int, tuple[int, ...]]:
@@ -309,7 +309,8 @@ class FetchSchedule:
         return self._kind or "", count, () if last is None else (last,)
 
     def where(self) -> str:
-        """Where this rank stands, for messages: the event, counted from 1, and the open uses, outermost first."""
+        """Describe the position of this rank, for messages: the event, counted from 1, and the open uses, outermost
+        first."""
         count, last, open_uses = self._count, self._last, self._state.open
         if self._plan is not NO_PLAN:
             count = self._position

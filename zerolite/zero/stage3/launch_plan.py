@@ -56,7 +56,7 @@ class LaunchPlan:
 
     @property
     def settled(self) -> bool:
-        """Whether this pass follows a plan whose launches are known, so that no gradient can be late."""
+        """True if this pass follows a plan whose launches are known, so that no gradient can be late."""
         return self._due is not None and self._due is self._learned.get(self._number)
 
     def on_gradient(self, bucket: int) -> None:
@@ -81,8 +81,8 @@ class LaunchPlan:
         return [bucket for bucket in waiting if not self._missing[bucket]]
 
     def learn(self, arrivals: Sequence[int]) -> None:
-        """What all ranks together have seen in the pass that ends: the largest ``arrivals``. A pass that stopped on its
-        way through a plan says nothing of it: the uses that are left may bring further gradients."""
+        """Record the largest ``arrivals`` that any rank has seen in the pass that ends. A pass that stopped on its way
+        through a plan says nothing of it: the uses that are left may bring further gradients."""
         if not self._number or not self._done:
             return
         due: dict[End, list[int]] = {}

@@ -25,8 +25,8 @@ _current_graph_task = torch._C._current_graph_task_id
 
 
 class Unit:
-    """What is gathered as one: a module or a subtree. ``uses`` is how many of its uses are open, in which its values
-    are there; ``inside`` the module in it that was called without it, in the use under way. ``is_table``: its backward
+    """A module or a subtree that is gathered as one. ``uses`` is how many of its uses are open, in which its values are
+    there; ``inside`` the module in it that was called without it, in the use under way. ``is_table``: its backward
     needs no values (``UnitPlan.is_table``)."""
 
     __slots__ = ("index", "inside", "is_table", "name", "uses")
@@ -161,7 +161,7 @@ _GETATTR = torch.nn.Module.__getattr__.__code__
 
 
 def _asks_only() -> bool:
-    """Whether the code that reads a module's attribute, two frames above the caller, asks it a question only."""
+    """True if the code that reads a module's attribute, two frames above the caller, asks it a question only."""
     frame = sys._getframe(2)
     return frame.f_code is _GETATTR and frame.f_back is not None and asks_only(frame.f_back)
 

@@ -54,7 +54,7 @@ class AllGather:
 
 
 class GatherListener(Protocol):
-    """What is told of gathers before this rank launches them, on all ranks in the same order."""
+    """Listener that is called before this rank launches gathers, on all ranks in the same order."""
 
     def before_launch(self, indices: Sequence[int]) -> None:
         """These parameters are about to be gathered, in one launch."""
@@ -97,7 +97,7 @@ class ParamGroup:
         self.kept: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
 
     def tier_of(self, numel: int) -> Tier:
-        """Where a shard of ``numel`` elements is to rest."""
+        """Return the placement of a shard of ``numel`` elements."""
         return Tier(self.device) if self._home is None else self._home(numel)
 
     # ---------------------------------------------------------------- the engine that has it

@@ -146,8 +146,8 @@ class GatherOnUse(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _hidden(self, value: Any) -> PartitionedParameter | None:
-        """What stands behind ``value`` if it is a parameter that is not available and nobody else's affair, or shares
-        its memory."""
+        """Return the handle of ``value`` if it is a parameter that is not available and that no other code takes care
+        of, or if it shares such a parameter's memory."""
         handle = handle_of(value) if isinstance(value, torch.nn.Parameter) else None
         if handle is None and isinstance(value, torch.Tensor):
             handle = self._sharing(value)

@@ -37,7 +37,7 @@ _transform_level = torch._C._functorch.maybe_current_level  # None outside of to
 
 
 class StepLinks(NamedTuple):
-    """What the coordinator calls. begin_backward: when a backward has begun. on_use_end(unit): when a unit's backward
+    """Callbacks of the coordinator. begin_backward: when a backward has begun. on_use_end(unit): when a unit's backward
     has ended, on all ranks in the same order."""
 
     observers: Observers
@@ -390,7 +390,7 @@ class PartitionedParameterCoordinator:
                 self._whole.refresh()
 
     def collect_writes(self) -> None:
-        """What somebody has written into parameters that stay whole, alike on all ranks, reaches their shards."""
+        """Copy the user's writes into parameters that stay whole, which are alike on all ranks, into their shards."""
         self._whole.take_writes()
 
     def plan_progress(self) -> tuple[int, bool]:
@@ -412,7 +412,7 @@ class PartitionedParameterCoordinator:
 
     @property
     def busy(self) -> bool:
-        """Whether a forward or backward is under way."""
+        """True while a forward or backward is under way."""
         return bool(self._stack or self._tasks or self.calls) or _current_graph_task() != -1
 
     def _attach(self, index: int) -> None:

@@ -35,7 +35,7 @@ _ids = itertools.count()
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where a partitioned parameter's whole values are: on this rank, nowhere, or on their way."""
+    """State of the whole values of a partitioned parameter: on this rank, nowhere, or on their way."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -46,7 +46,8 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
 
 
 class PartitionedParameter:
-    """What stands behind the ``ds_*`` attributes of a partitioned parameter. Knows the parameter weakly."""
+    """Record behind the ``ds_*`` attributes of a partitioned parameter, to which it has a weak reference. Knows the
+    parameter weakly."""
 
     __slots__ = (
         "__weakref__",
@@ -184,7 +185,7 @@ class PartitionedParameter:
 
     @property
     def comm(self) -> Communicator:
-        """Of the gathers."""
+        """Communicator of the gathers."""
         return self.group.comm
 
     @property
@@ -212,7 +213,7 @@ class PartitionedParameter:
 
     @property
     def age(self) -> tuple[int, int]:
-        """How often the values have changed, by updates and by writes; the same on all ranks."""
+        """Number of times that the values have changed, by updates and by writes; the same on all ranks."""
         return self.group.updates, self.writes
 
     @property
@@ -383,12 +384,12 @@ _OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_ha
 
 
 def users_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """What a user has hung on a partitioned parameter."""
+    """Return the attributes that a user has set on a partitioned parameter."""
     return {k: value for k, value in vars(parameter).items() if not (k.startswith("ds_") or k in _OURS)}
 
 
 def handle_of(tensor: Any) -> PartitionedParameter | None:
-    """What stands behind a partitioned parameter; None for anything else."""
+    """Return the record of a partitioned parameter; None for anything else."""
     return getattr(tensor, "_zero_handle", None)
 
 

@@ -22,7 +22,7 @@ _Position = tuple[int, int, int, int]  # first and last line, from 1; first and 
 
 
 def asks_only(frame: FrameType) -> bool:
-    """Whether the attribute that ``frame`` is reading is only asked for its dtype, shape or the like, in the same
+    """True if the attribute that ``frame`` is reading is only asked for its dtype, shape or the like, in the same
     expression. False where that cannot be told: without the source, and in Python 3.10."""
     return _asks_only(frame.f_code, frame.f_lasti)
 
@@ -37,7 +37,8 @@ def _asks_only(code: CodeType, instruction: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _questions(filename: str) -> frozenset[_Position]:
-    """Where a file's source asks an attribute a question: ``a.b`` in ``a.b.dtype`` and ``isinstance(a.b, c)``."""
+    """Find the places where a file's source asks an attribute a question: ``a.b`` in ``a.b.dtype`` and
+    ``isinstance(a.b, c)``."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):

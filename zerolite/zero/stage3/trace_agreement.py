@@ -9,7 +9,7 @@ logger = logging.getLogger("zerolite")
 
 
 class Schedule(Protocol):
-    """What is known here of stage 3's schedule. gathers: a hash of all gathers so far."""
+    """The part of stage 3's schedule that agreement on a trace needs. gathers: a hash of all gathers so far."""
 
     gathers: int
 

@@ -45,7 +45,8 @@ LeafRule = Callable[[str, torch.nn.Module], bool]
 def leaf_rule(
     patterns: Sequence[str], classes: Sequence[str] = (), names: Sequence[str] = (), suffixes: Sequence[str] = ()
 ) -> LeafRule:
-    """Whether a module, by its name in the model and its class, is to be gathered as one with all that is in it."""
+    """Rule that tells from a module's name in the model and its class if it is gathered as one with all that is in
+    it."""
 
     def is_leaf(name: str, module: torch.nn.Module) -> bool:
         cls = type(module)
@@ -158,23 +159,23 @@ def _numel(module: torch.nn.Module) -> int:
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """Whether the module can be called, so that its hooks run: containers cannot."""
+    """True if the module can be called, so that its hooks run: containers cannot."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
 def is_released(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter is partitioned and does not stay whole."""
+    """True if a parameter is partitioned and does not stay whole."""
     handle = handle_of(parameter)
     return handle is not None and not handle.persistent
 
 
 def owns_released(module: torch.nn.Module) -> bool:
-    """Whether a module itself has a parameter that is released."""
+    """True if a module itself has a parameter that is released."""
     return any(parameter is not None and is_released(parameter) for parameter in module._parameters.values())
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is compiled: hooks inside would be traced with it, so it is one unit."""
+    """True if a module is compiled: hooks inside would be traced with it, so it is one unit."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 

@@ -31,7 +31,7 @@ class WholeParameters:
         self._refresh = Refresh(self._group, self._members)
 
     def take_writes(self) -> None:
-        """What somebody has written into the whole values, alike on all ranks, reaches the shards."""
+        """Copy the user's writes into whole values, which are alike on all ranks, into the shards."""
         if self._allocations != self._group.allocations:
             self._plan()
         found, homes = addresses(self._parameters), addresses(self._views)
