@@ -30,7 +30,7 @@ _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "e
 
 
 class _Nesting(threading.local):
-    """Whether this thread is inside a checkpoint: what is checkpointed in there is kept by the outer one."""
+    """Depth of checkpoints in this thread: inner checkpoints are kept by the outer one."""
 
     depth = 0
 
@@ -98,7 +98,7 @@ class Checkpointing:
             call.end_forward()
 
     def keep(self, call: _Call, leaves: list[Any]) -> tuple[dict[int, KeptInput], Copy | None]:
-        """What is kept of ``leaves``, by position."""
+        """Keep ``leaves``, and return what is kept by position."""
         if self._keeper is None:
             return {}, None
         chosen = [index for index, leaf in enumerate(leaves) if self._keeper.takes(leaf)]
@@ -109,7 +109,7 @@ class Checkpointing:
         return dict(zip(chosen, kept, strict=True)), copy
 
     def bring(self, call: _Call) -> dict[int, torch.Tensor]:
-        """What :meth:`keep` has kept, on the device, in backward."""
+        """Return the inputs that :meth:`keep` has kept, on the device, in backward."""
         self._in_backward = True
         if self._keeper is None or not call.kept:
             return {}
@@ -134,7 +134,7 @@ class Checkpointing:
 
 
 class _Cuts:
-    """How inputs are cut now: over the ranks of ``group()``."""
+    """The way that inputs are sharded now: over the ranks of ``group()``."""
 
     def __init__(self, group: Callable[[], Communicator | None]) -> None:
         self._group = group

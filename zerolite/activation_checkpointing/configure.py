@@ -85,7 +85,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` has been called."""
+    """True after :func:`configure` has been called."""
     return configured() is not None
 
 

@@ -16,7 +16,7 @@ from zerolite.utils.accelerator import default_device
 
 
 class _Running(threading.local):
-    """Of the models whose forwards are under way in this thread, the innermost last."""
+    """Checkpointing of the models whose forwards are under way in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Checkpointing] = []
@@ -37,7 +37,7 @@ def current() -> Checkpointing:
 
 
 def configured() -> Checkpointing | None:
-    """What the user has asked for beside engines' configs."""
+    """Return the settings that the user has asked for beside engines' configs."""
     return _configured
 
 

@@ -58,7 +58,7 @@ class ActivationShards:
 
 
 class _Flags:
-    """Which ranks differ from the first, on its way to the host: bool [world_size]."""
+    """Flags of the ranks that differ from the first, on their way to the host: bool [world_size]."""
 
     def __init__(self, different: torch.Tensor, what: str) -> None:
         self.what = what

@@ -43,7 +43,7 @@ class KeptInput:
         self.resident, self.region, self.resting = tensor, None, None
 
     def unchanged(self) -> bool:
-        """Whether nobody has written into the tensor, as far as it is there."""
+        """True if the tensor has not been written into, as far as it is there."""
         source = self._source()
         self._changed = self._changed or (source is not None and source._version != self._version)
         return not self._changed
@@ -85,7 +85,7 @@ class Keeper:
     # ---------------------------------------------------------------- forward
 
     def takes(self, value: Any) -> bool:
-        """Whether ``value`` is kept here. Not: parameters and other leaves, which are there all the time; what is
+        """True if ``value`` is kept here. Not: parameters and other leaves, which are there all the time; what is
         elsewhere, small, or not dense."""
         return (
             type(value) in (torch.Tensor, FakeTensor)
@@ -102,7 +102,8 @@ class Keeper:
 
     @torch.no_grad()
     def keep(self, tensors: Sequence[torch.Tensor]) -> tuple[list[KeptInput], Copy]:
-        """What is kept of each, in order, and the copy that must be waited for before they may be changed or freed."""
+        """Keep the tensors: return what is kept of each, in order, and the copy that must be waited for before they may
+        be changed or freed."""
         self._forget_ahead()
         cut = self._cut()
         kept: list[KeptInput] = []

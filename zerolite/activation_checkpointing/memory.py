@@ -35,7 +35,7 @@ class MemorySource(Protocol):
     def take(self, nbytes: int) -> BorrowedMemory: ...
 
     def memory(self) -> list[torch.Tensor]:
-        """What it has allocated and nobody uses now."""
+        """Return the memory that has been allocated and is not used now."""
         ...
 
 
@@ -46,7 +46,7 @@ def _returning(memory: torch.Tensor, give_back: Callable[[torch.Tensor], object]
 
 
 class DeviceMemory:
-    """Of torch's allocator."""
+    """Memory from torch's allocator."""
 
     place = DEVICE
 

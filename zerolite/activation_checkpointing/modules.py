@@ -27,7 +27,7 @@ KEY = "activation_checkpointing.modules"
 
 @dataclass
 class Attached:
-    """What is installed. handles: with ``remove()``."""
+    """Handles and hooks that are installed. handles: with ``remove()``."""
 
     checkpointing: Checkpointing | None  # None: what the user has configured
     handles: list[Any] = field(default_factory=list)

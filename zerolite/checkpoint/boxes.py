@@ -30,7 +30,7 @@ def boxes_of_range(shape: Sequence[int], start: int, numel: int) -> Iterator[Box
 
 
 def _boxes(prefix: Shape, shape: Shape, start: int, numel: int) -> Iterator[Box]:
-    """Those of the tensor's part that ``prefix`` (indices of the leading dimensions) selects."""
+    """Yield the boxes of the tensor's part that ``prefix`` (indices of the leading dimensions) selects."""
     fixed = (1,) * len(prefix)
     if len(shape) <= 1:
         yield prefix + (start,) * len(shape), fixed + (numel,) * len(shape)
@@ -49,7 +49,7 @@ def _boxes(prefix: Shape, shape: Shape, start: int, numel: int) -> Iterator[Box]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What both boxes contain, or None."""
+    """Return the box that lies in both, or None."""
     offsets = tuple(map(max, one[0], other[0]))
     sizes = tuple(
         min(a + n, b + m) - low for a, n, b, m, low in zip(one[0], one[1], other[0], other[1], offsets, strict=True)
@@ -80,7 +80,7 @@ class BoxIndex:
 
 
 def covers(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes make up all of a tensor of ``shape``, each element once."""
+    """True if the boxes make up all of a tensor of ``shape``, each element once."""
     inside = all(
         low >= 0 and size > 0 and low + size <= length
         for offsets, sizes in boxes

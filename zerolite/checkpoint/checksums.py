@@ -11,8 +11,9 @@ from zerolite.checkpoint.manifest import BLOCK_BYTES, FileEntry
 
 
 class BlockChecksums:
-    """Of a file that is written from its beginning to its end: computed in a thread, beside the writing. (An executor's
-    thread takes no work once the program ends, when a save in the background may still be going on.)"""
+    """Checksums of the blocks of a file that is written from its beginning to its end: computed in a thread, beside the
+    writing. (An executor's thread takes no work once the program ends, when a save in the background may still be going
+    on.)"""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Sequence[memoryview] | None] = queue.SimpleQueue()
@@ -62,6 +63,6 @@ class BlockChecksums:
 
 
 def entry_of(content: bytes) -> FileEntry:
-    """Of a small file."""
+    """Return the entry of a small file."""
     blocks = range(0, len(content), BLOCK_BYTES)
     return FileEntry(len(content), "".join(f"{zlib.crc32(content[i : i + BLOCK_BYTES]):08x}" for i in blocks))

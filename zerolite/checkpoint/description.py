@@ -11,7 +11,7 @@ from zerolite.checkpoint.state import ParameterFacts, TensorFacts
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of a model or of a stage of it, as state.json has it.
+    """Facts about a model, or a stage of it, as they stand in state.json.
 
     parameters: by the first of its names, with full shapes. groups: the names in each of the optimizer's param groups.
     """
@@ -22,8 +22,8 @@ class ModelFacts:
 
 
 def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
-    """Of the whole model, whose stages these are, the first one first. Raises CheckpointError if they do not make up
-    one model."""
+    """Join the facts of the stages, the first one first, to those of the whole model. Raises CheckpointError if they do
+    not make up one model."""
     parameters: dict[str, ParameterFacts] = {}
     buffers: dict[str, TensorFacts] = {}
     groups: list[list[str]] = [[] for _ in stages[0].groups]

@@ -75,7 +75,7 @@ class _Writer:
         self._filling = None
 
     def finish(self) -> None:
-        """What is in hand is written, and the thread ends."""
+        """Write what is in hand, and end the thread."""
         self._send()
         self._full.put(None)
         self._thread.join()

@@ -69,7 +69,8 @@ def complete_checkpoints(directory: Path) -> list[Complete]:
 
 
 def _candidates(directory: Path) -> dict[str, Path]:
-    """What has a manifest, by tag. Of one that is being replaced, the old one if the new one is not there yet."""
+    """Return the directories that have a manifest, by tag. Of one that is being replaced, the old one if the new one is
+    not there yet."""
     names = sorted(entry.name for entry in os.scandir(directory))  # what is being replaced comes first
     paths = {name.removeprefix(_REPLACED): directory / name for name in names if name.startswith(_REPLACED)}
     paths = {tag: path for tag, path in paths.items() if _has_manifest(path)}
@@ -84,7 +85,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _read_head(path: Path, tag: str) -> Complete | None:
-    """What the manifest in ``path`` says of itself; None without a readable one."""
+    """Read the head of the manifest in ``path``; None without a readable one."""
     try:
         head = json.loads(filesystem.read_file(path / MANIFEST, MOST_JSON_BYTES))
         return Complete(int(head["global_steps"]), str(head["saved_at"]), tag, str(head.get("run", "")))
@@ -227,7 +228,7 @@ def commit(written: Path, tag: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """What is not needed any more, and hinders nobody if it stays until the next save."""
+    """Remove a directory that is not needed any more, and does no harm if it stays until the next save."""
     try:
         if not path.name.startswith("."):
             path = filesystem.rename(path, path.with_name(f"{_REMOVED}{path.name}"))
@@ -249,7 +250,8 @@ def prune(directory: Path, keep: int, saved: str) -> None:
 
 
 def _prunable(directory: Path, keep: int, saved: str, latest: str | None) -> list[Complete]:
-    """What :func:`prune` removes when ``saved`` is complete and the file ``latest`` has this content."""
+    """Return the checkpoints that :func:`prune` removes when ``saved`` is complete and the file ``latest`` has this
+    content."""
     others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
     others = sorted((known for known in others if known.tag != saved), key=lambda known: known.saved_at)
     keep -= 1 if _DEFAULT_TAG.fullmatch(saved) else 0

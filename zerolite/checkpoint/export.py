@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the files with tensors, without the index, how many tensors and how many bytes of them."""
+    """Result of an export: the files with tensors, without the index, how many tensors and how many bytes of them."""
 
     checkpoint: Path
     files: list[Path]
@@ -92,7 +92,7 @@ def export_checkpoint(
 def _contents(
     reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool
 ) -> tuple[dict[str, ToStore], dict[str, str]]:
-    """What is to be written by its key in the checkpoint, and other names -> the name that is written."""
+    """Return the tensors to be written by their key in the checkpoint, and other names -> the name that is written."""
     entries: dict[str, ToStore] = {}
     aliases: dict[str, str] = {}
     owners: set[str] = set()  # modules with a trained parameter

@@ -25,8 +25,8 @@ _INCOMPLETE = ".incomplete"
 
 
 def exported_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor of dtype ``own`` is written as if ``dtype`` was asked for: only floating ones of 16 bits or more
-    are cast."""
+    """Return the dtype in which a tensor of dtype ``own`` is written if ``dtype`` was asked for: only floating ones of
+    16 bits or more are cast."""
     return dtype if dtype is not None and own in (*FLOATS, torch.float64) else own
 
 

@@ -26,8 +26,8 @@ The exit status is 1, after a sentence for each file, if something is missing or
 
 
 def describe(reader: CheckpointReader) -> dict[str, Any]:
-    """As plain data: what the manifest says, "bytes" by kind of tensor, and "files" with their bytes. Raises
-    CheckpointError if the index is damaged."""
+    """Describe a checkpoint as plain data: what the manifest says, "bytes" by kind of tensor, and "files" with their
+    bytes. Raises CheckpointError if the index is damaged."""
     about = asdict(reader.manifest.about)
     config, layout = about.pop("config"), about.pop("layout")
     sizes: dict[str, dict[str, int]] = {}
@@ -60,7 +60,7 @@ def find_problems(reader: CheckpointReader, verify: bool) -> list[str]:
 
 
 def render(described: dict[str, Any]) -> str:
-    """As aligned text, without layout and config."""
+    """Format the description as aligned text, without layout and config."""
     lines = [f"checkpoint   {described['path']}"]
     for label, value in (
         ("saved", f"{described['saved_at']}, at step {described['global_steps']}"),

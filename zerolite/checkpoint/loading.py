@@ -42,7 +42,7 @@ _FLAGS = ("amsgrad", "centered", "momentum")  # choose which states torch's opti
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What every rank was called with."""
+    """Arguments of a load, which every rank was called with."""
 
     load_dir: str
     tag: str | None
@@ -112,7 +112,7 @@ class Loader:
         return self._together.gather(look if self._host.rank == 0 else lambda: None)[0]
 
     def _stages(self) -> list[ModelFacts]:
-        """Of a pipeline; empty without one, where this rank's description needs no other."""
+        """Return the facts of a pipeline's stages; empty without one, where this rank's description needs no other."""
         model = self._parts.model
         if model.topology.pipe.world_size == 1:
             return []
@@ -332,7 +332,7 @@ class Loader:
         return data * saved.tensor if data < saved.data else saved.ranks
 
     def _report(self, plan: _Plan, request: LoadRequest) -> None:
-        """What people want to know, once."""
+        """Log what the user wants to know, once."""
         if self._host.rank != 0:
             return
         match = plan.match
@@ -437,7 +437,7 @@ def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def changed_batch(saved: Mapping[str, Any], saved_ranks: int, here: int | None, ranks: int) -> str | None:
-    """What to know where steps have become larger or smaller because there are more or fewer ranks, or None.
+    """Describe how the steps have become larger or smaller because there are more or fewer ranks, or return None.
 
     Args:
         saved: the configuration that the checkpoint was saved with.

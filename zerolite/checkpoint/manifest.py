@@ -51,7 +51,7 @@ class FileEntry:
 
 @dataclass(frozen=True, config=STRICT)
 class SavedGrid:
-    """How the ranks were arranged: so many stages of a pipeline, each of so many data-parallel ranks of so many
+    """Arrangement of the ranks: so many stages of a pipeline, each of so many data-parallel ranks of so many
     tensor-parallel ones, which are numbered in this order, the last one first."""
 
     pipe: PositiveInt
@@ -72,7 +72,7 @@ class SavedGrid:
 
 @dataclass(frozen=True, config=STRICT)
 class About:
-    """What somebody who sees a checkpoint wants to know. precision: dtypes by what they are of. parameters: numbers of
+    """Description of a checkpoint for its readers. precision: dtypes by what they are of. parameters: numbers of
     tensors and of elements, all and trained. run: id of the run that saved it; "" if it does not say."""
 
     tag: str
@@ -98,7 +98,7 @@ class About:
 
     @property
     def grid(self) -> SavedGrid:
-        """Of the ranks that saved the checkpoint; one that does not say was saved by data-parallel ones."""
+        """Grid of the ranks that saved the checkpoint; one that does not say was saved by data-parallel ones."""
         given = self.layout.get("grid")
         return SavedGrid(1, self.world_size, 1) if given is None else SavedGrid(**given)
 
@@ -131,7 +131,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files but the manifest itself."""
+        """Size of all files but the manifest itself."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> bytes:
@@ -148,8 +148,8 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint in the directory ``path``. Raises CheckpointError for one that is damaged, or written by a
-    later version."""
+    """Read the manifest of the checkpoint in the directory ``path``. Raises CheckpointError for one that is damaged, or
+    written by a later version."""
     file = path / MANIFEST
     try:
         return _manifest(file, filesystem.read_file(file, MOST_JSON_BYTES))
@@ -272,7 +272,8 @@ def _check(key: str, tensor: StoredTensor, files: Mapping[str, FileEntry]) -> No
 
 
 def _check_sum(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileEntry]) -> None:
-    """That the tensors are no larger than the files: who reads them needs no more memory than that."""
+    """Check that the tensors are no larger than the files, so that a reader needs no more memory than the files have
+    bytes."""
     room = {name: entry.bytes for name, entry in files.items()}
     for key, tensor in tensors.items():
         for box in tensor.boxes:

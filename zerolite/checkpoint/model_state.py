@@ -59,7 +59,7 @@ class ModelState:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """Whether there is a pipeline, and this is the rank that tells the others what its stage consists of."""
+        """True if there is a pipeline, and this is the rank that tells the others what its stage consists of."""
         grid = self.topology
         return grid.pipe.world_size > 1 and grid.data.rank == 0 and grid.tensor.rank == 0
 
@@ -74,7 +74,7 @@ class ModelState:
         return found
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
-        """Those that belong to a state dict, each once."""
+        """Return the buffers that belong to a state dict, each once."""
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for prefix, module in self.model.named_modules():
@@ -85,7 +85,7 @@ class ModelState:
         return found
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules add to their state dict by ``get_extra_state``."""
+        """Return the state that modules add to their state dict by ``get_extra_state``."""
         return {clean(name): module.get_extra_state() for name, module in self._with_extra_state()}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class ModelState:
         return {id(parameter): index for index, parameter in enumerate(self.buffer.parameters)}
 
     def names_by_index(self) -> list[str]:
-        """Of the trained parameters. Raises CheckpointError if the model has lost one."""
+        """Return the names of the trained parameters. Raises CheckpointError if the model has lost one."""
         names = {id(parameter): name for name, parameter in self.named_parameters().items()}
         slots = self.buffer.layout.slots
         lost = [slots[i].name for i, p in enumerate(self.buffer.parameters) if id(p) not in names]
@@ -114,7 +114,7 @@ class ModelState:
         return [names[id(parameter)] for parameter in self.buffer.parameters]
 
     def describe(self) -> ModelFacts:
-        """What the model here, which may be a stage of a pipeline, consists of, with the shapes of full tensors."""
+        """Describe the model here, which may be a stage of a pipeline, with the shapes of full tensors."""
         trained = self.index_of()
         parameters = self.named_parameters()
         others: dict[int, list[str]] = {}
@@ -154,7 +154,7 @@ class ModelState:
         return FlatRange(key, shape, self._strides(parameter), start, values, cut_of(parameter))
 
     def writes(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank of those that compute together writes what is stored of ``parameter``: its own part, or,
+        """True if this rank, of those that compute together, writes what is stored of ``parameter``: its own part, or,
         where all have the same, the first one."""
         return self.topology.tensor.rank == 0 or cut_of(parameter) is not None
 
@@ -173,8 +173,8 @@ class ModelState:
     # ---------------------------------------------------------------- saving
 
     def shards(self, exclude_frozen: bool, elsewhere: Collection[str] = ()) -> tuple[list[Shard], Scalars]:
-        """What this rank writes of parameters and states, and the states that are one number. elsewhere: names of the
-        parameters that another stage writes."""
+        """Return the parameters and states that this rank writes, and the states that are one number. elsewhere: names
+        of the parameters that another stage writes."""
         names = self.names_by_index()
         chosen = {i for i, p in enumerate(self.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
         sharded = [part for index, part in self._masters(names) if index in chosen]
@@ -203,13 +203,13 @@ class ModelState:
         return first and self.topology.tensor.rank == 0
 
     def shape_of(self, piece: Piece) -> torch.Size:
-        """Of the states that have a value for each element."""
+        """Return the shape of the states that have a value for each element."""
         if not self.buffer.keeps_shape(piece.fragment.slot):
             return torch.Size((piece.fragment.numel,))
         return whole_shape(self.buffer.parameters[piece.fragment.slot.index])
 
     def is_scalar(self, kind: str, value: Any, piece: Piece) -> bool:
-        """Whether a state is one number for a whole parameter."""
+        """True if a state is one number for a whole parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
         return value.dim() == 0 and (bool(self.shape_of(piece)) or kind in _COUNTS)
@@ -279,7 +279,7 @@ class ModelState:
     # ---------------------------------------------------------------- loading
 
     def targets(self, stored_names: dict[str, str]) -> Iterator[Target]:
-        """Where the stored parameters go. stored_names: by name here; the others stay as they are."""
+        """Yield the targets of the stored parameters. stored_names: by name here; the others stay as they are."""
         names = self.names_by_index()
         for index, part in self._masters(names):
             if names[index] in stored_names:
@@ -335,7 +335,7 @@ class ModelState:
                     yield from self.range(key, index, piece.fragment.param_start, place).targets()
 
     def buffer_targets(self, stored: Iterable[str]) -> Iterator[Target]:
-        """Of those of ``stored`` that are here."""
+        """Yield targets for the buffers of ``stored`` that are here."""
         buffers = self.named_buffers()
         for name in stored:
             if name in buffers and buffers[name].numel():
@@ -358,7 +358,7 @@ class ModelState:
 
 
 def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Of the parameter in the whole model."""
+    """Return the shape of the parameter in the whole model."""
     cut = cut_of(parameter)
     return cut.full_shape if cut is not None else tuple(whole_shape(parameter))
 

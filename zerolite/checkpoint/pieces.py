@@ -65,7 +65,7 @@ def in_full(box: Box, values: torch.Tensor, cut: Cut | None) -> Iterator[tuple[B
 
 
 def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
-    """Of a tensor without elements, which is in no file."""
+    """Make the shard of a tensor without elements, which is in no file."""
     return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype, device="cpu"))
 
 
@@ -76,8 +76,8 @@ def whole(key: str, tensor: torch.Tensor, cut: Cut | None = None) -> FlatRange:
 
 
 def cut_evenly(tensors: Sequence[FlatRange], rank: int, world_size: int) -> Iterator[FlatRange]:
-    """Of tensors that every rank has whole, the part that ``rank`` writes: all of them in a row, cut into equal numbers
-    of bytes. Given the same tensors in the same order on all ranks, the parts are everything."""
+    """Yield the ranges that ``rank`` writes of tensors that every rank has whole: all of them in a row, cut into equal
+    numbers of bytes. Given the same tensors in the same order on all ranks, the parts are everything."""
     total = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors)
     low, high = rank * total // world_size, (rank + 1) * total // world_size
     position = 0

@@ -55,7 +55,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a rank adds to the plan beside its shards."""
+    """Additions of a rank to the plan beside its shards."""
 
     empty: dict[str, tuple[tuple[int, ...], torch.dtype]]
     scalars: Scalars

@@ -13,7 +13,7 @@ from zerolite.checkpoint import plain
 
 
 def save_random_state(device: torch.device) -> torch.Tensor:
-    """As bytes: a uint8 tensor. NumPy's only if it has been imported."""
+    """Save the random states as bytes: a uint8 tensor. NumPy's only if it has been imported."""
     state: dict[str, Any] = {"torch": _bytes(torch.get_rng_state()), "python": random.getstate()}
     if device.type == "cuda":
         state["cuda"] = _bytes(torch.cuda.get_rng_state(device))

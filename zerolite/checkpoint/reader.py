@@ -66,7 +66,7 @@ class CheckpointReader:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """What is stored, by key."""
+        """Stored tensors, by key."""
         content = self.content(INDEX)
         try:
             return index_from_json(self.path / INDEX, content, self.manifest.files)
@@ -75,7 +75,7 @@ class CheckpointReader:
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """What is stored beside the model's and the optimizer's tensors."""
+        """Stored state beside the model's and the optimizer's tensors."""
         content = self.content(STATE)
         try:
             decoded = plain.decode(json.loads(content), self._client_tensor)
@@ -112,7 +112,7 @@ class CheckpointReader:
         return self._client_tensors[index]
 
     def check_sizes(self) -> None:
-        """That every file is there and as long as it was."""
+        """Check that every file is there and as long as it was."""
         for name in self.manifest.files:
             self._open(name).close()
 

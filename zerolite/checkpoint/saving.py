@@ -42,7 +42,7 @@ _unfinished: set[Saver] = set()
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a rank was called with."""
+    """Arguments of a save, which a rank was called with."""
 
     save_dir: str
     tag: str | None
@@ -53,7 +53,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class UserState:
-    """What is saved of the first rank that was called."""
+    """Arguments of the first rank, which are saved."""
 
     client_state: dict[str, Any]
     loaders: list[Any]
@@ -61,7 +61,7 @@ class UserState:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What the ranks tell each other before they save. request: None on a rank that has finished its batches and
+    """Message of each rank to the others before they save. request: None on a rank that has finished its batches and
     follows the others. buffers: a checksum by name. stage: of a pipeline, from the first rank of each."""
 
     request: SaveRequest | None
@@ -71,7 +71,7 @@ class _Offer:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What one stage of a pipeline consists of."""
+    """Contents of one stage of a pipeline."""
 
     description: ModelFacts
     extra: dict[str, Any]
@@ -79,7 +79,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Of the engine whose checkpoints these are."""
+    """Components of the engine whose checkpoints these are."""
 
     model: ModelState
     pipeline: StepPipeline
@@ -143,7 +143,7 @@ class Saver:
         return str(Path(agreed.save_dir) / tag)
 
     def _rests_on_disk(self) -> bool:
-        """Whether a copy of everything in the host's memory is what the disk was to spare. Says so, once."""
+        """True if offload keeps states on disk, so that host memory may be too small for a copy of everything. Says so, once."""
         found = self._parts.model.buffer.tiers.on_disk
         if found and not self._told and self._host.rank == 0:
             logger.warning(

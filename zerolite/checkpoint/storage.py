@@ -44,9 +44,9 @@ from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 
 @dataclass(frozen=True)
 class Commit:
-    """What happens when all ranks have written. state: the content of state.json, to which the scalars of the optimizer
-    are added. run: of the job that saves. keep_last: see :func:`directory.prune`; None removes nothing. overwrite: see
-    :meth:`TrainingRun.check`."""
+    """Inputs of the commit, which follows when all ranks have written. state: the content of state.json, to which the
+    scalars of the optimizer are added. run: of the job that saves. keep_last: see :func:`directory.prune`; None removes
+    nothing. overwrite: see :meth:`TrainingRun.check`."""
 
     save_dir: Path
     about: About
@@ -59,7 +59,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class _Written:
-    """Where an item went; the file's entry is the same object for all of its items."""
+    """Location of a written item; the file's entry is the same object for all of its items."""
 
     file: str
     start: int

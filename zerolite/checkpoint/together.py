@@ -22,7 +22,8 @@ def meet(host: HostGroup, timeout_s: float, what: str) -> None:
 
 
 def one_request(what: str, requests: Mapping[int, Any]) -> Any:
-    """What the ranks were called with, dataclasses by rank. Raises CheckpointError, on all of them, if they differ."""
+    """Return the request that the ranks were called with, dataclasses by rank. Raises CheckpointError, on all of them,
+    if they differ."""
     first = min(requests)
     for rank, request in requests.items():
         for name, value in asdict(requests[first]).items():
@@ -35,7 +36,7 @@ def one_request(what: str, requests: Mapping[int, Any]) -> Any:
 
 
 def together(host: HostGroup, call: str) -> RaiseTogether:
-    """What one rank cannot do is a CheckpointError on all of them."""
+    """Raise what one rank cannot do as a CheckpointError on all of them."""
     return RaiseTogether(host, call, CheckpointError, same=CheckpointError)
 
 

@@ -56,7 +56,7 @@ def _tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Stor
 
 
 def _kept_by_agent(host: str, port: int) -> bool:
-    """Whether torchrun's agent keeps the store there."""
+    """True if torchrun's agent keeps the store there."""
     here = (os.environ.get("MASTER_ADDR", "").lower(), os.environ.get("MASTER_PORT"))
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and here == (host.lower(), str(port))
 

@@ -34,7 +34,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 
 
 def check_is_wanted(config_value: bool) -> bool:
-    """Whether the config or the environment asks for the check."""
+    """True if the config or the environment asks for the check."""
     return config_value or os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
@@ -63,7 +63,7 @@ class _Launched(NamedTuple):
 
 
 class CollectiveCheck:
-    """Of one communicator, over a gloo group of its own.
+    """Check of one communicator's collectives, over a gloo group of its own.
 
     Ranks say what they are about to launch, and launch it when all have said the same. A rank that has waited a second
     for the others' word launches it nevertheless, and compares when it waits for it: ranks may launch collectives of
@@ -129,7 +129,7 @@ class CollectiveCheck:
 
 
 class _Announced:
-    """What all ranks say of one collective, on its way."""
+    """Announcements of all ranks about one collective, on their way."""
 
     def __init__(
         self, check: CollectiveCheck, number: int, entry: Raw, own: torch.Tensor, rows: torch.Tensor, work: Any
@@ -138,7 +138,7 @@ class _Announced:
         self._own, self._rows, self._work = own, rows, work
 
     def is_known_soon(self) -> bool:
-        """Whether all have said it, after a second at most."""
+        """True if all ranks have announced it, after a second at most."""
         until = time.monotonic() + _PATIENCE_S
         while not self._work.is_completed():
             if time.monotonic() > until:

@@ -130,7 +130,7 @@ class Communicator:
         self._watchers = (*self._watchers, watcher)
 
     def memory(self) -> Sequence[torch.Tensor]:
-        """What it keeps between collectives."""
+        """Return the memory that is kept between collectives."""
         return ()
 
     def second(self, backend: str) -> Communicator:

@@ -35,8 +35,8 @@ def create_communicator(device: torch.device, group: dist.ProcessGroup | None = 
 
 
 def dry_communicator(kind: str, rank: int, world_size: int) -> Communicator:
-    """What rank ``rank`` of ``world_size`` would have, over a wire that sends nothing: the same buffers, copies, sums
-    and notes, and no value that means anything; tensors may be without memory (torch.FakeTensorMode).
+    """Make the communicator of rank ``rank`` of ``world_size``, over a wire that sends nothing: the same buffers,
+    copies, sums and notes, and no value that means anything; tensors may be without memory (torch.FakeTensorMode).
 
     kind: "nccl", "gloo" (messages between hosts) or "shared_memory" (the ranks of one host).
     """

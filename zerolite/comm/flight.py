@@ -61,7 +61,7 @@ def _nothing_to_say(error: RuntimeError) -> RuntimeError | None:
 
 
 class Wait:
-    """What the host of this process waits for, or (on CUDA) what its device waited for last."""
+    """The wait of this process's host or (on CUDA) the last wait of its device."""
 
     __slots__ = ("_done", "_looked", "_seen", "_waited", "entry", "explain", "number", "on_device", "works")
 
@@ -78,7 +78,7 @@ class Wait:
         self._looked = 0.0  # when the last look was
 
     def under_way(self) -> bool:
-        """Whether something is waited for. May be called by another thread."""
+        """True if the wait is not over. May be called by another thread."""
         works = self.works
         return bool(works) and self.number != self._done and not all(work.is_completed() for work in works)
 

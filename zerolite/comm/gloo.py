@@ -37,7 +37,7 @@ class GlooCommunicator(Communicator):
         return self._second
 
     def _next_tag(self, op: str, tag: str, nbytes: int, key: int = 0) -> int:
-        """What the messages of one collective are told apart by: its number, and what it is. Messages of different
+        """Return the tag of the messages of one collective: its number, and what it is. Messages of different
         collectives never meet, so that ranks that part wait for each other instead of taking one for the other."""
         if self._half is not None:
             self._half.gather()  # its number is the same on all ranks, whether or not a rank has waited for it by now
@@ -170,7 +170,7 @@ class _TwoHalves(Pending):
 
 
 def places_in_pack(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a row of bytes, at multiples of 64, and how long that row is."""
+    """Return where each tensor begins in a row of bytes, at multiples of 64, and how long that row is."""
     starts, total = [], 0
     for tensor in tensors:
         starts.append(total)

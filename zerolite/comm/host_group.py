@@ -58,7 +58,7 @@ class HostGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether there is one process, or the group has not been destroyed."""
+        """True if there is one process, or the group has not been destroyed."""
         return self._alone or dist.is_initialized()
 
     def meet(self, timeout_s: float, what: str) -> None:

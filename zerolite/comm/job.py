@@ -10,7 +10,8 @@ from zerolite.comm.rendezvous import read_environment
 
 
 def ranks_of_job() -> int:
-    """Of torch.distributed where it runs, else as the environment says it; 1 where that says nothing."""
+    """Return the number of ranks of torch.distributed where it runs, else of the environment; 1 where that says
+    nothing."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     found = read_environment(os.environ)

@@ -119,7 +119,7 @@ def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str 
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long ranks of ``group`` wait for each other in a collective."""
+    """Return the time that ranks of ``group`` wait for each other in a collective."""
     for device in group._device_types:
         timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
         if timeout is not None:

@@ -23,7 +23,7 @@ _STEPS_WITHOUT_TASKS = frozenset(str(0xFFFFFFFF - below) for below in range(2, 6
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where this process stands in its job, as read from an environment."""
+    """Position of this process in its job, as read from an environment."""
 
     rank: int
     world_size: int
@@ -117,8 +117,8 @@ def _read_torchrun(env: Mapping[str, str]) -> Rendezvous:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process. The shell of salloc and the script of sbatch know the number of tasks too,
-    and some of them a SLURM_PROCID of 0."""
+    """True if srun started this process. The shell of salloc and the script of sbatch know the number of tasks too, and
+    some of them a SLURM_PROCID of 0."""
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
     return step is not None and step not in _STEPS_WITHOUT_TASKS and "SLURM_PROCID" in env
 
@@ -157,7 +157,7 @@ def _port_of_slurm(env: Mapping[str, str]) -> int:
 
 
 def _mpi_names(env: Mapping[str, str]) -> _Names | None:
-    """Which mpirun started this process. PMI's variables alone are SLURM's where there is a SLURM job."""
+    """Find the mpirun that started this process. PMI's variables alone are SLURM's where there is a SLURM job."""
     if _OPEN_MPI.rank in env:
         return _OPEN_MPI
     if _HYDRA.rank in env and _HYDRA.local_rank in env:
@@ -184,7 +184,7 @@ def _read_mpi(env: Mapping[str, str], names: _Names) -> Rendezvous:
 
 
 def _mpi_host(env: Mapping[str, str], rank: int, world_size: int) -> str:
-    """Where rank 0 is: the first host of a SLURM job, or what rank 0 itself says through mpi4py."""
+    """Return the host of rank 0: the first host of a SLURM job, or what rank 0 itself says through mpi4py."""
     if "SLURM_JOB_NODELIST" in env:
         return first_host(env["SLURM_JOB_NODELIST"])
     remedy = (
@@ -229,7 +229,7 @@ def _port_of_mpi(env: Mapping[str, str], one_host: bool) -> int:
 
 
 def _launching_process() -> str | None:
-    """Which mpirun on this host is above this process, in words that no other one shares; None where none is found."""
+    """Find the mpirun above this process on this host, in words that no other one shares; None where none is found."""
     pid = "self"
     while pid != "0":
         try:

@@ -21,7 +21,7 @@ _SMALL = 4096  # elements below which sums take no turn among the large tensors
 
 
 class _Launch(NamedTuple):
-    """What a rank is about to do, as far as it must be the same on all ranks."""
+    """Operation that a rank is about to run, as far as it must be the same on all ranks."""
 
     op: str
     tag: str

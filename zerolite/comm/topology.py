@@ -54,12 +54,12 @@ class Topology:
 
     @property
     def trivial(self) -> bool:
-        """Whether there is nothing but data parallelism."""
+        """True if there is nothing but data parallelism."""
         return self.model.world_size == 1
 
 
 def data_topology(comm: Communicator) -> Topology:
-    """Of ranks that all have the whole model."""
+    """Make the topology of ranks that all have the whole model."""
     alone = Communicator()
     return Topology(comm, comm, alone, alone, alone)
 
@@ -94,7 +94,7 @@ def _named(
 
 
 def place(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:
-    """Where ``rank`` stands: (pipe, data, tensor)."""
+    """Return the coordinates of ``rank``: (pipe, data, tensor)."""
     data = world_size // (pipe * tensor)
     return rank // (data * tensor), rank // tensor % data, rank % tensor
 
@@ -170,8 +170,8 @@ def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: i
 
 
 def stages_communicator(topology: Topology, stages: tuple[int, ...], device: torch.device) -> Communicator:
-    """Of this rank and those in its place of some other ``stages``, which are sorted and include its own. Called on all
-    ranks of these stages, in the same order, after :func:`make_stage_groups`."""
+    """Make the communicator of this rank and those in its place of some other ``stages``, which are sorted and include
+    its own. Called on all ranks of these stages, in the same order, after :func:`make_stage_groups`."""
     if len(stages) == topology.pipe.world_size:
         return topology.pipe
     if topology.pipe.group is None:

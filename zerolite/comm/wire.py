@@ -18,7 +18,7 @@ from zerolite.comm.process_group import second_group
 
 
 class Work(Protocol):
-    """What has been launched."""
+    """Handle of a launched operation."""
 
     def wait(self) -> object:
         """On CUDA the current stream waits, not the host. Raises RuntimeError if it failed."""
@@ -73,7 +73,7 @@ class Wire(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
-        """To ``receive`` with the same ``number``, of at most 31 bits, on rank ``target``."""
+        """Send ``tensor`` to ``receive`` with the same ``number``, of at most 31 bits, on rank ``target``."""
         ...
 
     def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work: ...
@@ -84,7 +84,8 @@ class Wire(Protocol):
         ...
 
     def second(self, backend: str) -> Wire:
-        """Of the same ranks, with an order of calls of its own. backend: a name such as "gloo"."""
+        """Make a second wire between the same ranks, with an order of calls of its own. backend: a name such as
+        "gloo"."""
         ...
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ class ProcessGroupWire:
 
 
 class _Done:
-    """Of what has nothing to wait for."""
+    """Handle of an operation with nothing to wait for."""
 
     def wait(self) -> None:
         pass

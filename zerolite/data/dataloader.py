@@ -161,8 +161,8 @@ class Loaders:
             )
 
     def check_state_dict(self, state: list[dict[str, int | str | None]]) -> list[DataPosition]:
-        """What is in `state`. Raises ValueError where a loader has not as many samples as that of which it was
-        saved."""
+        """Read the positions in `state`. Raises ValueError where a loader has not as many samples as that of which it
+        was saved."""
         positions = [position_from(entry) for entry in state]
         for number, (loader, position) in enumerate(zip(self._made.values(), positions, strict=False)):
             if position.samples != loader.share.total:

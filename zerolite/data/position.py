@@ -44,7 +44,7 @@ class EpochSampler(DistributedSampler[Any]):
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Where the passes over a loader are, in plain data.
+    """Position of the passes over a loader, in plain data.
 
     samples: of a whole pass. order: how they are ordered, see :attr:`SampleOrder.name`. epoch: that of the pass; None
     where the sampler has none. consumed: samples of the pass that all ranks together were given; 0: it has not begun.
@@ -111,11 +111,11 @@ class SampleOrder:
 
     @property
     def drop_last(self) -> bool:
-        """Whether samples that do not reach all ranks are left out."""
+        """True if samples that do not reach all ranks are left out."""
         return isinstance(self.sampler, DistributedSampler) and self.sampler.drop_last
 
     def epoch_after(self, epoch: int | None) -> int | None:
-        """What a pass in `epoch` leaves as :attr:`epoch`."""
+        """Return the value of :attr:`epoch` after a pass in `epoch`."""
         return epoch + 1 if epoch is not None and isinstance(self.sampler, EpochSampler) else epoch
 
     def next_pass(self, samples: int) -> DataPosition:
@@ -219,7 +219,7 @@ def _from_text(text: str) -> torch.Tensor:
 
 
 def _fits(text: str, generator: torch.Generator) -> bool:
-    """Whether it is the state of such a generator."""
+    """True if the text is the state of such a generator."""
     try:
         torch.Generator(generator.device).set_state(_from_text(text))
     except (ValueError, RuntimeError):

@@ -22,7 +22,7 @@ from zerolite.data.position import (
 
 @dataclass(frozen=True)
 class Rows:
-    """Which samples the rows of a batch are, on all ranks together.
+    """Mapping from the rows of a batch to samples, on all ranks together.
 
     Row j of rank r is sample j * world_size + r of those that the ranks hold together. `per_rank`: rows on every rank.
     `samples`: how many of the per_rank * world_size are different; the rest, at the end, are repetitions that make the
@@ -35,8 +35,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Share:
-    """How a pass is split: `numel` indices for each of `world_size` ranks, in batches of `batch_size`, which cover
-    `total` samples. `drop_last`: without a last batch that is smaller."""
+    """Split of a pass: `numel` indices for each of `world_size` ranks, in batches of `batch_size`, which cover `total`
+    samples. `drop_last`: without a last batch that is smaller."""
 
     numel: int
     total: int
@@ -50,7 +50,7 @@ class Share:
         return self.numel // self.batch_size if self.drop_last else -(-self.numel // self.batch_size)
 
     def after(self, start: int, drop_last: bool) -> Share:
-        """How what is left behind the first `start` samples is split; `drop_last`: the sampler's."""
+        """Return the split of what is left behind the first `start` samples; `drop_last`: the sampler's."""
         left = self.total - start
         return replace(self, numel=rest_numel(left, self.world_size, drop_last), total=left)
 
@@ -68,7 +68,7 @@ class Share:
 
 
 def share_of(loader: Any, rank: int, world_size: int) -> Share:
-    """How `loader` splits a pass over the ranks.
+    """Return the split of a pass of `loader` over the ranks.
 
     Raises ValueError for a loader of which that is not known: anything but a DataLoader that makes its batches with
     torch's BatchSampler from a DistributedSampler for this rank (on one process, from any sampler with a length).
@@ -176,7 +176,7 @@ class TrackedLoader:
 
     @property
     def last_share(self) -> Share:
-        """How the pass begun last is split."""
+        """Split of the pass begun last."""
         return self.share if self._last is None else self._last.share
 
     @property
@@ -185,8 +185,8 @@ class TrackedLoader:
         return None if self._last is None else self._last.epoch
 
     def position(self) -> DataPosition:
-        """Where the next batch is. A pass that was left before its end is under way until the next one begins; but one
-        in sequence has ended, since such passes all begin at the first sample."""
+        """Return the position of the next batch. A pass that was left before its end is under way until the next one
+        begins; but one in sequence has ended, since such passes all begin at the first sample."""
         next_pass = self._order.next_pass(self.share.total)
         last = self._last
         if self._restored is not None:

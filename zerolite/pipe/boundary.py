@@ -73,7 +73,7 @@ SAMPLES = 4096
 
 
 def sampled_hash(tensor: torch.Tensor) -> int:
-    """Of about 4096 values of ``tensor``, evenly spread; 0 for one that is not on the host, or without memory."""
+    """Hash about 4096 values of ``tensor``, evenly spread; 0 for one that is not on the host, or without memory."""
     if tensor.device.type != "cpu" or is_fake(tensor) or not tensor.numel():
         return 0
     flat = tensor.detach().reshape(-1)

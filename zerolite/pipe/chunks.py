@@ -25,11 +25,11 @@ class Chunk(Protocol):
     module: nn.Module
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that its backward may give gradients, this rank's."""
+        """Return this rank's parameters to which the chunk's backward may give gradients."""
         ...
 
     def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
-        """What it is run with. Once, by the runner."""
+        """Set precision, device and loss. Once, by the runner."""
         ...
 
     def prepare(self, batch: MicroBatch) -> None:
@@ -37,9 +37,9 @@ class Chunk(Protocol):
         ...
 
     def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
-        """What the next part needs, or at the last part the model's outputs. received: what the part before gives,
-        ``single`` if it is one tensor by itself; nothing at the first part. batch: floating tensors in the compute
-        dtype."""
+        """Run the chunk: return the next part's input, or at the last part the model's outputs. received: what the part
+        before gives, ``single`` if it is one tensor by itself; nothing at the first part. batch: floating tensors in
+        the compute dtype."""
         ...
 
 

@@ -53,8 +53,8 @@ def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
 
 @contextlib.contextmanager
 def caches_restored() -> Iterator[None]:
-    """What functools.lru_cache and cache have kept inside is forgotten afterwards: tensors without memory, which
-    somebody would be given for real ones."""
+    """Empty functools.lru_cache and cache at the end: entries made inside hold tensors without memory, which later
+    calls must not get."""
     caches = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
     before = [cache.cache_info().currsize for cache in caches]
     try:

@@ -21,8 +21,8 @@ def _unseen(phase: str) -> contextlib.AbstractContextManager[None]:
 
 
 class Rehearsal:
-    """What the dry runs of several stages know of each other. boundaries: what each part gives the next one, by its
-    number; a part is run after the one before it. phase: around each computation, with "forward" or "backward"."""
+    """State that the dry runs of several stages share. boundaries: what each part gives the next one, by its number; a
+    part is run after the one before it. phase: around each computation, with "forward" or "backward"."""
 
     def __init__(self) -> None:
         self.boundaries: dict[int, BoundarySpec] = {}

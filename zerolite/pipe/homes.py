@@ -19,8 +19,8 @@ class Home:
 
 
 def homes_of(layers: Sequence[nn.Module | None], names: Sequence[str], bounds: Sequence[int]) -> list[Home]:
-    """Of the parameters of ``layers`` (None: not on this rank), whose names begin with ``names``, divided at
-    ``bounds``."""
+    """Return the homes of the parameters of ``layers`` (None: not on this rank), whose names begin with ``names``,
+    divided at ``bounds``."""
     known: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
     part = 0
     for place, (layer, prefix) in enumerate(zip(layers, names, strict=True)):

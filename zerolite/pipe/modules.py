@@ -24,7 +24,7 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """Name of the class."""
         return getattr(self.cls, "__name__", type(self.cls).__name__)
 
     def build(self) -> Any:
@@ -151,7 +151,7 @@ class PipelineModule(nn.Module):
 
     @property
     def built(self) -> bool:
-        """Whether this rank's layers are there."""
+        """True if this rank's layers are there."""
         return bool(self.functions)
 
     def build(self, places: Iterable[int], device: torch.device | None = None) -> None:
@@ -251,7 +251,7 @@ class PipelineModule(nn.Module):
         return self.run(range(len(self.specs)), inputs[0] if len(inputs) == 1 else inputs)
 
     def run(self, places: Sequence[int], value: Any) -> Any:
-        """What the layers at ``places``, ascending neighbours, make of ``value``."""
+        """Run the layers at ``places``, ascending neighbours, on ``value``."""
         return run_layers([self.functions[place] for place in places], value, self.interval, self.checkpointable_layers)
 
     @property
@@ -259,7 +259,7 @@ class PipelineModule(nn.Module):
         return self.activation_checkpoint_interval or 0
 
     def class_names(self) -> list[str]:
-        """Of all layers, for partition_method "type:REGEX"."""
+        """Return the class names of all layers, for partition_method "type:REGEX"."""
         return [layer.name if isinstance(layer, LayerSpec) else name_of(layer) for layer in self.specs]
 
     def numels(self) -> list[int]:

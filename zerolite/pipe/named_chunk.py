@@ -31,8 +31,8 @@ class _Left(BaseException):
 
 @dataclass(frozen=True)
 class Prefix:
-    """What a part's forward does before it reaches the part. stand_ins: by module, what it gives at each call; opened:
-    modules that run themselves, whose parameters are zeros of these shapes and dtypes."""
+    """Stand-ins for the modules that run before a part in the model's forward. stand_ins: by module, what it gives at
+    each call; opened: modules that run themselves, whose parameters are zeros of these shapes and dtypes."""
 
     stand_ins: Mapping[str, Sequence[Any]]
     opened: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -48,7 +48,7 @@ class ChunkPlan:
 
 
 class Splitting:
-    """Of one model: its parts, how they are run for micro-batches of any shapes, and which of them runs now."""
+    """Split of one model: its parts, how they are run for micro-batches of any shapes, and which of them runs now."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], homes: Sequence[Home], skeleton: Skeleton) -> None:
         """names: of the modules that begin the parts 1, 2, … skeleton: of the whole model."""
@@ -159,7 +159,7 @@ class NamedChunk:
         return with_tensors((args, kwargs), values)
 
     def leaving(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """What the next part needs of its first module's arguments."""
+        """Return the arguments of the next part's first module that it needs."""
         return tuple(self._crossing(args, kwargs, self.index + 1).values())
 
     def _crossing(self, args: Any, kwargs: Any, part: int) -> dict[str, torch.Tensor]:

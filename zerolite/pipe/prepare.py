@@ -38,8 +38,8 @@ class Tie:
 
 @dataclass(frozen=True)
 class Staged:
-    """What :func:`prepare` has made of a model. module: the model, with this rank's layers. ties: sorted by key.
-    passes: backwards for each micro-batch on this rank."""
+    """Result of :func:`prepare`. module: the model, with this rank's layers. ties: sorted by key. passes: backwards for
+    each micro-batch on this rank."""
 
     module: nn.Module
     loss_fn: LossFunction | None
@@ -110,7 +110,7 @@ _Divide = Callable[[], tuple[list[Chunk], list[Home]]]
 
 
 def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[Home]]:
-    """What ``divide`` gives. It may fail on some ranks, which have other layers: then all raise."""
+    """Return the result of ``divide``. It may fail on some ranks, which have other layers: then all raise."""
 
     def checked() -> tuple[list[Chunk], list[Home]]:
         made = divide()
@@ -121,7 +121,7 @@ def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[Home]]:
 
 
 def _ties(homes: Iterable[Home], ranks: Sequence[int], here: int) -> list[Tie]:
-    """Of the parameters that stay here and are elsewhere too."""
+    """Return the ties of the parameters that stay here and are elsewhere too."""
     ties = []
     for home in homes:
         on = tuple(sorted({ranks[part] for part in home.parts}))
@@ -142,8 +142,8 @@ def _check_trains(chunks: Iterable[Chunk]) -> None:
 
 @torch.no_grad()
 def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
-    """Where every rank has the whole model: that of the first stage's ranks, which may have been made of another
-    seed."""
+    """Take the values of the first stage's ranks where every rank has the whole model, which may have been made with
+    another seed."""
     if pipe.world_size > 1:
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         synchronize_tensors(tensors, pipe, device, "initial_sync")
@@ -153,7 +153,7 @@ def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: 
 
 
 def _adopt(model: PipelineModule, settings: PipelineConfig, stages: int, loss_fn: LossFunction | None) -> None:
-    """What the config says of a PipelineModule and the module does not, and the other way round."""
+    """Exchange settings: the config's that a PipelineModule does not give, and the other way round."""
     if model.num_stages not in (None, stages):
         raise ValueError(
             f"PipelineModule: expected num_stages = {stages}, the config's pipeline.stages, got {model.num_stages}; "
@@ -176,7 +176,8 @@ def _refuse_names(settings: PipelineConfig, what: str) -> None:
 
 
 def _bounds(model: PipelineModule, host: HostGroup, device: torch.device, parts: int) -> list[int]:
-    """Where ``model`` is divided, by what its first rank says, which measures; and the seed of its layers."""
+    """Return the bounds of the parts of ``model``, as its first rank says, which measures; and the seed of its
+    layers."""
 
     def measured() -> Any:
         if host.rank and host.group is not None:  # in a dry run each rank is alone
@@ -246,7 +247,8 @@ def _refuse_call(model: nn.Module, args: Any) -> None:
 def _strip(
     layers: Sequence[nn.Module | None], homes: Iterable[Home], own: Sequence[int], bounds: Sequence[int]
 ) -> None:
-    """What is used on other ranks only loses its buffers, and the parameters that nothing here shares."""
+    """Strip layers that are used on other ranks only of their buffers, and of the parameters that no layer here
+    shares."""
     staying = {id(home.parameter) for home in homes if home.parts & set(own)}
     here = {id(layer) for part in own for layer in layers[bounds[part] : bounds[part + 1]]}
     for layer in layers:

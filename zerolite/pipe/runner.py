@@ -32,7 +32,7 @@ WITHOUT_VALUES = (
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """Of an engine, what a pipeline runs with. micro_batches: in a step."""
+    """Components of an engine that a pipeline runs with. micro_batches: in a step."""
 
     pipeline: StepPipeline
     window: AccumulationWindow
@@ -99,7 +99,7 @@ class PipelineRunner:
         self._parts.pipeline.step()
 
     def eval_batch(self, batches: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
-        """As ``Engine.eval_batch`` says. Called in eval mode and without gradients."""
+        """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
         work = self._begin("eval_batch", batches, training=False)
         work.keeps_outputs = return_logits or not compute_loss
         work.computes_loss = compute_loss
@@ -163,7 +163,7 @@ class PipelineRunner:
             raise
 
     def _drop_gradients(self) -> None:
-        """Of a step that has failed, also what a backward in two halves has left in ``p.grad``."""
+        """Drop the gradients of a step that has failed, also what a backward in two halves has left in ``p.grad``."""
         self._parts.pipeline.zero_grad()
         for chunk in self._chunks:
             for parameter in chunk.parameters():

@@ -60,7 +60,7 @@ def _launched_by(launch: Launch | None) -> Iterator[None]:
 
 
 class StepWork(Protocol):
-    """What a step does around the computations of its stages: the runner's part."""
+    """Work of a step around the computations of its stages: the runner's part."""
 
     training: bool
     key: Any  # of the shapes of this step's micro-batches
@@ -80,7 +80,7 @@ class StepWork(Protocol):
 
 @dataclass
 class Step:
-    """What the stages of one rank share in one step."""
+    """State that the stages of one rank share in one step."""
 
     work: StepWork
     failure: Exception | None = None  # the first on this rank; computations are left out from then on
@@ -177,7 +177,7 @@ class ChunkStage(PipelineStage):
         self._set_up(chunk, links, dist.get_process_group_ranks(group))
 
     def _set_up(self, chunk: Chunk, links: HostLinks | None, ranks: Sequence[int]) -> None:
-        """What is not torch's. ranks: in the world, of the pipeline's."""
+        """Set the attributes that torch's stage does not have. ranks: in the world, of the pipeline's."""
         self.chunk = chunk
         self.step: Step
         self.next_here: ChunkStage | None = None  # the stages of neighbouring parts, where they are on this rank
@@ -235,7 +235,8 @@ class ChunkStage(PipelineStage):
         return [self._receive(tensor, self.stage_index - 1) for tensor in flight.received]
 
     def _incoming(self) -> BoundarySpec | None:
-        """What comes from the part before; in the first forward with new shapes it says so itself."""
+        """Return the specification of the tensors from the part before; in the first forward with new shapes that part
+        sends it."""
         key = self.step.work.key
         if not self._before.dead and key not in self._before.known:
             assert self._links is not None
@@ -324,8 +325,8 @@ class ChunkStage(PipelineStage):
 
     @computation
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """What the schedule hands on to a next stage on this rank, which has no message; it would hold other outputs
-        longer than their backward needs them."""
+        """Run a forward and return what the schedule hands on to a next stage on this rank, which has no message; it
+        would hold other outputs longer than their backward needs them."""
         flight = self._flights.setdefault(fwd_chunk_id, _Flight())
         if self.step.failure is None and not self._before.dead:
             try:
@@ -459,7 +460,7 @@ class ChunkStage(PipelineStage):
                     hook(parameter)
 
     def _keep_gradients(self, flight: _Flight) -> None:
-        """Of what was received, for the part before; zeros for what was not used."""
+        """Keep the gradients of what was received, for the part before; zeros for what was not used."""
         spec = None if self.is_first else self._before.spec(self.step.work.key)
         if spec is None:
             return
@@ -513,8 +514,8 @@ def schedule_class(name: str) -> Any:
 
 
 def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
-    """What runs one step of ``stages``, this rank's. Raises ValueError if the schedule cannot be made of so many
-    micro-batches."""
+    """Return a function that runs one step of ``stages``, this rank's. Raises ValueError if the schedule cannot be made
+    of so many micro-batches."""
     made = schedule_class(name)
     own: Any = stages[0] if name in ONE_PART else list(stages)
     try:

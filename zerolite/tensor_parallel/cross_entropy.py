@@ -52,7 +52,7 @@ def vocab_parallel_cross_entropy(
 
 
 def _local_targets(target: Tensor, kept: Tensor, start: int, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Where each target is among this rank's logits, and whether it is. int64 and bool, [tokens]."""
+    """Return the index of each target among this rank's logits, and whether it is there. int64 and bool, [tokens]."""
     wrong = kept & ((target < 0) | (target >= vocabulary))
     if target.device.type == "cpu" and not is_fake(target) and host_value(wrong.any()):
         value = int(host_value(target[wrong][0]))

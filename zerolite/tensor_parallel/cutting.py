@@ -42,7 +42,7 @@ logger = logging.getLogger("zerolite")
 
 
 class Settings(Protocol):
-    """What the config says: see the block tensor_parallel."""
+    """Settings of the config's block tensor_parallel."""
 
     @property
     def ranks(self) -> int: ...
@@ -319,7 +319,7 @@ def _guard(owner: Owner, region: Region, plan: Any) -> bool:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether it may draw random numbers: a dropout layer, or a number with such a name, above 0."""
+    """True if the module may draw random numbers: a dropout layer, or a number with such a name, above 0."""
     for child in module.modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
             return True

@@ -109,7 +109,7 @@ def _cut_dim(x: Tensor, comm: Communicator, dim: int) -> int:
 
 
 def sends(x: Tensor, comm: Communicator) -> bool:
-    """Whether there is anything to send of ``x``, or anybody to record that it would have been sent."""
+    """True if ``x`` has anything to send, or if a recorder would note that it was sent."""
     return x.numel() > 0 and (comm.peers_agree or not is_fake(x))
 
 

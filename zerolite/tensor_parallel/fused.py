@@ -54,7 +54,7 @@ def _rows_of(layer: Layer, owner: Owner) -> list[Layer]:
 
 
 def _inferred(layer: Layer, owner: Owner) -> tuple[list[int], str]:
-    """As :func:`column_sizes`, where the plan does not say it."""
+    """Infer what :func:`column_sizes` returns, where the plan does not say it."""
     near = {row.inputs for row in _rows_of(layer, owner)}
     others = [one for one in owner.columns if one.parent == layer.parent and one is not layer]
     thirds = layer.outputs == 3 * layer.inputs and layer.outputs not in near and layer.inputs in near

@@ -69,7 +69,7 @@ def cut_parameter(parameter: nn.Parameter | None, cut: Cut) -> None:
 
 
 class Edge(Protocol):
-    """Where sequences are cut: see sequence.py. batch: of the hidden states there."""
+    """A place where sequences are sharded: see sequence.py. batch: of the hidden states there."""
 
     began: bool
     batch: int
@@ -87,7 +87,7 @@ _NOT_CUT = (
 
 
 class CutLayer(nn.Module):
-    """What the layers have in common. A copy of the layer talks to the same ranks, and holds the same parts."""
+    """Base class of the sharded layers. A copy of the layer talks to the same ranks, and holds the same parts."""
 
     comm: Communicator
     region: Region | None = None  # that it begins or ends
@@ -386,7 +386,7 @@ def cut_embedding(module: nn.Module, comm: Communicator) -> None:
 
 
 def _linear_shape(module: nn.Module) -> tuple[bool, int, int]:
-    """Whether the weight is [inputs, outputs], and the two."""
+    """Return whether the weight is [inputs, outputs], and both sizes."""
     if isinstance(module, nn.Linear):
         return False, module.in_features, module.out_features
     return True, int(module.nx), int(module.nf)  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def _gathered(value: Any, how: Callable[[_State], Tensor] = _State.gathered) -> 
 
 
 def _values(state: _State) -> Tensor:
-    """Of the whole logits, below autograd."""
+    """Return the values of the whole logits, below autograd."""
     full = functions.gather(state.local.detach(), state.comm) if state.full is None else state.full.detach()
     return _without_padding(full, state.vocabulary)
 
@@ -240,7 +240,7 @@ def _flatten(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_keeps(Tensor.__getitem__)
 def _slice(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
-    """Of leading dimensions, with the last one whole."""
+    """Index leading dimensions, with the last one whole."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not all(item is Ellipsis or type(item) in (int, slice) for item in index) or index.count(Ellipsis) > 1:
         return NotImplemented

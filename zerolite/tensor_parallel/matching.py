@@ -79,7 +79,7 @@ AUTO = ("*", "auto")
 def _resolve(
     plan: Mapping[str, Style], model: nn.Module, names: Sequence[str], optional: bool
 ) -> tuple[dict[str, Match], list[str]]:
-    """As :func:`resolve`; the styles "whole" and "partial" are for parameters too."""
+    """Resolve as :func:`resolve` does; the styles "whole" and "partial" are for parameters too."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     layers = {pattern: style for pattern, style in plan.items() if style.kind not in ("whole", "partial")}
     others = {pattern: style for pattern, style in plan.items() if pattern not in layers}
@@ -131,7 +131,7 @@ def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) ->
 
 
 def made_in_parts(modules: Mapping[str, nn.Module], comm: Communicator) -> list[Owner]:
-    """Of the columns and rows that the model's author has written as such, as far as they belong together."""
+    """Return the column and row layers that the model's author has written as such, as far as they belong together."""
     layers = []
     for name, module in modules.items():
         if isinstance(module, CutLayer) and module.comm.world_size != comm.world_size:

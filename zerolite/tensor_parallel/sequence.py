@@ -141,7 +141,7 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
 
 
 class _Edge:
-    """Where a run of blocks begins and ends."""
+    """Beginning or end of a run of blocks."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
