@@ -143,7 +143,8 @@ class Saver:
         return str(Path(agreed.save_dir) / tag)
 
     def _rests_on_disk(self) -> bool:
-        """True if offload keeps states on disk, so that host memory may be too small for a copy of everything. Says so, once."""
+        """True if offload keeps states on disk, so that host memory may be too small for a copy of
+        everything. Says so, once."""
         found = self._parts.model.buffer.tiers.on_disk
         if found and not self._told and self._host.rank == 0:
             logger.warning(

@@ -97,8 +97,9 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def read_files(path: Path, verify: bool) -> Files:
-    """Of the checkpoint in the directory ``path``. verify: compare every file with its checksums first, which reads it
-    to its end. Raises CheckpointError for a checkpoint of another kind, and if files are missing or damaged."""
+    """Find the files of the checkpoint in the directory ``path``. verify: compare every file with its checksums first,
+    which reads it to its end. Raises CheckpointError for a checkpoint of another kind, and if files are missing or
+    damaged."""
     names = [entry.name for entry in _entries(path)]
     _refuse_by_name(path, names)
     model = {int(m[1]) if m[1] else None: path / m[0] for name in names if (m := _MODEL.fullmatch(name))}
@@ -223,5 +224,5 @@ def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
 
 
 def _number(value: Any) -> Any:
-    """Of a member of an enumeration, which is pickled as the class and the number."""
+    """Read the number of an enumeration's member, which is pickled as the class and the number."""
     return value.arguments[0] if isinstance(value, Inert) and len(value.arguments) == 1 else value

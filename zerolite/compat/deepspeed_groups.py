@@ -82,7 +82,7 @@ def _gaps(file: Loaded, group: int, count: int) -> list[int]:
 
 
 def _numbers(file: Loaded, settings: Any, count: int) -> list[int]:
-    """Of the parameter group to which each flat group belongs."""
+    """Return the number of the parameter group to which each flat group belongs."""
     if settings is None:
         return list(range(count))
     numbers = [number for number, group in enumerate(settings) for _ in group["params"]]

@@ -70,8 +70,8 @@ def _stand_in(name: str) -> type[Inert]:
 
 @contextlib.contextmanager
 def _nothing_declared_safe() -> Iterator[None]:
-    """What other code of this process has told torch to unpickle, and torch itself for its distributed tensors, does
-    not count. Not for several threads at a time: the declarations are the process's."""
+    """Ignore what other code of this process has told torch to unpickle, and torch itself for its distributed tensors.
+    Not for several threads at a time: the declarations are the process's."""
     declared = get_safe_globals()
     clear_safe_globals()
     try:
@@ -82,9 +82,9 @@ def _nothing_declared_safe() -> Iterator[None]:
 
 
 def load_inert(path: Path, verify: bool = False) -> Any:
-    """What the file holds, tensors on the CPU and mapped: their bytes are read when they are used, and the file must
-    stay. Objects of classes other than torch's and plain ones are :class:`Inert`. verify: read the file to its end
-    first, and compare it with its own checksums.
+    """Load a file, with tensors on the CPU and mapped: their bytes are read when they are used, and the file must stay.
+    Objects of classes other than torch's and plain ones are :class:`Inert`. verify: read the file to its end first, and
+    compare it with its own checksums.
 
     Raises CheckpointError for a file that cannot be read in this way.
     """

@@ -138,7 +138,7 @@ def _accumulation_dtype(config: ZeroliteConfig) -> Found:
 
 
 def _elastic_needs(config: ZeroliteConfig) -> Found:
-    """Whether anything fits is found out when the number of ranks is known."""
+    """Find missing keys of elasticity; if any world size fits is found out when the number of ranks is known."""
     block = config.elasticity
     if not block.enabled:
         return

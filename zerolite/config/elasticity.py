@@ -88,7 +88,7 @@ def choose_micro(train: int, micros: Iterable[int], world_size: int, prefer_larg
 
 
 def nearest_worlds(worlds: Sequence[int], world_size: int) -> list[int]:
-    """Of ascending world sizes, the largest below this one and the smallest above, where they exist."""
+    """Return the largest of ascending world sizes below this one and the smallest above, where they exist."""
     below = [world for world in worlds if world < world_size]
     above = [world for world in worlds if world > world_size]
     return below[-1:] + above[:1]

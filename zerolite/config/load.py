@@ -293,7 +293,7 @@ def _join(path: str, key: object) -> str:
 
 
 def _inert(accepted: tuple[object, ...], value: object) -> bool:
-    """Whether a value is one of these. Booleans and numbers differ, unlike in Python."""
+    """True if a value is one of these. Booleans and numbers differ, unlike in Python."""
     if isinstance(value, str) and value == "auto":
         return bool(accepted)
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted)

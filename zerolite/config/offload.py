@@ -66,7 +66,7 @@ class OffloadParamConfig(_Offload):
 
 
 class AioConfig(Block):
-    """How `"nvme"` reads and writes: direct, asynchronous I/O, with io_uring where the kernel has it and threads
+    """Reads and writes of `"nvme"`: direct, asynchronous I/O, with io_uring where the kernel has it and threads
     otherwise."""
 
     block_size: Annotated[Integer, Field(ge=DISK_BLOCK, le=2**30, multiple_of=DISK_BLOCK)] = 1_048_576
@@ -91,8 +91,8 @@ class AioConfig(Block):
 
 
 class ActivationCheckpointingConfig(Block):
-    """What `zerolite.checkpointing.checkpoint` keeps for backward, and where; and modules that the engine checkpoints
-    by itself."""
+    """Inputs that `zerolite.checkpointing.checkpoint` keeps for backward, and where; and modules that the engine
+    checkpoints by itself."""
 
     partition_activations: Bool = False
     """Each rank of a group in which activations are the same keeps its part of them only, and they are gathered in

@@ -16,7 +16,7 @@ _PATH_SUFFIXES = (".json", ".hjson", ".json5", ".jsonc", ".yaml", ".yml", ".txt"
 
 
 class RawConfig(NamedTuple):
-    """What the source says: the values (the last one of a duplicated key) and what is wrong with the text itself."""
+    """Values of a source (the last one of a duplicated key) and the errors in the text itself."""
 
     values: dict[str, Any]
     duplicates: list[tuple[str, str]]
@@ -48,7 +48,7 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig
 
 
 def _is_text(source: str) -> bool:
-    """Whether a string is a configuration rather than the path to one."""
+    """True if a string is a configuration rather than the path to one."""
     stripped = source.lstrip("\ufeff \t\r\n")
     if not stripped or stripped[0] in "{[" or "\n" in stripped or "\0" in stripped:
         return True

@@ -38,7 +38,7 @@ class Block(BaseModel):
 
 @dataclass(frozen=True)
 class Hint:
-    """What messages say of a field beside its type.
+    """Additions to a field's type in messages.
 
     Attributes:
         expected: instead of the words that the type gives.
@@ -186,7 +186,7 @@ def hint(info: FieldInfo) -> Hint:
 
 
 def sentence(info: FieldInfo, value: object, details: Mapping[str, Any]) -> str:
-    """What is wrong with the value of a field. details: of pydantic's error."""
+    """Describe the error in the value of a field. details: of pydantic's error."""
     cause = details.get("ctx", {}).get("error")
     if cause is not None:
         return str(cause)
@@ -226,7 +226,7 @@ _REMEDIES = {
 
 
 def _metadata(annotation: Any, metadata: Iterable[Any]) -> list[Any]:
-    """What annotates a type and, of an optional one, the type within; inner things first."""
+    """Return the annotations of a type and, if it is optional, of the type within; inner ones first."""
     found = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
@@ -266,7 +266,7 @@ def _range(number: type, around: Iterable[Any]) -> str:
 
 
 def _bounds(around: Iterable[Any]) -> dict[str, Any]:
-    """Of several bounds of one kind, the outermost."""
+    """Return the outermost of several bounds of one kind."""
     bounds: dict[str, Any] = {}
     for item in around:
         found = {name: getattr(item, name, None) for name in ("ge", "gt", "le", "multiple_of")}

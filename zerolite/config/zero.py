@@ -28,7 +28,7 @@ class LeafModuleConfig(Block):
 
 
 class ZeroConfig(Block):
-    """What is spread over the ranks."""
+    """The states that are sharded over the ranks."""
 
     stage: Annotated[Natural, Field(le=3)] | Literal["auto"] = 0
     """0: nothing; 1: optimizer states and master weights; 2: gradients too; 3: parameters too. `"auto"`: `initialize`

@@ -40,7 +40,7 @@ _WIDTH = 100  # characters of a value
 
 @dataclass
 class Description:
-    """What one rank holds, in words.
+    """Description of one rank's model and settings, in words.
 
     items: facts by subject ("parameter 'head.weight'", "config key gradient_clipping") and, where a subject has
     several, by aspect ("shape"); the aspect of a single fact is "". orders: names in an order that matters, by what

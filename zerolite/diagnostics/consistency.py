@@ -181,7 +181,8 @@ class ConsistencyCheck:
             self._differing = numbers
 
     def forget(self) -> None:
-        """What ranks have differed in does not matter any more: all have loaded the same. Called on all ranks."""
+        """Drop the differences between ranks, which do not matter any more: all have loaded the same. Called on all
+        ranks."""
         self._differing = self._compared = None
 
     def act(self) -> None:

@@ -27,8 +27,8 @@ _LOOP = {
 
 @dataclass(frozen=True)
 class Absent:
-    """What is known of a rank that does not say where it stands. ended: how it has left, such as "ended normally after
-    step 10", or "" if it has said nothing. last: its last sign of life, such as "in step 12, 40 s ago"."""
+    """A rank that does not report its position. ended: how it has left, such as "ended normally after step 10", or ""
+    if it has said nothing. last: its last sign of life, such as "in step 12, 40 s ago"."""
 
     ended: str = ""
     last: str = ""
@@ -92,7 +92,7 @@ def first_difference(positions: Sequence[Position]) -> list[Parting]:
 
 
 def _parting(of_rank: Mapping[int, Entries], what: str, where: str) -> list[Parting]:
-    """Where the sequences part: entries with the same number that differ, or that some ranks do not have yet."""
+    """Find where the sequences part: entries with the same number that differ, or that some ranks do not have yet."""
     known = {rank: dict(entries) for rank, entries in of_rank.items()}
     first = max((min(entries, default=1) for entries in known.values()), default=1)
     last = max((max(entries, default=0) for entries in known.values()), default=0)

@@ -117,7 +117,7 @@ class Join:
             self._channel.broadcast(_hyperparameters(self._pipeline.param_groups), self.source)
 
     def _look(self, rows: list[list[int]]) -> None:
-        """What the exchange has shown; raises on all ranks if they cannot go on together."""
+        """Read the result of the exchange; raise on all ranks if they cannot go on together."""
         failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
         said = {rank: row for rank, row in enumerate(rows) if row[0] == _ACTIVE}
         if failed:

@@ -22,7 +22,7 @@ class PeerLost(RuntimeError):
 
 
 class LastWords:
-    """What ranks that end say in the store, and what launchers know of those that say nothing."""
+    """Last messages that ending ranks leave in the store, and the launchers' knowledge of ranks that leave none."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
@@ -35,11 +35,11 @@ class LastWords:
         self._store.set(f"endings/{self._store.add('endings', 1)}", json.dumps([self._store.rank, how]))
 
     def known(self) -> dict[int, str]:
-        """How the first ranks to end have ended, as far as that is known long after."""
+        """Return how the first ranks to end have ended, as far as that is known long after."""
         return {**self._under_torchrun(), **self._told()}
 
     def awaited(self) -> dict[int, str]:
-        """How a rank has ended whose connection broke just now, before it or its launcher can have said so."""
+        """Return how a rank has ended whose connection broke just now, before it or its launcher can have said so."""
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(RuntimeError):  # the process that held the store has gone
             while not (ended := self._told()) and time.monotonic() < deadline:
@@ -48,7 +48,7 @@ class LastWords:
         return {}
 
     def _told(self) -> dict[int, str]:
-        """What ranks, or the `zerolite` launcher, have said."""
+        """Return the messages of ranks, and of the `zerolite` launcher."""
         store = self._store
         keys = [f"endings/{number}" for number in range(1, min(store.add("endings", 0), _READ) + 1)]
         return {
@@ -71,7 +71,7 @@ class LastWords:
 
 
 def describe_end(error: BaseException | None) -> str:
-    """How a process ends that ``error`` ends."""
+    """Describe the end of a process that ``error`` ends."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "normally"
     if isinstance(error, PeerLost):

@@ -44,7 +44,7 @@ Entries = Sequence[tuple[int, str]]
 
 @dataclass(frozen=True)
 class Position:
-    """Where one rank stands.
+    """Position of one rank.
 
     Attributes:
         rank, host, process: who it is.
@@ -107,7 +107,7 @@ class Parts:
 
 
 class EngineView(Protocol):
-    """What is read of an engine, and of which calls are looked for on the stack."""
+    """The part of an engine that is read here, and the calls that are looked for on the stack."""
 
     coordinator: PartitionedParameterCoordinator | None
     optimizer: Any
@@ -165,7 +165,7 @@ AMONG = " among "
 
 
 class Names:
-    """What an engine's collectives are about, by the names of parameters and modules."""
+    """Names of the parameters and modules that an engine's collectives are about."""
 
     def __init__(self, engine: EngineView) -> None:
         self._engine = engine
@@ -295,9 +295,9 @@ def _call_and_lines(frames: Sequence[FrameType]) -> tuple[str, str, str]:
 
 
 def _owner(frame: FrameType) -> Any:
-    """Whose method it is; None for functions, and for frames of other files than zerolite's and the one in which torch
-    calls a module. Before Python 3.13 asking a frame for its locals leaves a copy of them in it, which keeps them alive
-    until it returns: a user's loop would keep its tensors."""
+    """Return the object whose method the frame runs; None for functions, and for frames of other files than zerolite's
+    and the one in which torch calls a module. Before Python 3.13 asking a frame for its locals leaves a copy of them in
+    it, which keeps them alive until it returns: a user's loop would keep its tensors."""
     if _kind(frame) == "zerolite" or frame.f_code.co_filename.endswith(_CALLS_MODULES):
         return frame.f_locals.get("self")
     return None

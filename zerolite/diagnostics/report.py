@@ -102,8 +102,8 @@ def processor() -> Section:
 
 
 def instruction_set(features: Sequence[str], ops: list[dict[str, Any]]) -> str:
-    """What the CPU kernels choose here: the library's own answer where there is one, otherwise the widest set of which
-    the processor has all features."""
+    """Return the instruction set of the CPU kernels: the library's own answer where there is one, otherwise the widest
+    set of which the processor has all features."""
     names: dict[str, set[str]] = {}
     for source in op_builder.OPS["cpu_kernels"].sources:
         for flag in source.flags:
@@ -124,7 +124,7 @@ def backends(torch: Any) -> str:
 
 
 def op_report(name: str, torch: Any, build: bool) -> dict[str, Any]:
-    """Whether an op can be used, why not, whether it is built and where."""
+    """Report if an op can be used, why not, whether it is built and where."""
     has_device = op_builder.OPS[name].kind != "cpp" and torch and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_device else None
     torch_cuda = torch.version.cuda if has_device else None

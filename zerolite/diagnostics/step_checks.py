@@ -55,7 +55,8 @@ class StepChecks:
         return sum(part.size for part in self._parts)
 
     def write(self, values: torch.Tensor) -> list[_Written]:
-        """What is returned goes with ``values``: the next statistics may be begun before these have been read."""
+        """Write the values to be compared; the returned list goes with ``values``: the next statistics may be begun
+        before these have been read."""
         written = []
         for part in self._parts:
             of_part, values = values[: part.size], values[part.size :]

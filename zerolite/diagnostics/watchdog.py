@@ -157,14 +157,14 @@ class Watchdog:
 
     @property
     def _period(self) -> float | None:
-        """How often the thread looks, in seconds; None: only when it is woken."""
+        """Time between two looks of the thread, in seconds; None: only when it is woken."""
         if self._store.alone or not self._timeout_s:
             return None
         return min(_LONGEST_PERIOD_S, self._timeout_s / 10)
 
     @property
     def _answer_s(self) -> float:
-        """How long a rank's answer to a question may take."""
+        """Longest time that a rank's answer to a question may take, in seconds."""
         return 2 * (self._period or _LONGEST_PERIOD_S) + _ANSWER_S
 
     @property
@@ -290,7 +290,7 @@ class Watchdog:
             return self._verdict
 
     def _judge(self, reason: str) -> tuple[int, str]:
-        """How many ranks have answered, and the verdict."""
+        """Return how many ranks have answered, and the verdict."""
         store = self._store
         answers = [f"{self._question}/at/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + self._answer_s

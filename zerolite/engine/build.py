@@ -112,7 +112,7 @@ def check_model(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What :func:`initialize` is given beside model, config and data, as it is given."""
+    """Arguments of :func:`initialize` beside model, config and data, as they are given."""
 
     optimizer: OptimizerLike | None = None
     model_parameters: Iterable[Any] | None = None
@@ -329,7 +329,7 @@ class _Assembly:
         return Loaders(self.comm.rank, self.comm.world_size, self.device.type, size, drops)
 
     def _end_with(self, engine: Engine, offload: StateOffload, hooks: list[Any]) -> None:
-        """What is undone when ``engine`` has gone."""
+        """Undo the installations of ``engine`` when it has gone."""
         for parameter in self.owned:
             OWNERS[parameter] = self.reference
         weakref.finalize(engine, offload.restore).atexit = False
@@ -482,7 +482,8 @@ class _Assembly:
         return attached
 
     def _let_grow(self, adopts: bool, loaders: Loaders) -> Checkpointer:
-        """What needs to know of parameters that are trained from some step on: all that there is by now."""
+        """Connect the objects that must know of parameters that are trained from some step on: all that there is by
+        now."""
         model, buffer, pipeline, comm, device = self.model, self.buffer, self.pipeline, self.comm, self.device
         fill = functools.partial(fill_buckets, buffer, self.precision, comm, device)
         ways = Ways(self._layout_of, fill, self._tell)
@@ -501,7 +502,7 @@ class _Assembly:
         return Checkpointer(EngineParts(tensors, pipeline, self.config, device, host, wake), loaders)
 
     def _layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
-        """Of parameters that are trained from now on."""
+        """Make the layout of parameters that are trained from now on."""
         self.fp32.attach()
         added = self._specs_of(parameters, names, self.sharded.inner.param_groups)
         if self.partitioned is not None:
@@ -551,6 +552,6 @@ def _warn_of_padding(layout: PartitionLayout) -> None:
 
 
 def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
-    """Those of the trained parameters ``indices`` that ``model`` no longer has."""
+    """Return the trained parameters among ``indices`` that ``model`` no longer has."""
     there = {id(parameter) for parameter in model.parameters()}
     return [index for index in indices if id(buffer.parameters[index]) not in there]

@@ -262,7 +262,7 @@ class Engine:
         self._window.forced_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next (or pending) ``engine.step()`` will update."""
+        """True if the next (or pending) ``engine.step()`` will update."""
         return self._window.is_boundary()
 
     # ---------------------------------------------------------------- phases
@@ -281,9 +281,9 @@ class Engine:
         return self._pipeline.grad_norm()
 
     def memory_report(self) -> MemoryReport:
-        """What this rank's memory holds now: bytes by item, measured, and what the allocator says of the whole. It has
-        a table for people, ``str(report)``, and plain data, ``report.to_dict()``. Of this rank alone: nothing is sent
-        and the device is not waited for."""
+        """Return what this rank's memory holds now: bytes by item, measured, and what the allocator says of the whole.
+        It has a table for people, ``str(report)``, and plain data, ``report.to_dict()``. Of this rank alone: nothing is
+        sent and the device is not waited for."""
         return memory_report(self.memory_parts)
 
     def offload_states(
@@ -380,9 +380,9 @@ class Engine:
             return metrics.gather(tensors, self._comm, self.device)
 
     def gather_for_metrics(self, tensors: Any, loader: Any = None) -> Any:
-        """As :meth:`gather`; inside a pass over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`, for values
-        with one row for each sample of the batch in hand: in the order of the data set (or of its shuffle), without
-        the samples that were repeated to make ranks even.
+        """Gather as :meth:`gather` does; inside a pass over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`,
+        for values with one row for each sample of the batch in hand: in the order of the data set (or of its shuffle),
+        without the samples that were repeated to make ranks even.
 
         loader: such a loader; the rows are those of a whole pass over it, collected on this rank. Raises as
         :meth:`reduce` does, and ValueError where the rows are not one for each sample. Called on all ranks.
@@ -573,7 +573,7 @@ class Engine:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the batches of a step are this rank's: what a sampler needs. The rank, where no other kind of
+        """Index of this rank's batches among those of a step, for samplers. The rank, where no other kind of
         parallelism is."""
         return self.topology.data.rank
 
@@ -583,7 +583,7 @@ class Engine:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each layer is here."""
+        """Index of this rank's part of each layer."""
         return self.topology.tensor.rank
 
     @property
@@ -592,7 +592,7 @@ class Engine:
 
     @property
     def pipeline_stage(self) -> int:
-        """Which of the stages is here."""
+        """Index of this rank's pipeline stage."""
         return self.topology.pipe.rank
 
     @property

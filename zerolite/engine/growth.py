@@ -28,8 +28,8 @@ Parameters = Sequence[torch.nn.Parameter]
 
 @dataclass(frozen=True)
 class Ways:
-    """What depends on stage and config: the buckets of some parameters, how the buffer's new buckets are filled, and
-    what else must know of the parameters that are trained by then."""
+    """Callbacks that depend on stage and config: they lay out new parameters in buckets, fill these, and tell other
+    objects of the parameters that are trained by then."""
 
     layout_of: Callable[[Parameters, dict[int, str]], PartitionLayout]
     fill: Callable[[], None]

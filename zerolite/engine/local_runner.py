@@ -53,7 +53,7 @@ class LocalRunner:
         return self._mean_over_data(losses)
 
     def eval_batch(self, batches: Iterator[Any], return_logits: bool, compute_loss: bool) -> Any:
-        """As ``Engine.eval_batch`` says. Called in eval mode and without gradients."""
+        """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
         engine, losses, outputs = self._engine, [], []
         for _ in range(self._window.micro_batches):
             micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)

@@ -45,7 +45,7 @@ def open_monitoring(
 
 
 class Monitoring:
-    """What watches one engine, in the order in which its parts are made. All of it is called on all ranks."""
+    """Observers of one engine, in the order in which its parts are made. All of it is called on all ranks."""
 
     def __init__(
         self,

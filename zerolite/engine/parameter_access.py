@@ -148,7 +148,7 @@ class ParameterAccess:
         self._staged = topology.pipe.world_size > 1
 
     def positions(self) -> dict[int, int]:
-        """Of each trained parameter, by its id: the index that the methods below take."""
+        """Return the index that the methods below take, by the id of each trained parameter."""
         return {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
 
     def indices(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
@@ -195,7 +195,7 @@ class ParameterAccess:
         return self._full(indices, self.parts_of_masters(indices))
 
     def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
-        """What the data-parallel ranks have together: of cut parameters this rank's part."""
+        """Return the masters that the data-parallel ranks have together: of sharded parameters this rank's part."""
         self._pipeline.follow_writes()
         parts = {index: self._master(piece) for index, piece in self._pieces(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
@@ -288,7 +288,8 @@ class ParameterAccess:
         return {p.fragment.slot.index: p for p in self._optimizer.pieces() if p.fragment.slot.index in wanted}
 
     def _flat(self, index: int, value: Any) -> torch.Tensor:
-        """What this rank's data-parallel ranks have of ``value``, in the order in which memory holds the parameter."""
+        """Return the part of ``value`` that this rank's data-parallel ranks have, in the order in which memory holds
+        the parameter."""
         parameter = self._buffer.parameters[index]
         cut = cut_of(parameter)
         shape = whole_shape(parameter) if cut is None else torch.Size(cut.full_shape)

@@ -95,7 +95,7 @@ def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topolog
 
 
 def _some_match(model: torch.nn.Module, pattern: str) -> bool:
-    """Whether a module's name, or its class's, matches; the keys themselves are stricter, each in its way."""
+    """True if a module's name, or its class's, matches; the keys themselves are stricter, each in its way."""
     for name, module in model.named_modules(remove_duplicate=False):
         mro = type(module).__mro__
         classes = [text for cls in mro for text in (cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")]

@@ -34,7 +34,7 @@ that are kept to be used again."""
 
 
 class StateOffload:
-    """Of one engine; on this rank alone, but for what stage 3 gathers again."""
+    """Offload of one engine's states between phases; on this rank alone, but for what stage 3 gathers again."""
 
     def __init__(
         self, parts: MemoryParts, pipeline: StepPipeline, coordinator: PartitionedParameterCoordinator | None
@@ -84,7 +84,7 @@ class StateOffload:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """What this rank does of it by itself: all when the engine is gone, and its model stays."""
+        """Restore this rank's states without the other ranks: all when the engine is gone, and its model stays."""
         if not self._pipeline.away:
             return
         for storage, there in self._out:
@@ -98,7 +98,7 @@ class StateOffload:
             _take_back(parameter)
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
-        """What is on the host now, and whose it is."""
+        """Return the tensors that are on the host now, and whose they are."""
         return [(item, there) for item, (_, there) in zip(self._items, self._out, strict=False)]
 
     def _chosen(self, items: Collection[str]) -> list[tuple[str, torch.UntypedStorage]]:
@@ -179,7 +179,7 @@ def _kinds(include: Iterable[Any] | None) -> list[str]:
 
 
 def _moves(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether it is memory of the device's allocator: what rests at another tier stays."""
+    """True if the tensor is memory of the device's allocator: tensors of other tiers stay."""
     storage = tensor.untyped_storage()
     return tensor.device.type == device.type and storage.resizable() and bool(storage.nbytes())
 

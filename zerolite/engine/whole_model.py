@@ -51,13 +51,13 @@ def known(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) 
 
 
 def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
-    """Of what this rank's data-parallel ranks have together."""
+    """Return the shape of what this rank's data-parallel ranks have together."""
     return whole_shape(tensor) if handle_of(tensor) is not None else value.shape
 
 
 def union(own: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
-    """Of all stages: what is by name in ``own``, :class:`Known` or plain values, that of the first stage that has the
-    name. Called on all ranks."""
+    """Join the entries of all stages by name, :class:`Known` or plain values; of a name that several stages have, the
+    first one's. Called on all ranks."""
     if topology.model.world_size == 1:
         return dict(own)
     rows = HostGroup(topology.model, "whole model").gather(own)  # not that of checkpoints: a save may be under way
@@ -151,8 +151,8 @@ class WholeModel:
         return full
 
     def _part(self, entry: Known, dtype: torch.dtype | None, kept: bool) -> torch.Tensor | None:
-        """What the data-parallel ranks of this one have together, on the CPU; None if it is not ``kept``. Called on all
-        of them."""
+        """Return what the data-parallel ranks of this one have together, on the CPU; None if it is not ``kept``. Called
+        on all of them."""
         owner, value = self._here[entry.owner]
         target = exported_dtype(value.dtype, dtype)
         index = self._trained.get(id(owner)) if target != value.dtype else None

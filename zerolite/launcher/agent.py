@@ -116,7 +116,7 @@ class Agent(LocalElasticAgent):
             self.logs.stop_tee()
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """Of each local rank; None while it runs."""
+        """Return the exit status of each local rank; None while it runs."""
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
         return {local_rank: handlers[local_rank].proc.poll() for local_rank in sorted(handlers)}
@@ -198,12 +198,12 @@ class Agent(LocalElasticAgent):
                     seen[local_rank] = time.time()
 
     def _cause_is_missing(self, failed: dict[int, int]) -> bool:
-        """Whether all that is known is that ranks have lost another one."""
+        """True if the only known cause is that ranks have lost another one."""
         records = [self._record(local_rank) for local_rank in failed]
         return all(record is not None and record.consequence for record in records)
 
     def _leaving(self, failed: dict[int, int]) -> bool:
-        """Whether a rank that still runs has reported an error."""
+        """True if a rank that still runs has reported an error."""
         return any(self._record(w.local_rank) for w in self._worker_group.workers if w.local_rank not in failed)
 
     def _record(self, local_rank: int) -> FailureRecord | None:
@@ -245,7 +245,7 @@ class Agent(LocalElasticAgent):
         """Nothing to wait for: this node succeeds when all have succeeded."""
 
     def outcome(self) -> NodeOutcome:
-        """What has become of the job, as this node knows it."""
+        """Return the outcome of the job, as this node knows it."""
         if self.board is None:
             return NodeOutcome(self.failures, True, self.meeting.attempt, self._thread_notes())
         speaks = self.meeting.node == 0 or self.board.gone

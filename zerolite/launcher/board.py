@@ -61,12 +61,12 @@ class Board:
 
     @property
     def failures(self) -> list[Failure]:
-        """What the other nodes have posted so far."""
+        """Failures that the other nodes have posted so far."""
         return [failure for posted in list(self._posts.values()) for failure in posted]
 
     @property
     def failed(self) -> bool:
-        """Whether another node has failed or is lost."""
+        """True if another node has failed or is lost."""
         return bool(self._posts)
 
     @property

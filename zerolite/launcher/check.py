@@ -36,7 +36,7 @@ LISTEN_S = 25.0
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """What the hosts of a job check.
+    """Checks that the hosts of a job run.
 
     Attributes:
         job_id: the word by which the first node's listener is known.
@@ -69,7 +69,7 @@ class CheckSpec:
 
 @dataclass
 class Facts:
-    """What a host is and has.
+    """Facts about a host.
 
     Attributes:
         host: what it calls itself.
@@ -94,7 +94,7 @@ class Facts:
 
 @dataclass
 class Reach:
-    """How a host and the first node reach each other.
+    """Reachability of a host and the first node from each other.
 
     Attributes:
         address: at which this host has reached the first node; None if it has not.

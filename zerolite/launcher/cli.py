@@ -45,7 +45,7 @@ def parse_command_line(argv: Sequence[str]) -> LaunchRequest:
 
 
 def is_remote(request: LaunchRequest) -> bool:
-    """Whether this command starts the parts of other nodes too, or has to find out which nodes there are."""
+    """True if this command starts the parts of other nodes too, or has to find out which nodes there are."""
     asks = (request.hostfile, request.include, request.exclude)
     several = request.num_nodes is not None and request.num_nodes[1] > 1
     return not request.no_ssh and (several or request.launcher != "ssh" or any(ask is not None for ask in asks))

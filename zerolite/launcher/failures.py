@@ -59,7 +59,7 @@ class Failure:
 
     @property
     def consequence(self) -> bool:
-        """Whether it only followed from another failure."""
+        """True if the failure only followed from another one."""
         return self.record is not None and self.record.consequence
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class NodeOutcome:
-    """How a node's part ended, as its agent tells its supervisor.
+    """End of a node's part, as its agent tells its supervisor.
 
     Attributes:
         failures: of all nodes as far as known, none for success.
@@ -118,13 +118,14 @@ def exit_status(failures: Sequence[Failure]) -> int:
 
 
 def ran_out_of_memory(failure: Failure) -> bool:
-    """Whether an error that the process itself noticed tells of it."""
+    """True if an error that the process itself noticed tells of it."""
     text = said(failure) if failure.record is not None else last_line(failure.tail)
     return any(part in text for part in _OUT_OF_MEMORY)
 
 
 def reason(failure: Failure) -> str:
-    """How the rank ended, and as far as known why, without a full stop: `exit status 1, ValueError: ...`."""
+    """Describe the end of the rank, and as far as known its cause, without a full stop: `exit status 1, ValueError:
+    ...`."""
     message = said(failure)
     if failure.killed_for_memory:
         return "killed by the kernel, since memory had run out (SIGKILL)"

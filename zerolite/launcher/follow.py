@@ -103,7 +103,7 @@ def handle_end(job: JobPlan, part: Part, parts: Sequence[Part], ending: Ending) 
 
 
 def may_go_on(job: JobPlan, parts: Sequence[Part]) -> bool:
-    """Whether an elastic job still has the first host, which keeps the nodes together, and enough others."""
+    """True if an elastic job still has the first host, which keeps the nodes together, and enough others."""
     left = [part for part in parts if not part.lost]
     return job.may_lose and len(left) >= job.min_nodes and parts[0] in left
 

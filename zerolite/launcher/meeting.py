@@ -250,15 +250,15 @@ def _keep_store(job: NodeJob, port: int, timeout: timedelta = timedelta(seconds=
 
 
 def hosts_store(job: NodeJob) -> bool:
-    """Whether this node is the first, whose agent hosts the store."""
+    """True if this node is the first, whose agent hosts the store."""
     return job.max_nodes == 1 or job.node_rank == 0
 
 
 def is_dynamic(job: NodeJob) -> bool:
-    """Whether the set of nodes may change from attempt to attempt, or several nodes start again together."""
+    """True if the set of nodes may change from attempt to attempt, or several nodes start again together."""
     return job.max_nodes > 1 and (job.min_nodes < job.max_nodes or job.max_restarts > 0)
 
 
 def host_name() -> str:
-    """What this node is called in messages."""
+    """Return the name of this node in messages."""
     return socket.gethostname()

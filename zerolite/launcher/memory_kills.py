@@ -27,7 +27,7 @@ class MemoryKills:
         return sum(read_counter(path) for path in self._files)
 
     def happened(self, pid: int) -> bool:
-        """Whether a kill was counted since the start, or the kernel's log tells of one of this process."""
+        """True if a kill was counted since the start, or the kernel's log tells of one of this process."""
         return self._count() > self._at_start or logged(pid)
 
 
@@ -59,7 +59,7 @@ def read_counter(path: Path) -> int:
 
 
 def logged(pid: int, path: str = KERNEL_LOG) -> bool:
-    """Whether the kernel's log, where it may be read, says that it killed this process for want of memory."""
+    """True if the kernel's log, where it may be read, says that it killed this process for want of memory."""
     pattern = re.compile(rf"Killed process {pid}\b".encode())
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -261,7 +261,7 @@ def find_env_file(asked: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
-    """What a command line asks for, each option checked by itself; a mistake prints a sentence and exits with 2."""
+    """Parse a command line, each option checked by itself; a mistake prints a sentence and exits with 2."""
     words, rest = split_command_line(argv, parser)
     options = parser.parse_args(words)
     if options.module_name is not None:

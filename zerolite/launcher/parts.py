@@ -78,7 +78,7 @@ class Part:
 
     @property
     def lost(self) -> bool:
-        """Whether it has ended without a word of the node: the connection, or the node, has gone."""
+        """True if it has ended without a word of the node: the connection, or the node, has gone."""
         return self.status not in (None, 0) and not self._marked
 
     def give_sign_of_life(self) -> None:

@@ -41,7 +41,7 @@ class ChecksFailed(Exception):
 
 @dataclass
 class Answer:
-    """What came back from one host.
+    """Answer of one host.
 
     Attributes:
         facts, reach: None if it did not get so far.

@@ -29,7 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """What /proc says of a process."""
+    """Fields of /proc about a process."""
 
     pid: int
     name: str
@@ -63,7 +63,7 @@ def read_process(pid: int) -> ProcessStat | None:
 
 
 def has_marker(pid: int, job_id: str) -> bool:
-    """Whether the process was started with this job's marker in its environment."""
+    """True if the process was started with this job's marker in its environment."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return f"{JOB_ID_VARIABLE}={job_id}".encode() in file.read().split(b"\0")
@@ -100,7 +100,7 @@ class JobProcesses:
         self._sessions: set[int] = set()
 
     def find(self) -> dict[int, ProcessStat]:
-        """Those that have not ended."""
+        """Find the processes that have not ended."""
         processes = read_processes()
         found = descendants(processes, [os.getpid()])
         found.update(pid for pid in processes if pid not in found and has_marker(pid, self._job_id))

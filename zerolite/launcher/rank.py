@@ -55,7 +55,7 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the error only says that another process has gone."""
+    """True if the error only says that another process has gone."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "PeerLost" in names:  # the watchdog's, which says what is known of the other rank
         return True
@@ -113,13 +113,13 @@ def new_main() -> types.ModuleType:
 
 
 def put_first(directory: str) -> None:
-    """Where Python looks first for modules; the launcher has left that place free."""
+    """Put a directory where Python looks first for modules; the launcher has left that place free."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
         sys.path.insert(0, directory)
 
 
 def run_script(path: str, arguments: list[str]) -> None:
-    """As `python path arguments` does, in a new `__main__`."""
+    """Run a script as `python path arguments` does, in a new `__main__`."""
     full = os.path.abspath(path)
     loader = importlib.machinery.SourceFileLoader("__main__", full)
     main = new_main()
@@ -132,7 +132,7 @@ def run_script(path: str, arguments: list[str]) -> None:
 
 
 def run_module(name: str, arguments: list[str]) -> None:
-    """As `python -m name arguments` does, in a new `__main__`."""
+    """Run a module as `python -m name arguments` does, in a new `__main__`."""
     new_main()
     sys.argv = [name, *arguments]
     put_first(os.getcwd())
@@ -146,7 +146,7 @@ def run_command(name: str, arguments: list[str]) -> NoReturn:
 
 
 def prepare() -> None:
-    """What holds for whatever is run: the end with the agent, the cores, input and output, the stack at a fatal
+    """Prepare the process for any script: the end with the agent, the cores, input and output, the stack at a fatal
     signal, errors of threads."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:

@@ -20,7 +20,7 @@ def rank_command(job: NodeJob) -> list[str]:
 
 
 def node_environment(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """What all ranks of the node find besides ``environ``: from the env file, threads, devices."""
+    """Return the variables that all ranks of the node find besides ``environ``: from the env file, threads, devices."""
     variables = dict(job.env)
     threads = threads_per_rank(job, environ)
     if threads is not None:

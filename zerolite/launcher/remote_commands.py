@@ -33,7 +33,7 @@ NOT_EXPORTED = ("ZEROLITE_JOB_ID", "ZEROLITE_BIND_CPUS")
 
 @dataclass(frozen=True)
 class Route:
-    """How the hosts of a job are reached.
+    """Way to reach the hosts of a job.
 
     Attributes:
         launcher: `ssh`, `pdsh`, `openmpi` or `slurm`.

@@ -180,7 +180,7 @@ class Supervisor:
                     self._agent.returncode = os.waitstatus_to_exitcode(status)
 
     def _react(self) -> int | None:
-        """To signals and silence. The exit status if that is the job's end, None if it goes on."""
+        """React to signals and silence. The exit status if that is the job's end, None if it goes on."""
         if self._agent.returncode is not None:
             return None
         if self._signals:
@@ -292,7 +292,7 @@ def make_log_dir(job: NodeJob) -> str:
 
 
 def has_output(directory: str) -> bool:
-    """Whether there is any file that is not empty below a directory."""
+    """True if there is any file that is not empty below a directory."""
     return any(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
 
 
@@ -339,6 +339,6 @@ def say(sentence: str) -> None:
 
 
 def write(line: str) -> None:
-    """To the standard error. Whoever read it may have gone, which stops nothing."""
+    """Write to stderr and ignore a closed pipe."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)

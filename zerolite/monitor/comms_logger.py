@@ -197,7 +197,7 @@ class CommsLogger:
 
 
 class _OfRanks:
-    """What watches a communicator of another number of ranks for a logger."""
+    """Watcher of a communicator of another number of ranks, for a logger."""
 
     def __init__(self, logger: CommsLogger, ranks: int) -> None:
         self._logger, self._ranks = logger, ranks

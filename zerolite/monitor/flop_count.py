@@ -39,8 +39,8 @@ class HasModule(Protocol):
 
 
 class ModuleFlops(NamedTuple):
-    """What one module and all in it do in the counted time. name: qualified, "" for the model. parameters: elements
-    of whole parameters, shared ones once. recomputed: forwards that run again inside backward."""
+    """Operations of one module and all in it in the counted time. name: qualified, "" for the model. parameters:
+    elements of whole parameters, shared ones once. recomputed: forwards that run again inside backward."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class ModuleFlops(NamedTuple):
 
     @property
     def model(self) -> int:
-        """What the model needs, however its memory is saved."""
+        """Operations that the model needs, however its memory is saved."""
         return self.forward + self.backward
 
     @property
@@ -60,7 +60,7 @@ class ModuleFlops(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What is at work: a module's forward, or a node of autograd's. task: the backward inside which it began, -1 for
+    """Place of the work: a module's forward, or a node of autograd's. task: the backward inside which it began, -1 for
     none. first: the sequence number of the first node that a module's forward may have made."""
 
     module: str
@@ -124,7 +124,7 @@ class FlopCount:
 
     @property
     def total(self) -> ModuleFlops:
-        """Of the whole model."""
+        """Operations of the whole model."""
         return self._of("", self._module)
 
     def _of(self, name: str, module: torch.nn.Module) -> ModuleFlops:
@@ -211,7 +211,7 @@ class FlopCount:
     # ---------------------------------------------------------------- counting
 
     def here(self) -> tuple[str, str]:
-        """To whom an operator that runs now belongs."""
+        """Return the owner of an operator that runs now."""
         thread, task = self._thread, _current_graph_task()
         place = thread.places[-1] if thread.places else _Place("", _no_graph_task, True)
         if task == _no_graph_task:
@@ -221,7 +221,8 @@ class FlopCount:
         return place.module, RECOMPUTED if again else BACKWARD
 
     def _counting(self) -> bool:
-        """Whether what runs now is counted. The stack of modes travels to autograd's threads, nothing else does."""
+        """True if operators that run now are counted. The stack of modes travels to autograd's threads, nothing else
+        does."""
         modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
         return any(isinstance(mode, _Counting) and mode.count is self for mode in modes)
 

@@ -33,7 +33,7 @@ class _Span(NamedTuple):
 
 
 class FlopsProfiler:
-    """Of one rank. :meth:`end_step` is called after each optimizer step.
+    """Profiler of one rank. :meth:`end_step` is called after each optimizer step.
 
     every: steps between two lines of speed, which come where the step's number is a multiple of it. say: prints text.
     """

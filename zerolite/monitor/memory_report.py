@@ -140,7 +140,7 @@ class Holding(NamedTuple):
 
 
 def memory_report(parts: MemoryParts) -> MemoryReport:
-    """What ``parts`` hold now. On this rank alone: nothing is sent, and the device is not waited for."""
+    """Report what ``parts`` hold now. On this rank alone: nothing is sent, and the device is not waited for."""
     items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in PLACES]
     for item, nbytes, place in holdings(parts).values():
         held[PLACES.index(place)][item] += nbytes
@@ -173,7 +173,7 @@ def holdings(parts: MemoryParts) -> dict[int, Holding]:
 
 
 def _place(tensor: torch.Tensor, device: torch.device) -> str:
-    """Where the memory of ``tensor`` is, for an engine on ``device``."""
+    """Return the placement of the memory of ``tensor``, for an engine on ``device``."""
     place = place_of(tensor)
     return HOST if place == DEVICE and tensor.device.type != device.type else place
 
@@ -206,7 +206,8 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _allocator(device: torch.device) -> dict[str, int | None]:
-    """What CUDA's caching allocator says of ``device``; nothing of the CPU's, which does not count."""
+    """Return the statistics of CUDA's caching allocator about ``device``; nothing of the CPU's, which does not
+    count."""
     if device.type != "cuda":
         names = ("allocated", "allocated_peak", "reserved", "reserved_peak", "device_free", "device_total")
         return dict.fromkeys(names)

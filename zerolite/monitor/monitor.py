@@ -29,7 +29,7 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is written by this process."""
+        """True if anything is written by this process."""
         return bool(self._writers)
 
     def write(self, events: Sequence[tuple[str, Any, int]]) -> None:

@@ -121,7 +121,7 @@ def _activations(plan: Plan, missing: int) -> list[Measure]:
 
 
 def _offload(plan: Plan) -> list[Measure]:
-    """What the host could hold instead."""
+    """Return measures that put states on the host."""
     measures = []
     held = [item for item in _OFFLOADED if plan.peak.items[item] > 0]
     if plan.stage >= 1 and held:
@@ -134,7 +134,7 @@ def _offload(plan: Plan) -> list[Measure]:
 
 
 def _transient(plan: Plan) -> list[Measure]:
-    """What the sizes of buckets and of the prefetch decide."""
+    """Return measures about the sizes of buckets and of the prefetch."""
     buckets, gathered = (plan.peak.items[item] for item in ("communication_buckets", "gathered_parameters"))
     fewer = "zero_optimization.stage3_max_live_parameters and stage3_prefetch_bucket_size"
     return [

@@ -35,7 +35,7 @@ def share_of_host(ranks: int) -> int:
 
 
 def local_ranks(environ: Mapping[str, str]) -> int | None:
-    """How many ranks of the job this host has, as the launcher says; None if it does not."""
+    """Return how many ranks of the job this host has, as the launcher says; None if it does not."""
     return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), 0) or None
 
 
@@ -79,7 +79,7 @@ def control_group_left(root: Path = _ROOT, membership: Path = Path("/proc/self/c
 
 
 def _lefts(root: Path, path: str, version: _Version) -> list[int | None]:
-    """Of the group ``path`` and of those around it."""
+    """Return the memory left in the group ``path`` and in those around it."""
     own = root / path.strip("/")
     return [_left(group, version) for group in (own, *own.parents) if group == root or root in group.parents]
 

@@ -56,7 +56,7 @@ def bubble(orders: Sequence[Sequence[ActionLike]], durations: Mapping[str, int] 
 
 
 def _before(action: ActionLike, parts: int) -> list[tuple[str, int, int]]:
-    """What must have ended when it begins: forwards (F), gradients of inputs (I)."""
+    """Return the actions that must have ended when this one begins: forwards (F), gradients of inputs (I)."""
     part, index = action.part, action.micro_batch
     if action.kind == "forward":
         return [("F", part - 1, index)] if part else []

@@ -158,14 +158,14 @@ def _traffic(planned: list[Traffic], measured: list[Traffic]) -> Iterator[Line]:
 
 
 def difference(line: Line) -> float:
-    """Of the planned number from the measured one, as a part of that."""
+    """Return the relative difference of the planned number from the measured one."""
     if line.planned == line.measured:
         return 0.0
     return (line.planned - line.measured) / line.measured if line.measured else float("inf")
 
 
 def agrees(lines: list[Line], tolerance: float) -> bool:
-    """Whether what must be equal is, and the rest is near."""
+    """True if numbers that must be equal are, and the others are near."""
     return all(abs(difference(line)) <= (0.0 if line.exact else tolerance) for line in lines)
 
 

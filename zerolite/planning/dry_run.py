@@ -48,8 +48,8 @@ stages learn in the first two how many gradients come and in which order."""
 
 @dataclass(frozen=True)
 class Job:
-    """What is run. config: resolved for ``grid.data`` ranks; what it says of tensor_parallel and pipeline holds where
-    the grid has several ranks for it. rank: of all. device: "cuda" or "cpu", whose communicator and habits are
+    """Inputs of a dry run. config: resolved for ``grid.data`` ranks; what it says of tensor_parallel and pipeline holds
+    where the grid has several ranks for it. rank: of all. device: "cuda" or "cpu", whose communicator and habits are
     imitated. shared_memory: on the CPU, whether the ranks are on one host. batch: None runs no forward of the model:
     every parameter is used once, in the order of registration. loss: of the outputs, or of outputs and targets.
     make_arguments: called when the model has been made. divided: whether the model is this rank's part already.
@@ -78,11 +78,11 @@ class Job:
 
     @property
     def stage(self) -> int:
-        """Of the pipeline."""
+        """Pipeline stage of the rank."""
         return self.grid.place(self.rank)[0]
 
     def at_stage(self, stage: int) -> Job:
-        """That of the rank with the same place in another stage."""
+        """Return the job of the rank with the same place in another stage."""
         _, data, tensor = self.grid.place(self.rank)
         return replace(self, rank=self.grid.rank(stage, data, tensor))
 
@@ -101,7 +101,8 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What was seen, in bytes of the device where nothing else is said; see :class:`~zerolite.planning.result.Plan`."""
+    """Observations of a dry run, in bytes of the device where nothing else is said; see
+    :class:`~zerolite.planning.result.Plan`."""
 
     model_name: str
     classes: dict[str, str]  # by qualified name of the module
@@ -175,7 +176,7 @@ def _without_ranks(job: Job, rehearsal: Rehearsal | None) -> Iterator[WithoutMem
 
 
 def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
-    """What each part of the pipeline gives the next one: one forward of every part, in their order."""
+    """Learn what each part of the pipeline gives the next one: one forward of every part, in their order."""
     from zerolite.pipe.dry import learn_boundaries
 
     with _without_ranks(job, rehearsal) as mode:
@@ -303,7 +304,7 @@ class _Run:
         return engine
 
     def _prepare_chunks(self, engine: Engine) -> None:
-        """What the parts of a pipeline look at once for new shapes, in a run that takes no memory in a real job."""
+        """Run the pipeline's parts once, as they do for new shapes: in a real job this takes no memory."""
         if not isinstance(engine, PipelineEngine):
             return
         with explained("the model's forward"):
@@ -366,14 +367,14 @@ def _of_peers(engine: Engine) -> int:
 
 
 def _whole_numel(parameter: torch.nn.Parameter) -> int:
-    """Of the tensor that tensor parallelism has cut, if it has."""
+    """Return the number of elements of the tensor before tensor parallelism has sharded it."""
     cut = cut_of(parameter)
     return whole_numel(parameter) if cut is None else cut.full_numel
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of torch's own code about tensors without memory, which a user cannot do anything about."""
+    """Hide warnings of torch's own code about tensors without memory, which a user cannot do anything about."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         yield

@@ -106,7 +106,7 @@ class WithoutMemory(FakeMode):
         return out if isinstance(out, FakeTensor) else FakeTensor(self, out, _CPU)  # in place, or a result
 
     def _is_simple(self, argument: Any) -> bool:
-        """Whether it is one of our tensors, without numbers, or says nothing about another kind of tensor."""
+        """True if the argument is one of our tensors, without numbers, or says nothing about another kind of tensor."""
         if type(argument) is FakeTensor:
             known = argument.fake_mode is self and argument.constant is None
             return known and argument.fake_device == _CPU and argument.layout is torch.strided
@@ -158,7 +158,7 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DryMachine(Machine):
-    """Where a rank is played of a job that does not run."""
+    """Machine of a simulated rank."""
 
     joins_jobs = False
 

@@ -84,8 +84,8 @@ def choose_stage(
 
 
 def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
-    """Whether a stage needs no plan: 2 and 3 where a lower one fits, which sends no more, and 0 where what stage 1
-    spreads over the ranks is too large in one piece."""
+    """True if a stage needs no plan: 2 and 3 where a lower one fits, which sends no more, and 0 where what stage 1
+    shards over the ranks is too large in one piece."""
     if stage >= 2:
         return any(made.fits for made in plans)
     if stage == 1 or not plans:
@@ -95,7 +95,7 @@ def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
 
 
 def _possible_stages(config: ZeroliteConfig) -> list[int]:
-    """Those that the other keys do not contradict: what is to be offloaded needs a stage that has it."""
+    """Return the stages that the other keys do not contradict: offload needs a stage that has it."""
     possible, refused = [], []
     for stage in range(4):
         try:

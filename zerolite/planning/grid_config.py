@@ -7,7 +7,7 @@ from zerolite.planning.places import Grid
 
 
 def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
-    """That of ``config``. Raises ConfigError if so many ranks do not form it."""
+    """Return the grid of ``config``. Raises ConfigError if so many ranks do not form it."""
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
     if world_size % (pipe * tensor):
         raise ConfigError(

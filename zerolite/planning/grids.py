@@ -31,15 +31,15 @@ _ONCE = "stats", "loss", "shared_gradients", "initial_sync"
 
 
 class Speeds(NamedTuple):
-    """What is assumed of each device: operations a second, and bytes a second that it sends to others of its node and
-    to other nodes."""
+    """Assumed speeds of each device: operations a second, and bytes a second that it sends to others of its node and to
+    other nodes."""
 
     flops: float = 150e12
     within: float = 150e9
     between: float = 12.5e9
 
     def seconds(self, flops: float, waiting: float, traffic: Sequence[Traffic]) -> float:
-        """Of a step, where nothing overlaps. waiting: the share of the bubble."""
+        """Return the time of a step, where nothing overlaps. waiting: the share of the bubble."""
         across = sum(entry.inter_node or 0 for entry in traffic)
         inside = sum(entry.sent for entry in traffic) - across
         return flops / self.flops / (1 - waiting) + inside / self.within + across / self.between
@@ -206,13 +206,13 @@ class _Search:
 
     @property
     def _flops(self) -> float:
-        """Of each rank, in a step, on average; all grids have as many."""
+        """Operations of each rank in a step, on average; all grids have as many."""
         counts = [_flops(stage) for stage in self._base.stages] or [_flops(self._base)]
         return sum(counts) / len(counts)
 
     @property
     def _bytes_of_states(self) -> tuple[float, float]:
-        """Of a parameter: what it computes with, and what stage 1 spreads over the data ranks."""
+        """Bytes of a parameter: of its compute weight and gradient, and of what stage 1 shards over the data ranks."""
         base = self._base
         numel, data = max(base.rank_parameters, 1), base.data_parallel
         whole = base.states["compute_parameters"] * (data if base.stage == 3 else 1) / numel
@@ -222,7 +222,7 @@ class _Search:
     # ---------------------------------------------------------------- what is tried
 
     def _is_hopeless(self, one: Candidate) -> bool:
-        """Whether the engine has refused it with another stage of ZeRO, or the tensor size without a pipeline."""
+        """True if the engine has refused it with another stage of ZeRO, or the tensor size without a pipeline."""
         return any(
             one.name.startswith(f"{grid},") or (grid.tensor == one.grid.tensor and grid.pipe == 1)
             for grid in self._refused_grids
@@ -298,7 +298,7 @@ class _GridRefusedError(Exception):
 
 
 def _longer(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
-    """What differs in a step with so many times as many micro-batches."""
+    """Return the fields that differ in a step with so many times as many micro-batches."""
     flops = None if made.flops is None else int(made.flops * times)
     traffic = [row if times == 1 or _is_once(row, stage) else _several(row, times) for row in made.traffic]
     return {"flops": flops, "recomputed_flops": int(made.recomputed_flops * times), "traffic": traffic}
@@ -328,7 +328,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _stages(grid: Grid) -> tuple[int, ...]:
-    """Of ZeRO. Stage 0 sends as much as stage 1 and holds more."""
+    """Return the ZeRO stages to try. Stage 0 sends as much as stage 1 and holds more."""
     if grid.data == 1:
         return (0,)
     return (1,) if grid.pipe > 1 else (1, 2, 3)

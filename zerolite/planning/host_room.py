@@ -26,8 +26,8 @@ OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 
 
 class Room(NamedTuple):
-    """What the host of this rank has for it, in bytes: equal shares of what is left. ranks: of the job, on this host.
-    disks: by block of the config that names a folder on one; None where nobody can tell."""
+    """Memory and disk of the host that this rank may use, in bytes: equal shares of what is left. ranks: of the job, on
+    this host. disks: by block of the config that names a folder on one; None where nobody can tell."""
 
     ranks: int
     memory: int
@@ -61,7 +61,8 @@ def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator
 
 
 def bytes_of_parameters(model: torch.nn.Module, kind: str) -> int:
-    """What the parameters of ``model`` have taken on devices of type ``kind`` by now: their buckets take it over."""
+    """Return the bytes that the parameters of ``model`` have taken on devices of type ``kind`` by now: their buckets
+    take it over."""
     own = {}
     for parameter in model.parameters():
         handle = handle_of(parameter)
@@ -72,7 +73,7 @@ def bytes_of_parameters(model: torch.nn.Module, kind: str) -> int:
 
 
 def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
-    """Whether a model of ``numel`` parameters fits whatever the optimizer keeps."""
+    """True if a model of ``numel`` parameters fits whatever the optimizer keeps."""
     zero = config.zero_optimization
     staged = zero.offload_optimizer.buffer_count * min(zero.sub_group_size, numel)
     staged += zero.offload_param.buffer_count * min(zero.offload_param.buffer_size, numel)
@@ -81,7 +82,7 @@ def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
 
 
 def find_shortage(plan: Plan, room: Room) -> Shortage | None:
-    """What ``plan``'s rank lacks, if anything."""
+    """Find the memory that ``plan``'s rank lacks, if any."""
     if plan.host_peak > room.memory:
         return Shortage(
             f"{_who(plan)} {format_size(plan.host_peak)} of host memory on each of {_ranks(room.ranks)} of a host, and "
@@ -124,7 +125,7 @@ def _itemised(items: Items, whole: int) -> str:
 
 
 def _ranks_here(comm: Communicator) -> int:
-    """Of the job, on this host."""
+    """Return the number of the job's ranks on this host."""
     told = local_ranks(os.environ)
     if told is not None or comm.world_size == 1:
         return told or 1

@@ -15,7 +15,7 @@ _IMPORT_SYSTEM = ("importlib", "importlib.util", "importlib._bootstrap", "import
 
 
 def import_object(spec: str, option: str) -> Any:
-    """What ``spec``, as in "package.module:name" or "package.module:Class.method", stands for.
+    """Import the object of ``spec``, as in "package.module:name" or "package.module:Class.method".
 
     option: where the user gave it, as in "--model". Raises PlanError, which says which part is missing, or what failed
     while it was imported.
@@ -65,7 +65,7 @@ def _missing(option: str, package: list[str], part: str) -> str:
 
 
 def _failure(option: str, module: str, error: BaseException) -> str:
-    """What the user's own module raised, and where."""
+    """Describe the error that the user's own module raised, and where."""
     says = getattr(error, "msg", error)  # of a SyntaxError without its place
     return f"{option}: importing {module!r} failed with {type(error).__name__}: {says}{_place(error)}"
 

@@ -64,8 +64,8 @@ def plan(
     batch: Callable[..., Any] | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
 ) -> Plan:
-    """What a rank of ``world_size`` ranks needs to train the model that ``model_fn()`` makes, with ``config``, which
-    says the grid that they form (``tensor_parallel``, ``pipeline``).
+    """Plan a rank of ``world_size`` ranks that trains the model that ``model_fn()`` makes, with ``config``, which says
+    the grid that they form (``tensor_parallel``, ``pipeline``).
 
     The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated.
     model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the meta
@@ -203,7 +203,7 @@ def cheapest(plans: list[Plan]) -> int | None:
 
 
 def _too_large(made: Plan) -> bool:
-    """Whether it would not fit either with the smallest buckets and prefetch."""
+    """True if it would not fit either with the smallest buckets and prefetch."""
     return made.spare is not None and made.spare + sum(made.peak.items[item] for item in _SIZED) < 0
 
 
@@ -272,7 +272,7 @@ def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callab
 def plan_of(
     job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None, host_memory: int | None = None
 ) -> Plan:
-    """What ``outcome`` of ``job`` says; nodes, device_memory and host_memory as in :func:`plan`."""
+    """Make the plan of ``job`` from its ``outcome``; nodes, device_memory and host_memory as in :func:`plan`."""
     config = job.config
     peaks = [_peak(fullest, outcome) for fullest in (outcome.initialize, outcome.warm_up, outcome.step)]
     on_device = outcome.largest[DEVICE]
@@ -324,8 +324,8 @@ def plan_of_stages(
     host_memory: int | None = None,
     at_rank: bool = False,
 ) -> Plan:
-    """What ``outcomes`` of stages of ``job``'s pipeline say; without one there is one. at_rank: tell of ``job.rank``,
-    and not of the fullest."""
+    """Make the plan of ``job`` from ``outcomes`` of its pipeline's stages; without a pipeline there is one. at_rank:
+    tell of ``job.rank``, and not of the fullest."""
     made = {
         stage: plan_of(job.at_stage(stage), outcome, nodes, device_memory, host_memory)
         for stage, outcome in outcomes.items()
@@ -347,7 +347,7 @@ def plan_of_stages(
 
 
 def orders_of(config: ZeroliteConfig, stages: int) -> Sequence[Sequence[ActionLike]]:
-    """What each rank of the pipeline computes in a step."""
+    """Return the actions of each rank of the pipeline in a step."""
     from zerolite.pipe.order import orders  # only where there is a pipeline
 
     block, micro_batches = config.pipeline, config.gradient_accumulation_steps or 1
@@ -391,7 +391,7 @@ def _precision(config: ZeroliteConfig) -> str:
 
 
 def is_looped(config: ZeroliteConfig) -> bool:
-    """Whether the last rank of the pipeline sends to the first one: their parts of the model are dealt out in turn."""
+    """True if the last rank of the pipeline sends to the first one: their parts of the model are dealt out in turn."""
     return config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS
 
 

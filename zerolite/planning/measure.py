@@ -118,7 +118,7 @@ def _traffic(engine: Engine, recorder: Recorder) -> list[Traffic]:
 
 
 def _warm_up(engine: Engine, batch: Batch, loss: Callable[..., torch.Tensor] | None) -> None:
-    """As many steps as a plan takes, and on until one is not skipped: a loss scale finds its size."""
+    """Run as many steps as a plan takes, and on until one is not skipped: a loss scale finds its size."""
     for step in range(_MOST_STEPS):
         skipped = engine.skipped_steps
         train_one_step(engine, batch, loss)
@@ -228,12 +228,12 @@ class _HostAccount:
         self._addresses = _addresses()
 
     def _is_alive(self, block: _Block, end: int) -> bool:
-        """Whether a block whose release has not been seen was there when the step ended."""
+        """True if a block whose release has not been seen was there when the step ended."""
         return block.end > end and block.address in self._addresses
 
 
 def _addresses() -> set[int]:
-    """Where the memory of every tensor begins that Python knows."""
+    """Return the addresses of every tensor's memory that Python knows."""
     found = set()
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and not is_fake(thing):
@@ -289,8 +289,8 @@ def _block(event: Any, end: float, released: bool) -> _Block:
 
 @functools.cache
 def _is_one_step(name: str) -> bool:
-    """Whether the profiler's event ``name`` is an operator that a plan sees as one: not a part of Python or autograd,
-    and not an operator that is made of others for everybody to see."""
+    """True if the profiler's event ``name`` is an operator that a plan sees as one: not a part of Python or autograd,
+    and not an operator that is visibly made of others."""
     namespace, _, operator = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), operator, None) if operator.isidentifier() else None
     if packet is None:

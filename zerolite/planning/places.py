@@ -51,16 +51,16 @@ class Grid(NamedTuple):
 
 
 def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:
-    """Of what the ranks send in rings in the order of their numbers, which fill one node after the other: the part that
-    goes to another node."""
+    """Return the share of ring traffic that goes to another node, if ranks form rings in the order of their numbers and
+    fill one node after the other."""
     here = grid.world_size // nodes
     links = [(one, other) for group in grid.groups(dimension) for one, other in _ring(group)]
     return Fraction(sum(one // here != other // here for one, other in links), max(len(links), 1))
 
 
 def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = False) -> Fraction:
-    """Of what the ranks of a pipeline stage send to those of the stages before and behind, in equal parts: the part
-    that goes to another node. looped: whether the last stage sends to the first one, too."""
+    """Return the share of the traffic between pipeline stages that goes to another node, if a stage sends equal parts
+    to the stages before and behind. looped: whether the last stage sends to the first one, too."""
     here = grid.world_size // nodes
     beside = [stage - 1, stage + 1]
     stages = [s % grid.pipe for s in beside] if looped else [s for s in beside if 0 <= s < grid.pipe]

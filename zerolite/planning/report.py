@@ -23,7 +23,7 @@ _LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting",
 
 @dataclass(frozen=True)
 class Screen:
-    """What the output can show. width: columns, 40 to 120. blocks: whether it has Unicode's block elements, which plain
+    """Abilities of the output. width: columns, 40 to 120. blocks: whether it has Unicode's block elements, which plain
     ASCII stands for otherwise."""
 
     width: int = _UNKNOWN
@@ -192,7 +192,8 @@ def _of_device(plan: Plan) -> str:
 
 
 def _of_host(plan: Plan) -> str:
-    """What the rank, and all ranks of its host, take of the host's memory and disk, where that was asked or is much."""
+    """Describe the memory and disk that the rank, and all ranks of its host, take of the host, where that was asked or
+    is much."""
     if plan.host is None and plan.disk is None and plan.host_memory is None:
         return ""
     text = f"Of its host's memory the rank takes {format_size(plan.host_peak)} at most"
@@ -388,7 +389,7 @@ def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, flo
 
 
 def _counted(count: int, noun: str, plural: str = "s") -> str:
-    """As in "1 rank", "64 ranks"."""
+    """Format a count with its noun, as in "1 rank", "64 ranks"."""
     return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 

@@ -71,7 +71,7 @@ class Traffic(_Frozen):
 
 
 class Stage(_Frozen):
-    """What a rank of one pipeline stage needs: the fields of :class:`Plan` that differ from stage to stage."""
+    """Needs of a rank of one pipeline stage: the fields of :class:`Plan` that differ from stage to stage."""
 
     stage: int
     rank: int
@@ -93,7 +93,7 @@ class Stage(_Frozen):
 
 
 class Plan(_Frozen):
-    """What one rank of a job needs, found by running the engine on tensors without memory. Sizes in bytes.
+    """Needs of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
 
     states: model states and buffers, each item at its largest within a step: what figure 1 of the ZeRO paper counts.
     at_rest: what is held between two steps. peak: of all phases; initialize_peak: while the engine is made;
@@ -182,14 +182,14 @@ class Plan(_Frozen):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device and the host are large enough; None if what was given does not tell."""
+        """True if the device and the host are large enough; None if what was given does not tell."""
         if self.host_spare is not None and self.host_spare < 0:
             return False
         return None if self.spare is None else self.spare >= 0
 
     @property
     def is_host_short(self) -> bool:
-        """Whether only the host is too small."""
+        """True if only the host is too small."""
         return self.fits is False and (self.spare is None or self.spare >= 0)
 
     @property
@@ -214,7 +214,7 @@ class Plan(_Frozen):
 
     @property
     def is_grid(self) -> bool:
-        """Whether ranks have parts of the model."""
+        """True if ranks have parts of the model."""
         return self.pipeline_stages * self.tensor_parallel > 1
 
     @property

@@ -113,7 +113,7 @@ def _offload_keys(config: ZeroliteConfig, tiers: OffloadDevices) -> dict[str, An
 
 
 def _name(tiers: OffloadDevices, config: ZeroliteConfig) -> str:
-    """As in "optimizer and parameters on the host"."""
+    """Name the tiers, as in "optimizer and parameters on the host"."""
     ratio = config.zero_optimization.offload_optimizer.ratio if tiers.optimizer == "cpu" else 1.0
     optimizer = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
     if tiers.optimizer == tiers.parameters:

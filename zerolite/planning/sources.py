@@ -58,8 +58,8 @@ def load_function(spec: str, option: str) -> Callable[..., Any]:
 
 
 def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
-    """What makes the model: the function of "package.module:build_model", or the path of a Hugging Face config.json, or
-    of the directory that it is in.
+    """Load the function that makes the model: the function of "package.module:build_model", or the path of a Hugging
+    Face config.json, or of the directory that it is in.
 
     Raises PlanError where there is no such thing, or it cannot be called without arguments.
     """
@@ -128,14 +128,14 @@ def _load_hugging_face(path: Path) -> Callable[[], torch.nn.Module]:
 
 
 def load_batch(spec: str) -> Callable[..., Any]:
-    """What makes a batch: the function of "package.module:make_batch", or what an input spec describes, as in
+    """Load the function that makes a batch: that of "package.module:make_batch", or one for an input spec, as in
     "input_ids:int64[4,1024] labels:int64[4,1024]" (see :func:`parse_input_spec`). Raises PlanError."""
     return parse_input_spec(spec) if "[" in spec else load_function(spec, "--batch")
 
 
 def parse_input_spec(text: str) -> Callable[..., Batch]:
-    """What makes the batch that ``text`` describes: one ``name:dtype[sizes]`` or ``dtype[sizes]`` for each tensor, with
-    spaces between them. Where a size is "B", it takes the micro-batch size.
+    """Return a function that makes the batch that ``text`` describes: one ``name:dtype[sizes]`` or ``dtype[sizes]`` for
+    each tensor, with spaces between them. Where a size is "B", it takes the micro-batch size.
 
     It returns a dict by name, or a tuple where no tensor has a name. Raises PlanError.
     """

@@ -42,7 +42,7 @@ class Unpaired:
 
 
 def loss_fn_of(model: torch.nn.Module, stages: int, loss: Callable[..., torch.Tensor] | None) -> LossFunction | None:
-    """What ``zerolite.initialize`` is to be given as loss_fn for a pipeline of ``stages``. loss: of the outputs, or of
+    """Return the loss_fn that ``zerolite.initialize`` takes for a pipeline of ``stages``. loss: of the outputs, or of
     outputs and targets; then, as with a PipelineModule that has a loss function, batches are (inputs, targets)."""
     if loss is not None and _is_of_targets(loss):
         return loss
@@ -98,7 +98,7 @@ def _train_pipeline(engine: PipelineEngine, batch: Batch, phase: Phase) -> None:
 
 
 def micro_batches(engine: Engine, batch: Batch) -> Iterator[Any]:
-    """What ``engine.train_batch`` takes, without end."""
+    """Yield the micro-batches that ``engine.train_batch`` takes, without end."""
     while True:
         yield (batch(), None) if isinstance(engine.loss_fn, Unpaired) else batch()
 

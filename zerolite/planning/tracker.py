@@ -22,7 +22,7 @@ MADE = "made"
 
 
 class TracePoint(NamedTuple):
-    """Where a run is."""
+    """Point of a run."""
 
     phase: str
     module: str
@@ -188,7 +188,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def fullest(self) -> Fullest:
-        """Of the device."""
+        """The device's fullest moment."""
         self._settle()
         return self._fullest
 
@@ -315,7 +315,7 @@ class MemoryTracker(TorchDispatchMode):
         self.nbytes[place] += nbytes
 
     def _tell(self, item: str, place: str, nbytes: int, where: TracePoint) -> None:
-        """What has changed, to whatever keeps the most, and to the course of the device."""
+        """Report a change to the records of the fullest moment, and to the course of the device."""
         largest = self._largest[place]
         largest[item] = max(largest[item], self.items[place][item])
         self._most = max(self._most, self._in_host_memory())
