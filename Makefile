@@ -2,6 +2,7 @@
 # make test       lint, types and the tests that are not marked slow
 # make test-all   lint, types and every test, with the packages that only some tests need
 # make test-torch TORCH=2.11.0   the tests that are not marked slow, with that version of torch, in an environment of its own
+# make site     the documentation as a site with search and API reference, in site/
 # make lint | types | docs | bench | clean
 #
 # All of them run in .venv (test-torch in .venv-torch-VERSION), which is made and filled on the first call and again only
@@ -21,13 +22,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ALL_INSTALLED := $(VENV)/.installed-all
 BENCH_INSTALLED := $(VENV)/.installed-bench
+DOCS_INSTALLED := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := setup.py constraints.txt zerolite/version.py
 CONSTRAINTS := $(VENV)/constraints.txt
 TORCH_PIN := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-torch pytest lint types docs bench clean
+.PHONY: help train test test-all test-torch pytest lint types docs site bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,7 +50,11 @@ $(INSTALLED): $(INPUTS) | $(CONSTRAINTS)
 	@touch $@
 
 $(ALL_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
-	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[transformers,lora,tensorboard]'
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[transformers,lora,tensorboard,docs]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
@@ -92,9 +98,12 @@ docs: $(INSTALLED)
 	$(BIN)/python -m zerolite.config.reference
 	$(BIN)/python docs/files.py
 
+site: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(BENCH_INSTALLED)
 	$(BIN)/python benchmarks/compare.py $(BENCH_ARGS)
 
 clean:
-	rm -rf .venv .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache runs examples/*/runs
+	rm -rf .venv .venv-torch-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache runs examples/*/runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

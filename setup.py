@@ -57,6 +57,7 @@ TRANSFORMERS = ["transformers>=4.40"]  # tests of its models are skipped where i
 DIGITS = ["scikit-learn>=1.0"]  # the data of examples/digits
 LORA = ["peft>=0.10", "transformers>=4.40"]  # examples/lora
 BENCH = ["deepspeed>=0.15", "numpy"]
+DOCS = ["mkdocs-material>=9.5", "mkdocs>=1.6", "mkdocstrings[python]>=0.26"]  # `make site`
 
 setup(
     name="zerolite",
@@ -93,6 +94,7 @@ setup(
         "digits": DIGITS,
         "lora": LORA,
         "bench": BENCH,
+        "docs": DOCS,
         "plot": PLOT,
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
