@@ -162,7 +162,7 @@ def specificity(pattern: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Match:
-    """What is to be done with a module or, with "whole" and "partial", a parameter; and which pattern says so."""
+    """Style for a module or, with "whole" and "partial", a parameter; and the pattern that gives it."""
 
     style: Style
     pattern: str
@@ -171,7 +171,7 @@ class Match:
 def resolve(
     plan: Mapping[str, Style], names: Iterable[str], optional: bool = False
 ) -> tuple[dict[str, Match], list[str]]:
-    """Which of ``names`` each pattern of ``plan`` is for, and the patterns that match none. Raises TensorPlanError for
+    """Find the names that each pattern of ``plan`` is for, and the patterns that match none. Raises TensorPlanError for
     a name that two equally specific patterns cut in different ways, and unless ``optional`` for patterns that match
     none."""
     found: dict[str, Match] = {}
@@ -210,7 +210,7 @@ def _examples(names: Iterable[str]) -> str:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether nobody calls it, only its members: nn.ModuleList and the like."""
+    """True for a module of which only the members are called: nn.ModuleList and the like."""
     return type(module).forward is nn.Module.forward
 
 
