@@ -47,7 +47,7 @@ def test_questions_about_a_released_parameter_gather_nothing(pools: Pools) -> No
 
 
 @WORLDS
-@pytest.mark.parametrize("case", ["forms", "around_initialize", "memory_formats"])
+@pytest.mark.parametrize("case", ["forms", "around_initialize", "fails_to_begin", "memory_formats"])
 def test_gathered_parameters(pools: Pools, world: int, case: str) -> None:
     pools(world).run(f"{GATHERED}:{case}")
 

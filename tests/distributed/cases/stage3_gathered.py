@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from tests.distributed.cases.stage3_init import (
 )
 from tests.distributed.configs import ADAMW, config
 from zerolite import zero
+from zerolite.zero.stage3 import gathered_parameters
 
 
 def forms() -> None:
@@ -210,6 +213,18 @@ def around_initialize() -> None:
             zerolite.initialize(model, config(stage))
         assert_same(whole(model), before)
         train(zerolite.initialize(model, config(stage)), 2)
+
+
+def fails_to_begin() -> None:
+    """There is no memory for what compares values: nothing stays gathered."""
+    engine = zerolite.initialize(models.build(models.Mlp), stage3("moving"))
+    train(engine, 2)
+    no_memory = mock.patch.object(gathered_parameters, "content_hash", side_effect=MemoryError("full"))
+    with no_memory, raises(MemoryError, "full"), zero.GatheredParameters(engine.module):
+        raise AssertionError("the context has begun")
+    assert_partitioned(engine.module)
+    train(engine, 2)
+    assert engine.coordinator.schedule.following
 
 
 def memory_formats() -> None:

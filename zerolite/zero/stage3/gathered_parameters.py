@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -65,14 +66,17 @@ class GatheredParameters:
         with torch._C.DisableTorchFunction():
             commit_all()
             lasting = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
-            for group, of_group in by_group(self._handles):
-                group.hold(of_group)
-            for handle in self._handles:
-                handle.expose()  # the block may keep aliases of the values
-            if self._check:
-                self._saved = {id(handle): handle.full.clone() for handle in lasting}
-                if self._modifier is None:
-                    self._digests = {id(handle): content_hash(handle.view) for handle in self._handles}
+            with contextlib.ExitStack() as undo:
+                for group, of_group in by_group(self._handles):
+                    group.hold(of_group)
+                    undo.callback(group.unhold, of_group)
+                for handle in self._handles:
+                    handle.expose()  # the block may keep aliases of the values
+                if self._check:
+                    self._saved = {id(handle): handle.full.clone() for handle in lasting}
+                    if self._modifier is None:
+                        self._digests = {id(handle): content_hash(handle.view) for handle in self._handles}
+                undo.pop_all()  # there was memory for all of it
             _contexts.append(self)
         return self
 
