@@ -197,7 +197,7 @@ thread.join()
 """
     for status, said in run(tmp_path, script):
         assert status == EXIT_STATUS
-        assert "rank 0" in said and "in engine.step(), at" in said and "in train; waits for nobody" in said
+        assert "rank 0" in said and "in engine.step(), at" in said and "in train; waits for no rank" in said
 
 
 def test_two_engines_in_another_order(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ slow = pytest.mark.slow
 
 # How rank 1 parts from the others, at which stages, and what the message says then.
 PARTINGS: dict[str, tuple[tuple[int, ...], list[str]]] = {
-    "sleep": ((0, 1, 2, 3), ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for nobody"]),
+    "sleep": ((0, 1, 2, 3), ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for no rank"]),
     "fewer": ((0, 3), ["rank 1 is outside of the engine", "in _wait_outside", "engine.join()"]),
     "sleep in forward": ((0, 1, 2, 3), ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
     "save": ((0, 1, 2, 3), ["rank 1 called engine.save_checkpoint(), and the other", "on all ranks"]),

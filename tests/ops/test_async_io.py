@@ -254,7 +254,7 @@ def test_nobody_needs_to_wait(backend: str, file: int, caplog: pytest.LogCapture
         assert os.pread(file, 40_000, start) == bytes(numbers(40_000, start).tolist())
     with caplog.at_level(logging.WARNING, "zerolite"):
         io.read(file, numbers(10), 1_000_000)
-    assert "Nobody waited for what has failed: [Errno 5] reading 10 bytes at byte 1000000" in caplog.text
+    assert "A request that was not waited for has failed: [Errno 5] reading 10 bytes at byte 1000000" in caplog.text
     io.close()
 
 

@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         2,
         "brings a plan .base_model_tp_plan or _tp_plan.*got Sequential, which brings none; write the patterns",
     ),
-    "parameter": (_with_parameter, MLP, 2, r"the parameter 'blocks\.0\.scale', of which nobody can tell how it acts"),
+    "parameter": (_with_parameter, MLP, 2, r"the parameter 'blocks\.0\.scale', of which it is unknown how it acts"),
     "wider column": (
         lambda: _stack(Odd(up=nn.Linear(8, 20), down=nn.Linear(16, 8))),
         MLP,

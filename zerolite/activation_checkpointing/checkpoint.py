@@ -51,7 +51,7 @@ class Checkpointing:
     ) -> None:
         """device: the one that computes. group: gives the ranks over which inputs are cut, None where there are none.
         tell: is given the times of each step if ``settings.profile``, when the clock is told of its end; counts: or
-        when a checkpoint follows a backward, as nobody tells of steps."""
+        when a checkpoint follows a backward, as there is no call at the end of a step."""
         self.settings = settings
         self.used = False  # whether a checkpoint was called
         self._device = device
@@ -129,7 +129,7 @@ class Checkpointing:
             torch.cuda.synchronize(self._device)
 
     def memory(self) -> list[torch.Tensor]:
-        """Buffers for inputs that nobody uses now."""
+        """Buffers for inputs that are not in use now."""
         return [] if self._keeper is None else self._keeper.memory()
 
 

@@ -202,7 +202,7 @@ class Keeper:
             self._ahead = None
 
     def memory(self) -> list[torch.Tensor]:
-        """Buffers that nobody uses now."""
+        """Buffers that are not in use now."""
         return self._source.memory()
 
 

@@ -18,7 +18,7 @@ _BLOCK = 4096  # bytes: lengths on the host are multiples, so that nearly equal 
 
 
 class BorrowedMemory:
-    """Memory in use, uint8 [nbytes]; it goes back to where it was taken from when nobody holds this object."""
+    """Memory in use, uint8 [nbytes]; it goes back to where it was taken from when this object is freed."""
 
     __slots__ = ("__weakref__", "memory")
 
@@ -94,7 +94,7 @@ class HostBuffers:
 
 class OneBuffer:
     """``number`` equal slots in one piece of memory, allocated with the first checkpoint, whose length is theirs. What
-    does not fit gets memory of its own; a buffer that nobody uses is made anew for something longer."""
+    does not fit gets memory of its own; an unused buffer is made anew for something longer."""
 
     def __init__(self, source: MemorySource, number: int) -> None:
         self.place = source.place

@@ -47,7 +47,7 @@ class Attached:
             )
 
     def memory(self) -> list[torch.Tensor]:
-        """Buffers for inputs that nobody uses now."""
+        """Buffers for inputs that are not in use now."""
         return [] if self.checkpointing is None else self.checkpointing.memory()
 
 

@@ -39,7 +39,7 @@ def make_directory(path: Path, exist_ok: bool = False) -> None:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor to read from. Raises OSError for what is no file: to open a pipe would wait for whoever writes."""
+    """A descriptor to read from. Raises OSError for what is no file: to open a pipe would wait for its writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):

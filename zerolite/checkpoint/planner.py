@@ -39,7 +39,7 @@ Scalars = dict[str, dict[str, Any]]  # state -> parameter -> value
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of the tensor ``key`` of ``shape``, which nobody else writes. ``values``: a tensor of the box's sizes, or
+    """A box of the tensor ``key`` of ``shape``, which no other rank writes. ``values``: a tensor of the box's sizes, or
     a function that gives it when it is written. ``box`` None: the tensor is empty, and this only says so."""
 
     key: str

@@ -41,7 +41,7 @@ def load_random_state(saved: torch.Tensor, device: torch.device) -> None:
 
 
 def _try(state: dict[str, Any], device: torch.device) -> None:
-    """Set them in generators that nobody uses."""
+    """Set them in generators that are not in use."""
     torch.Generator("cpu").set_state(_tensor(state["torch"]))
     random.Random().setstate(state["python"])
     if "cuda" in state and device.type == "cuda":

@@ -75,7 +75,7 @@ def _make_tcp_store(host: str, port: int, keeps: bool, timeout: timedelta) -> di
 
 
 def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
-    """A connection to the store that somebody else keeps; waits until somebody does."""
+    """Connect to the store that another process keeps; wait until one does."""
     patience = Patience(timeout.total_seconds())
     while (refusal := _refusal(host, port, patience.left())) is not None:
         if patience.left() <= 0:
@@ -97,7 +97,7 @@ def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dis
 
 
 def _refusal(host: str, port: int, left_s: float) -> str | None:
-    """Why nobody can be reached there; None if somebody can."""
+    """Return why no store can be reached there; None if one can."""
     try:
         socket.create_connection((host, port), timeout=min(max(left_s, 1.0), 10.0)).close()
     except OSError as error:

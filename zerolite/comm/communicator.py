@@ -142,7 +142,7 @@ class Communicator:
         """Memory [numel] from which the collective after the next ``ahead`` ones sends without a copy; None if
         there is none.
 
-        Whoever takes it must launch that very reduce-scatter with it.
+        The caller that takes it must launch that very reduce-scatter with it.
         """
         return None
 
@@ -222,7 +222,7 @@ class Communicator:
         return pending
 
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
-        """Rank ``source`` of the group overwrites everybody's ``tensor``; returns when it has."""
+        """Rank ``source`` of the group overwrites ``tensor`` of every rank; returns when it has."""
         if self.world_size == 1:
             return
         entry = self._note("broadcast", tensor, tag)

@@ -45,7 +45,7 @@ class ControlChannel:
         return full.tolist()
 
     def leave(self, row: list[int]) -> None:
-        """Send ``row`` to whoever waits in :meth:`exchange`, and wait for nobody: the last call."""
+        """Send ``row`` to the ranks that wait in :meth:`exchange`, and do not wait: the last call."""
         own, full = self._rows(row)
         self._last = [own, full, dist.all_gather(list(full), own, group=self._group, async_op=True)]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
-_READ = 64  # ranks: when all end normally, nobody needs to know of more
+_READ = 64  # ranks: when all end normally, no rank needs to know of more
 
 
 def exited_ranks(store: dist.Store, rank: int, world_size: int) -> list[int]:

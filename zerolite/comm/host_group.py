@@ -63,8 +63,8 @@ class HostGroup:
 
     def meet(self, timeout_s: float, what: str) -> None:
         """Wait until all ranks are here. Raises RuntimeError on all that are after ``timeout_s`` seconds, which says
-        who is missing from ``what``. It goes through the store of the rendezvous, where who does not come hinders
-        nobody. A rank that comes when the others have given up, or has left out a call of theirs, waits for them at
+        who is missing from ``what``. It goes through the store of the rendezvous, where a missing rank hinders
+        no other. A rank that comes when the others have given up, or has left out a call of theirs, waits for them at
         their next one."""
 
         def too_late(missing: list[int]) -> str:

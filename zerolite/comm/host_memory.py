@@ -99,8 +99,8 @@ class HostMemory:
 
 def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Memory of every rank of ``group``, mapped here, as uint8 [nbytes] by rank; nothing, on all ranks, if there is no
-    room. The files behind it are unlinked as soon as everybody has mapped them, so that nothing outlives the processes.
-    Called on all ranks of ``group``."""
+    room. The files behind it are unlinked as soon as all ranks have mapped them, so that nothing outlives the
+    processes. Called on all ranks of ``group``."""
     path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         created = _create(path, nbytes)
@@ -116,7 +116,7 @@ def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
                 )
             return []
         maps = _map_all(paths, nbytes)
-        mapped = _gather(bool(maps), group)  # also: everybody has mapped what they can
+        mapped = _gather(bool(maps), group)  # also: all ranks have mapped what they can
         return maps if all(mapped) else []
     finally:
         path.unlink(missing_ok=True)

@@ -56,7 +56,7 @@ def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = GATHERS
     """A process group of ``parent``'s ranks, with its timeout, of one ``backend`` (a name such as "gloo").
 
     The same one at every call with the same ``purpose``: it is kept as long as ``parent``, since ending a group may
-    wait for other ranks, and nobody can say when they would collect the engine that used it. Called on all ranks of
+    wait for other ranks, and it is unknown when they would collect the engine that used it. Called on all ranks of
     ``parent``, in the order of their collectives.
     """
     known = _second_groups.setdefault(parent, {})

@@ -52,7 +52,7 @@ def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
     """The rendezvous that ``env`` describes in torchrun's names, those of an mpirun or SLURM's; None where there are
     none.
 
-    torchrun's come first: whoever sets them, has done so inside of the others. An mpirun's come before SLURM's: inside
+    torchrun's come first: they are set inside of the others. An mpirun's come before SLURM's: inside
     of an allocation it starts its daemons by srun, and what SLURM then says is about the daemons.
 
     Raises ValueError if the names of one kind are incomplete or not numbers, or nothing says where rank 0 is.

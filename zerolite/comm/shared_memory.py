@@ -158,14 +158,14 @@ class SharedMemoryCommunicator(GlooCommunicator):
     # aborts the process for a message that is longer than expected. (Where shared memory runs short it carries more.)
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
-        # Everybody sums everything: up to four ranks that is no more work than two halves, and needs one fence.
+        # Each rank sums everything: up to four ranks that is no more work than two halves, and needs one fence.
         small = tensor.numel() < _SMALL
         if self.world_size > 4 and not small and tensor.dim() == 1 and tensor.numel() % self.world_size == 0:
             return super()._all_reduce(tensor, tag, divisor)
         flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            if small and self.peers_agree:  # values of a dry run that somebody reads
+            if small and self.peers_agree:  # values of a dry run that are read
                 return divide(tensor, divisor)
             mean_in_order([region.view(flat.dtype) for region in regions], divisor, flat)
             return tensor

@@ -199,5 +199,5 @@ def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) ->
 
 
 def _ranks_of(pipe: dist.ProcessGroup, stages: Sequence[int]) -> tuple[int, ...]:
-    everybody = dist.get_process_group_ranks(pipe)
-    return tuple(everybody[stage] for stage in stages)
+    members = dist.get_process_group_ranks(pipe)
+    return tuple(members[stage] for stage in stages)

@@ -174,7 +174,7 @@ class DryWire:
     group: dist.ProcessGroup | None = None
     serial = 1
     peers_agree = True
-    main = False  # nobody speaks for a job that does not run
+    main = False  # no rank speaks for a job that does not run
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

@@ -44,7 +44,7 @@ class OffloadOptimizerConfig(_Offload):
     ratio: Annotated[NotNegative, Field(le=1)] = 1.0
     """The part of the elements that `"cpu"` has; the device keeps and updates the rest. At `"nvme"` only 1."""
     fast_init: Bool = False
-    """Accepted, without effect: states on disk begin as zeros that nobody writes."""
+    """Accepted, without effect: states on disk begin as zeros that are never written."""
     pipeline_read: Bool = False
     """Accepted, without effect: reads and writes always overlap the update."""
     pipeline_write: Bool = False

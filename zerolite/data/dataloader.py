@@ -189,7 +189,7 @@ def build_dataloader(
 
     dataset: with `__len__` and `__getitem__`: split over the ranks; with `shuffle` in an order drawn from `seed`,
     another one in each pass. An IterableDataset: batched as it comes; it splits itself over ranks (and workers), since
-    nobody else can. A DataLoader: refused, since it has batches already. collate_fn: a list of samples to a batch;
+    no other code can. A DataLoader: refused, since it has batches already. collate_fn: a list of samples to a batch;
     default: torch's. device_type: "cuda" pins the host memory of batches. num_workers: processes that load; 0 loads in
     this one. drop_last: False: every sample comes in each pass; the first ones are repeated at its end where the ranks'
     shares would differ, and the last batch may be smaller, on all ranks alike. True: all batches are full and no sample

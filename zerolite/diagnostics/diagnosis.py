@@ -57,7 +57,7 @@ def diagnose(reason: str, positions: Sequence[Position], absent: Mapping[int, Ab
 def _table(positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
     lines: dict[str, list[int]] = {}
     for position in positions:
-        waits = f"; waits for {position.waits_for}" if position.waits_for else "; waits for nobody"
+        waits = f"; waits for {position.waits_for}" if position.waits_for else "; waits for no rank"
         lines.setdefault(position.place() + waits, []).append(position.rank)
     for rank, known in absent.items():
         said = known.ended or (
@@ -223,12 +223,12 @@ def _different_places(positions: Sequence[Position]) -> _Cause:
     where = idle[0].inside or idle[0].line or "an unknown line"
     if idle[0].call and not behind:
         return (
-            f"{who} is slow or stuck in {idle[0].call}, at {where}, and everybody waits for it.",
+            f"{who} is slow or stuck in {idle[0].call}, at {where}, and all other ranks wait for it.",
             "find out why (the stack below); where it is only slow, raise desync_timeout_s.",
         )
     return (
-        f"{who} is outside of the engine, at {where}, and everybody waits for it: it is slow or stuck there, has no "
-        "more batches than that, or does something alone that takes long.",
+        f"{who} is outside of the engine, at {where}, and all other ranks wait for it: it is slow or stuck there, has "
+        "no more batches than that, or does something alone that takes long.",
         "if it has fewer batches, put the loop in `with engine.join():` or give all ranks as many; if something runs "
         "on one rank alone, let it run on all or keep it short; if it is only slow, raise desync_timeout_s.",
     )

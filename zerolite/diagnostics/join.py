@@ -151,7 +151,7 @@ class Join:
     def _fail(self) -> None:
         if not self._over:
             self._over = True
-            # In the row that the others wait for, with no text: this rank waits for nobody, and its message is its own.
+            # In the row that the others wait for, with no text: it waits for no rank, and its message is its own.
             self._channel.leave([_FAILED])
 
     def _refusal(self) -> str:

@@ -369,7 +369,7 @@ class Watchdog:
 
 
 def _listen(pipe: int) -> bool:
-    """Have SIGUSR1 write all stacks into ``pipe``, also while the main thread is in native code; False where somebody
+    """Have SIGUSR1 write all stacks into ``pipe``, also while the main thread is in native code; False where other code
     else handles that signal."""
     handled = 0
     with contextlib.suppress(OSError, ValueError, StopIteration):

@@ -152,7 +152,7 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
 
 
 def _finish(outcomes: Outcomes, monitor: Monitor) -> None:
-    """The engine is gone or the process ends: write the last step, whose outcome nobody may have read yet."""
+    """The engine is gone or the process ends: write the last step, whose outcome may not have been read yet."""
     try:
         outcomes.settle()
     finally:

@@ -356,7 +356,7 @@ class ParameterAccess:
                 continue
             full = part.new_zeros(cut.full_shape)
             cut.into(full, part)
-            self._tensor.all_reduce(full.view(-1), tag="access").wait()  # everybody else has zeros there
+            self._tensor.all_reduce(full.view(-1), tag="access").wait()  # all other ranks have zeros there
             results.append(full)
         return results
 

@@ -56,7 +56,7 @@ class Board:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the store answered last; 0 when nobody asks it any more."""
+        """Seconds since the store answered last; 0 when it is not asked any more."""
         return time.monotonic() - self._last_seen if self._thread.is_alive() else 0.0
 
     @property

@@ -142,7 +142,7 @@ def await_others(listener: socket.socket, spec: CheckSpec) -> Reach:
     while missing and time.monotonic() < deadline:
         try:
             connection, _ = listener.accept()
-        except OSError:  # nobody has come
+        except OSError:  # no host has connected
             continue
         with connection:
             node = answer(connection, spec.job_id)

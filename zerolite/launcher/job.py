@@ -133,7 +133,7 @@ class NodeJob(JobSpec):
 
 
 def read_line(descriptor: int) -> str:
-    """A file's first line, with its end if there is one, and nothing behind it, which somebody else may read."""
+    """A file's first line, with its end if there is one, and nothing behind it, which another process may read."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)

@@ -89,7 +89,7 @@ class RankLogs(LogsSpecs):
     def tail(self, rank: int) -> str:
         """The last lines of a rank's standard error, "" where it goes to the terminal."""
         last = read_tail(self.outputs[rank][1]) if self.outputs.get(rank) else ""
-        with contextlib.suppress(OSError):  # somebody has removed the directory
+        with contextlib.suppress(OSError):  # the directory has been removed
             free = shutil.disk_usage(self.root_log_dir).free
             if free < _TAIL_BYTES:
                 last += f"\n(what is missing could not be written: {free} bytes are free in {self.root_log_dir})"

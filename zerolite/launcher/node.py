@@ -32,7 +32,7 @@ def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
 
 
 def end_with_reader() -> None:
-    """Wait until nobody reads the standard output, then end this node's part."""
+    """Wait until the reader of the standard output has gone, then end this node's part."""
     poll = select.poll()
     poll.register(1, 0)
     while not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll()):

@@ -81,7 +81,7 @@ def check_reachable(hosts: Sequence[Host], launcher: str) -> None:
 
 
 def find_hosts(request: LaunchRequest) -> tuple[list[Host], bool]:
-    """Return the hosts, and whether somebody has named them. Raises HostsError."""
+    """Return the hosts, and whether the user has named them. Raises HostsError."""
     asked = request.num_nodes
     if request.hostfile is not None:
         hosts = select_hosts(read_hostfile(request.hostfile), request.include, request.exclude)

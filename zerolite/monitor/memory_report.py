@@ -54,8 +54,8 @@ class MemoryReport:
 
     items: what the engine holds on its device, by name (``memory_items.ITEMS``, those of :data:`HELD`).
     host, disk: the same of what rests there (offload) or passes through, also where the device is the CPU. other: the
-    rest of what the allocator has given out on the device, activations in use among it; None on the CPU, where nobody
-    counts.
+    rest of what the allocator has given out on the device, activations in use among it; None on the CPU, where it is
+    not counted.
     allocated, reserved: given out by torch's allocator on the device, and held by it; their peaks since the process
     began or torch.cuda.reset_peak_memory_stats(). device_free, device_total: of the whole device, all processes
     together. These six are None on the CPU. resident, resident_peak: memory of this process on the host, everything
@@ -186,7 +186,7 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     for parameter in parts.module.parameters():
         handle = handle_of(parameter)
         if handle is None:
-            with opened():  # while engine.offload_states() holds it refuses everybody else
+            with opened():  # while engine.offload_states() holds it refuses all other callers
                 data = parameter.data
             yield COMPUTE, data
             continue

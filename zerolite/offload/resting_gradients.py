@@ -48,7 +48,7 @@ class RestingGradients:
         self._on_leaving(bucket, gradient)
         own(gradient, BUCKETS)
         for leaving in self._leaving.values():
-            with contextlib.suppress(OSError):  # it is raised by whoever waits
+            with contextlib.suppress(OSError):  # the waiting call raises it
                 leaving.advance()
         while len(self._leaving) >= _ON_THEIR_WAY:
             self.wait(next(iter(self._leaving)))

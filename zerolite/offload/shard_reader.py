@@ -25,7 +25,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def undispatched() -> contextlib.AbstractContextManager[Any]:
-    """Our own work is nobody's operators: selective checkpointing records what runs under its mode."""
+    """Hide our own operators: selective checkpointing records what runs under its mode."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
 
 
@@ -179,7 +179,7 @@ class ShardReader:
                     self._release(place.read)
 
     def written(self, member: Resting) -> None:
-        """Somebody has changed its shard, where it rests. Raises OSError if the disk fails."""
+        """Drop what was read ahead of a shard that has changed where it is stored. Raises OSError if the disk fails."""
         self.forget()
         if isinstance(member.tier, DiskTier):
             member.tier.file.forget_cached()
@@ -192,7 +192,7 @@ class ShardReader:
         """One user of it is done."""
         read.users -= 1
         if not read.users:
-            with contextlib.suppress(OSError):  # nobody wants to know any more
+            with contextlib.suppress(OSError):  # the result is not needed any more
                 read.transfer.finish()
             self._transfers.pool.give_back(read.buffer)
 

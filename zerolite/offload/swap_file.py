@@ -51,7 +51,7 @@ class NoRoom(OSError):
 class SwapFile:
     """See above. Any thread may call; a fork of the process may not, and its tensors are not there.
 
-    Whoever writes to a tensor of the file itself rather than with :meth:`write` calls :meth:`forget_cached` afterwards.
+    Code that writes to a tensor of the file itself, not with :meth:`write`, calls :meth:`forget_cached` afterwards.
     """
 
     def __init__(self, directory: str | Path, io: AsyncIO, rank: int, key: str, checksums: bool = False) -> None:
@@ -93,7 +93,7 @@ class SwapFile:
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """[nbytes] of uint8 zeros, whose memory is a new part of the file. Its place on the disk is free again when
-        nobody has it any more. Raises NoRoom, or OSError if the disk fails."""
+        there is no reference to it any more. Raises NoRoom, or OSError if the disk fails."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         padded = -(-nbytes // _GRAIN) * _GRAIN
@@ -154,7 +154,7 @@ class SwapFile:
         with self._lock:
             under_way = list(self._under_way)
         for transfer in under_way:
-            with contextlib.suppress(OSError):  # whoever waits for it is told
+            with contextlib.suppress(OSError):  # its waiting caller gets the error
                 transfer.wait()
         with self._lock:
             self._closer()
@@ -199,7 +199,7 @@ class SwapFile:
         return offset + int(start), start + nbytes == length
 
     def _release(self, address: int, offset: int, nbytes: int) -> None:
-        """Nobody has a tensor any more."""
+        """Release the space of a tensor that is gone."""
         if self._pid != os.getpid():  # a fork has no such memory, and the file is its parent's
             return
         with self._lock:

@@ -105,7 +105,7 @@ class Tiers:
     sub_group_numel: int = 1_000_000_000
     buffer_count: int = 4
     max_in_host: int = 0
-    on_written: list[Callable[[], None]] = field(default_factory=list)  # whoever reads ahead
+    on_written: list[Callable[[], None]] = field(default_factory=list)  # of readers ahead
     _resident: set[int] = field(default_factory=set)  # buckets whose optimizer states stay on the device
     _buckets: int = 0  # that have been divided
 

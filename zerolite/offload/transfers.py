@@ -106,7 +106,7 @@ class _TwoHops:
             self.advance()
 
     def advance(self) -> None:
-        if self._first is not None:  # what fails here fails again for everybody who waits
+        if self._first is not None:  # what fails here fails again for each waiting caller
             self._first.finish()
             self._second = self._then()
             self._first = None
@@ -121,8 +121,8 @@ class _TwoHops:
 
 
 class StagingPool:
-    """Buffers on the host through which things pass, to be used again. What is made stays, so whoever takes some of
-    different lengths says how long the longest is: all of them are, and fit the next time."""
+    """Buffers on the host through which things pass, to be used again. What is made stays, so a caller that takes
+    some of different lengths says how long the longest is: all of them are, and fit the next time."""
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin

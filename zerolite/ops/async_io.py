@@ -85,7 +85,7 @@ class IOTask:
         """True if :meth:`wait` would return, or raise, at once."""
         _check_process(self._pid)
         if not self._lock.acquire(blocking=False):
-            return False  # somebody waits for it
+            return False  # another thread waits for it
         try:
             return self._outcome is not None or self._backend.ended(self._ticket)
         finally:
@@ -108,7 +108,7 @@ class IOTask:
         try:
             self.wait()
         except OSError as error:
-            logger.warning("Nobody waited for what has failed: %s.", error)
+            logger.warning("A request that was not waited for has failed: %s.", error)
 
 
 class AsyncIO:

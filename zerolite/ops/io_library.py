@@ -74,7 +74,7 @@ class LibraryIO:
         if error == errno.ETIMEDOUT:
             return None
         if error:
-            raise OSError(error, f"nobody can wait for this request: {os.strerror(error)}")
+            raise OSError(error, f"no call can wait for this request: {os.strerror(error)}")
         return IOResult(outcome.error, outcome.done, outcome.position)
 
     def ended(self, ticket: int) -> bool:

@@ -52,7 +52,7 @@ def kernel_chooser(
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
-    """Torch's fused Adam(W), where nobody has chosen an implementation: it exists on CPU and CUDA in every torch that
+    """Torch's fused Adam(W), where no implementation is chosen: it exists on CPU and CUDA in every torch that
     zerolite supports. (Adagrad's exists on CUDA only in the newest; SGD's takes no mixture of parameters with and
     without a momentum buffer, which late parameters make.)"""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:

@@ -206,7 +206,7 @@ class PipelineModule(nn.Module):
         if ranks > 1 and self.num_stages != 1:
             raise RuntimeError(
                 f"PipelineModule: its layers are built in zerolite.initialize, which knows which of them each of the "
-                f"{ranks} ranks needs; expected nobody to ask for parameters or outputs before. Let initialize make "
+                f"{ranks} ranks needs; expected no access to parameters or outputs before. Let initialize make "
                 "the optimizer (the config's block, or a function of the parameters), or pass num_stages=1"
             )
         self.build(range(len(self.specs)))

@@ -63,7 +63,7 @@ class Splitting:
         self._hooked = False
 
     def check_running(self, model: nn.Module, args: Any) -> None:
-        """Raises RuntimeError if the model is called by somebody else."""
+        """Raises RuntimeError if other code calls the model."""
         if self.running is None:
             raise RuntimeError(NOT_WHOLE)
 

@@ -275,7 +275,7 @@ class _Run:
             check_model(model)
         if not (getattr(model, "is_pipeline_module", False) and not model.built):  # otherwise built where it lives
             if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
-                model = DrySkeleton(model).model  # somebody else's: it stays as it is
+                model = DrySkeleton(model).model  # the user's: it stays as it is
             on_the_cpu(model)
         return model
 

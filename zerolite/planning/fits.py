@@ -33,7 +33,7 @@ from zerolite.utils.sizes import format_size
 logger = logging.getLogger("zerolite")
 
 FOR_STATES = 0.8
-"""The part of the free memory that stage "auto" fills without activations, which nobody knows before a batch."""
+"""The part of the free memory that stage "auto" fills without activations, which are unknown before a batch."""
 
 _BYTES = {"cuda": 32, "cpu": 64}
 """No stage and precision needs more bytes a parameter, with states of Adam's size: fp32 parameter, its original,

@@ -27,7 +27,7 @@ OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 
 class Room(NamedTuple):
     """Memory and disk of the host that this rank may use, in bytes: equal shares of what is left. ranks: of the job, on
-    this host. disks: by block of the config that names a folder on one; None where nobody can tell."""
+    this host. disks: by block of the config that names a folder on one; None where it is unknown."""
 
     ranks: int
     memory: int

@@ -166,7 +166,7 @@ class _Asked:
         yield
 
     def ask(self, allocated: Mapping[int, Holding] = MappingProxyType({})) -> None:
-        """allocated: what nobody holds yet."""
+        """allocated: what has no owner yet."""
         now = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
         for item, nbytes, place in (holdings(self._engine.memory_parts) | dict(allocated)).values():
             now[place][item] += nbytes

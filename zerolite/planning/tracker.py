@@ -112,7 +112,7 @@ class _Known(NamedTuple):
 
 
 class _Fresh(NamedTuple):
-    """The storage that was made last, of which nobody may have said yet whose it is."""
+    """The storage that was made last, whose owner may be unknown yet."""
 
     key: int
     where: TracePoint

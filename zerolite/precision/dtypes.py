@@ -81,7 +81,7 @@ def is_loss(tensor: torch.Tensor) -> bool:
 
 
 class GraphBoundary:
-    """The edge between the engine's graph and everybody else's: tells when a backward begins, and keeps the loss
+    """The edge between the engine's graph and the user's: tells when a backward begins, and keeps the loss
     scale inside.
 
     Gradients are multiplied by the scale, in fp32, where they enter the model through its outputs, and divided by

@@ -36,7 +36,7 @@ class Fp32Forward:
         """compute: dtype of the neighbours of a module that they call; None for one inside an fp32 module, whose
         neighbours are fp32. casts_back: False under autocast, which takes fp32 everywhere."""
         self._module = module
-        self._replaced = vars(module).get("forward")  # somebody else's, instead of the class's
+        self._replaced = vars(module).get("forward")  # another wrapper's, instead of the class's
         self._compute = compute
         self._casts_back = casts_back
         self._device_type = device_type

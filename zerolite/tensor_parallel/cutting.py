@@ -227,7 +227,7 @@ def _partial(
                     full = f"{where}.{key}" if where else key
                     raise TensorPlanError(
                         f"expected only layers between a column and its row, got the parameter '{full}', of which "
-                        'nobody can tell how it acts: its style is "whole" if it acts outside of them, and '
+                        'it is unknown how it acts: its style is "whole" if it acts outside of them, and '
                         '"replicated_with_grad_allreduce" if it acts between them on each head alike; else '
                         f"'{owner.name}' cannot be cut",
                         whole=owner.name,

@@ -35,7 +35,7 @@ def copy(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def reduce(x: Tensor, comm: Communicator, in_place: bool = False) -> Tensor:
-    """The sum over ranks. in_place: nobody else uses ``x``, whose memory may hold the result."""
+    """The sum over ranks. in_place: no other code uses ``x``, whose memory may hold the result."""
     return x if comm.world_size == 1 else _applied(_Reduce, x, comm, in_place)
 
 
@@ -55,7 +55,7 @@ def all_gather(x: Tensor, comm: Communicator, dim: int = 1) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 1, in_place: bool = False) -> Tensor:
-    """This rank's part along ``dim`` of the sum over ranks. in_place: nobody else uses ``x``, whose memory may be
+    """This rank's part along ``dim`` of the sum over ranks. in_place: no other code uses ``x``, whose memory may be
     clobbered. Raises ValueError if ``x`` cannot be cut in equal parts."""
     return x if comm.world_size == 1 else _applied(_ReduceScatter, x, comm, _cut_dim(x, comm, dim), in_place)
 

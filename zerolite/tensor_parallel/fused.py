@@ -39,7 +39,7 @@ def _check_given(layer: Layer, owner: Owner, given: list[int]) -> None:
     try:
         known, why = ([layer.outputs], "") if alone else _inferred(layer, owner)
     except TensorPlanError:
-        return  # nobody knows, so the user has to
+        return  # it is unknown, so the user has to say
     if given != known:
         how = why or "one layer, of whose outputs each rank has a run"
         raise TensorPlanError(

@@ -29,7 +29,7 @@ class TensorPlanError(ValueError):
         super().__init__(text + advice(None, add, whole))
 
     def beside(self, plan: Any) -> TensorPlanError:
-        """The same error for somebody who has written ``plan``."""
+        """Return the same error for an author of ``plan``."""
         made = type(self)(self.text)
         made.args = (self.text + advice(plan, self.add, self.whole),)
         return made
@@ -67,7 +67,7 @@ class NoPlan(TensorPlanError):
 @dataclass(frozen=True)
 class Style:
     """kind: "column", "row", "vocab", "whole" or "partial" (whole, but each rank sees the gradient of its part only).
-    parts: of a fused column layer, how many or their sizes; None if nobody has said."""
+    parts: of a fused column layer, how many or their sizes; None if the plan does not say."""
 
     kind: str
     parts: int | tuple[int, ...] | None = None

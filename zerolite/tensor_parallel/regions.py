@@ -69,7 +69,7 @@ class Outside:
 
     def check(self, module: nn.Module, args: object) -> None:
         """A forward pre-hook. Raises RuntimeError inside a region: the gradients of the module's parameters would be
-        parts that nobody adds."""
+        parts that are never added up."""
         trained = any(p.requires_grad and not is_partial(p) for p in module.parameters(recurse=False))
         if self.region.open and trained and torch.is_grad_enabled():
             raise RuntimeError(

@@ -42,7 +42,7 @@ class FailureRecord:
 
 
 def write(message: str, traceback: str, consequence: bool = False, suffix: str = "") -> None:
-    """Leave the record of this process, unless there is one already or nobody asked for it. Raises nothing.
+    """Leave the record of this process, unless there is one already or none was asked for. Raises nothing.
 
     Args:
         suffix: of the file's name: :data:`THREAD` for the error of a thread that has not ended the process.

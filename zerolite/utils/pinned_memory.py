@@ -35,7 +35,7 @@ def host_memory(nbytes: int, pin: bool) -> torch.Tensor:
 
 
 def _told_of_failure(nbytes: int) -> None:
-    """CUDA has not registered memory: whoever asks CUDA next for an error would be given this one."""
+    """Clear the sticky error of a failed registration, so that the next CUDA call does not report it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     if not _told:

@@ -53,7 +53,7 @@ class AccumulationWindow:
 
     @property
     def _plain(self) -> bool:
-        """True if, as far as this window shows, nobody calls engine.backward() or engine.step()."""
+        """True if, as far as this window shows, the user calls neither engine.backward() nor engine.step()."""
         return self._backwards > 0 and not self._stepped and not self._scaled_backwards
 
     def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:

@@ -86,7 +86,7 @@ class BucketPool:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def memory(self) -> Sequence[torch.Tensor]:
-        """The buckets that nobody uses now."""
+        """Buckets that are not in use now."""
         return self._free
 
     def clear(self) -> None:

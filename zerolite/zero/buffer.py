@@ -180,8 +180,8 @@ class ParameterBuffer:
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + fragment.shard_start)
 
     def publish(self, bucket: int, rounded: bool = False) -> None:
-        """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless whoever updated
-        them has done so (``rounded``)."""
+        """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless the update has
+        done so (``rounded``)."""
         if self.separate_master(bucket) and not rounded:
             self.owned_compute(bucket).copy_(self.master[bucket])
         # The parameters' own views were not written through: tell autograd, which refuses to use an outdated saved
@@ -195,7 +195,7 @@ class ParameterBuffer:
 
     @torch.no_grad()
     def bring_home(self) -> None:
-        """Parameters that somebody has pointed to other memory (``p.data = values``) get their place in the bucket
+        """Parameters that the user has pointed to other memory (``p.data = values``) get their place in the bucket
         back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
         found = [address(parameter) for parameter in self.parameters] if self._homes else []
         if found == self._addresses:
@@ -207,7 +207,7 @@ class ParameterBuffer:
 
     @torch.no_grad()
     def follow(self, bucket: int) -> None:
-        """Masters take the values that somebody has written into the compute parameters: where those are not what the
+        """Masters take the values that the user has written into the compute parameters: where those are not what the
         masters round to. The kernels do it while they update."""
         if self.separate_master(bucket):
             master = self.master[bucket]
@@ -215,7 +215,7 @@ class ParameterBuffer:
 
     @torch.no_grad()
     def refresh_masters(self, indices: Collection[int]) -> None:
-        """Take the masters of these parameters from the compute parameters, after somebody has written values into
+        """Take the masters of these parameters from the compute parameters, after the user has written values into
         those."""
         for bucket, fragments in enumerate(self.fragments):
             if not self.separate_master(bucket):

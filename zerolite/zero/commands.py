@@ -17,7 +17,7 @@ class Command(enum.IntEnum):
     PASS_END = 4  # stage 3: nothing more comes in this backward
     GATHER = 5  # stage 3: the parameters
     EXTERNAL = 6  # stage 3: the unit, and the parameter that it uses from now on
-    ENGINE_STEP = 7  # flush, and which boundary somebody has said by hand
+    ENGINE_STEP = 7  # flush, and which boundary the user has set by hand
     STEP = 8
     UPDATE = 9  # whether new values are published on the way
     PUBLISH = 10

@@ -316,7 +316,7 @@ class StatsCollector:
             values[2 * count + comm.world_size + comm.rank] = (self._inputs % 1_048_573).double() + 1.0
         self._inputs = None
         comm.all_reduce(values, tag="stats").wait()
-        # One sum for whoever needs it, here or on the host: two that add in another order could clip differently on
+        # One sum for all uses, here and on the host: two that add in another order could clip differently on
         # two ranks.
         own = values[:count] if self._counted is None else values[:count] * self._counted
         total = own.sum().reshape(1)

@@ -149,7 +149,7 @@ class BucketMemory:
 
 
 class GradientBucket:
-    """See the module. Nobody else writes its fields.
+    """See the module. No other object writes its fields.
 
         hooks ─▶ held ─▶ local ─ launch ─▶ pending ─ receive ─▶ reduced
 

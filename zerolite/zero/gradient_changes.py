@@ -180,7 +180,7 @@ class GradientChanges:
                 stats.replace_square(index, gradient)
 
     def _is_written(self, index: int) -> bool:
-        """Return True if somebody may have written to a gradient since the last call."""
+        """Return True if the user may have written to a gradient since the last call."""
         known = self._exposed[index]
         written = index in self._uncounted or any(tensor._version != version for tensor, version in known.values())
         self._exposed[index] = {key: (tensor, tensor._version) for key, (tensor, _) in known.items()}

@@ -59,7 +59,7 @@ class GradientSums:
             *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
             for part, total in zip(parts, totals, strict=True):
                 part.copy_(total)
-            if not all(flags):  # somebody else may have used it
+            if not all(flags):  # another rank may have used it
                 known = zip(group.indices, host_values(used), strict=True)
                 self._reducer.used.update(index for index, users in known if users)
 

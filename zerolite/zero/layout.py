@@ -255,7 +255,7 @@ class PartitionLayout:
                     yield Fragment(slot, end - start, start - slot.start, start, start - low)
 
     def full_fragments(self) -> Iterator[Fragment]:
-        """The fragments of somebody who owns everything: one per non-empty parameter."""
+        """Fragments of an owner of everything: one per non-empty parameter."""
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.numel:

@@ -56,7 +56,7 @@ class Publisher:
         self._gather = gather
         self.overlaps = overlap_forward and gather and comm.world_size > 1
         self._pending: dict[int, Pending] = {}
-        # Any thread may read a parameter in flight. Held where somebody waits for one, so that each gather ends once.
+        # Any thread may read a parameter in flight. Held while a thread waits for one, so that each gather ends once.
         self._lock = threading.RLock()
         self._at_once: set[int] = set()  # buckets whose gathers do not overlap the forward
         self._stream: Any = None  # of the update, on CUDA
@@ -97,7 +97,7 @@ class Publisher:
         for bucket in list(self._pending):
             members = self._members(bucket)
             if any(type(member) is not nn.Parameter for member in members):
-                self.wait([bucket])  # somebody has given them a class of his own
+                self.wait([bucket])  # the user has given them another class
                 continue
             for parameter in members:
                 parameter.__class__ = self._arriving

@@ -64,7 +64,7 @@ class ShardedParameters(Protocol):
     def schedule(self) -> Schedule: ...
 
     def collect_writes(self) -> None:
-        """Copy what somebody has written into whole parameters to their shards."""
+        """Copy what the user has written into whole parameters to their shards."""
 
 
 class StepPipeline:
@@ -248,7 +248,7 @@ class StepPipeline:
         return frozenset() if self._window.empty or self._updated else self.stats().get().used
 
     def on_gradient_set(self, index: int, given: bool) -> None:
-        """Somebody has put another value into the reduced gradient of a parameter, or taken it out."""
+        """Note that the user has put another value into the reduced gradient of a parameter, or taken it out."""
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
         self.changes.set_by_call(index, given)
         self._collector.forget(self._buffer.layout.slots[index].bucket)
@@ -408,7 +408,7 @@ class StepPipeline:
         self._step_update.run(StepStatistics(stats, given, self._max_norm), publish)
 
     def refresh_written(self) -> None:
-        """Masters follow the values that somebody has loaded into parameters, or put in their place by ``p.data =
+        """Masters follow the values that the user has loaded into parameters, or put in their place by ``p.data =
         values``. Raises RuntimeError if those have another shape or dtype."""
         self.check_here()
         if not self._step_update.unpublished:
@@ -431,7 +431,7 @@ class StepPipeline:
         self._buffer.tiers.written_in_place()
 
     def on_values_loaded(self, indices: Iterable[int]) -> None:
-        """Somebody loaded values into these parameters of the module: they are what the next update starts from."""
+        """Note values loaded into these parameters of the module: the next update starts from them."""
         self._written.update(indices)
 
     def on_parameters_loaded(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -447,7 +447,7 @@ class StepPipeline:
             self._checks.forget(update=True)
 
     def on_masters_loaded(self) -> None:
-        """Somebody loaded masters: the parameters follow, also those into which values were loaded before."""
+        """Take loaded masters into the parameters, also those into which values were loaded before."""
         self._written.clear()
         self.on_weights_replaced()
         self._buffer.tiers.written_in_place()

@@ -2,7 +2,7 @@
 
 The parameters among an operation's arguments are gathered for it, into memory of their own, and released after it, on
 all ranks. What it returns may share that memory (``p.data``, ``p.detach()``, ``p[0]``): that is a :class:`WholeValues`,
-whose memory lives as long as somebody has it. Written to, it passes the change on to this rank's part; read after a
+whose memory lives as long as it is referenced. Written to, it passes the change on to this rank's part; read after a
 step, it is gathered again. What autograd saves is not kept but gathered again in the backward.
 
 Changes are made alike on all ranks, so a write needs no collective.
@@ -57,7 +57,7 @@ class _Memory:
 
     @property
     def stale(self) -> bool:
-        """The parameter has changed since, or may have, because somebody holds it gathered. Raises RuntimeError where
+        """The parameter has changed since, or may have, because it is held gathered. Raises RuntimeError where
         that was before its values were replaced."""
         if self.tied:
             return self.age != self.handle.age or self.handle.held > 0

@@ -298,7 +298,7 @@ def _plan_reads(
     for index, (event, fetch) in enumerate(zip(trace, fetches, strict=True)):
         while launched < len(gathers) and gathers[launched][0] == index:
             in_flight.update(gathers[launched][1])
-            if read == launched:  # nobody has read these before
+            if read == launched:  # these have not been read before
                 in_hand += sum(on_disk[p] for p in gathers[launched][1])
                 read += 1
             launched += 1

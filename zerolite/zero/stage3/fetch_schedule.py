@@ -153,7 +153,7 @@ class FetchSchedule:
         state = self._state
         if self._kind is None or self._count or self._plan is not NO_PLAN:
             return
-        # What runs inside somebody's gather context may run on one rank alone, so it is no trace for all.
+        # What runs inside the user's gather context may run on one rank alone, so it is no trace for all.
         self._recording = not (self._on_demand_only or self._paused or state.open or state.held)
         if self._recording and not state.live and not state.flight and self._kind in self._plans:
             self._plan, self._position = self._plans[self._kind], 0

@@ -105,7 +105,7 @@ class GatheredParameters:
                 refused = (
                     "parameters were changed inside a read-only context, so ranks would disagree: "
                     f"{', '.join(handle.name for handle in guilty)}. The changes are dropped; pass modifier_rank=0 "
-                    "(the rank whose values everybody takes) to make some."
+                    "(the rank whose values all ranks take) to make some."
                 )
         if refused:
             raise RuntimeError(f"zero.GatheredParameters: {refused}")

@@ -124,7 +124,7 @@ class ParamGroup:
         self.reader = reader
 
     def listen(self, listener: GatherListener | None) -> None:
-        """Tell ``listener`` of gathers from now on, instead of the one before; None: nobody."""
+        """Tell ``listener`` of gathers from now on, instead of the one before; None: no listener."""
         self.listener = listener
 
     def on_update(self) -> None:

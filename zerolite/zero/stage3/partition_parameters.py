@@ -89,7 +89,7 @@ def take_rank0(parameter: torch.nn.Parameter, group: ParamGroup) -> None:
 
 
 def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int) -> None:
-    """Rank ``source``'s values into everybody's ``flat`` [n], of any dtype. Called on all ranks."""
+    """Copy rank ``source``'s values into ``flat`` [n] of every rank, of any dtype. Called on all ranks."""
     if flat.numel():
         comm.broadcast(flat.view(torch.uint8), tag, source)
 

@@ -77,7 +77,7 @@ class PartitionedParameterCoordinator:
         self._closed: list[PartitionedParameter] = []  # gathered for a backward that has not begun
         self._tasks: list[int] = []  # backwards under way, the outermost first
         self._step_open = False
-        self._second_order = False  # a backward with create_graph: weights are needed again, nobody can say when
+        self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
         self._shown: list[PartitionedParameter] = []  # not here, and with their shapes
         self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
         self._read_ahead: ShardReader | None = None  # that has read shards ahead in this step
@@ -176,8 +176,8 @@ class PartitionedParameterCoordinator:
             self._staying.update(self.schedule.units[index])
 
     def _close_available(self) -> None:
-        """Between forward and backward, what stays gathered for the backward is closed as the rest is: somebody may
-        take its values, whose memory is about to be released."""
+        """Between forward and backward, what stays gathered for the backward is closed as the rest is: the user
+        may take its values, whose memory is about to be released."""
         staying = [self.handles[index] for index in self._staying - self.schedule.held.keys()]
         self._closed = [handle for handle in staying if handle.status is AVAILABLE]
         close_all([handle.ref() for handle in self._closed])
@@ -360,7 +360,7 @@ class PartitionedParameterCoordinator:
             self._read_ahead = None
 
     def sweep(self) -> None:
-        """End everything under way and release all that nobody holds: after an exception, and when values have
+        """End everything under way and release all that is not held: after an exception, and when values have
         changed. Called on all ranks."""
         self._step_open = self._second_order = False
         for use in (*self._stack, *self._backward):

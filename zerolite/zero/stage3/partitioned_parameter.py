@@ -86,7 +86,7 @@ class PartitionedParameter:
         self.pending: AllGather | None = None
         self.exposed = False  # a user may hold aliases of the whole values
         self.persistent = False  # never released
-        self.writes = 0  # how often somebody has written new values
+        self.writes = 0  # how often the user has written new values
         self.replaced: list[tuple[int, int]] = []  # its age at each ``p.data = values``
         comm, device = group.comm, group.device
         part = part_numel(self.numel, comm.world_size)
@@ -141,7 +141,7 @@ class PartitionedParameter:
         whole = self.status is AVAILABLE
         self.release()
         place.copy_(self.shard)
-        self.writes += 1  # whoever has the memory of before must look again
+        self.writes += 1  # holders of the old memory must look again
         self._adopt(parameter, place, tier)
         self._set_status(parameter, NOT_AVAILABLE)
         if whole:
@@ -196,7 +196,7 @@ class PartitionedParameter:
     @property
     def parameter(self) -> torch.nn.Parameter:
         parameter = self.ref()
-        assert parameter is not None, "a parameter outlives whoever works on it"
+        assert parameter is not None, "a parameter outlives the code that works on it"
         return parameter
 
     @property
@@ -354,7 +354,7 @@ class PartitionedParameter:
             close(parameter)
         if self.storage is None:
             return
-        if self.exposed:  # what somebody has taken from the parameter keeps the old memory
+        if self.exposed:  # views that the user has taken from the parameter keep the old memory
             self._allocate()
         else:
             resize(self.storage, 0)

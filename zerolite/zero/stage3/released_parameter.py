@@ -83,7 +83,7 @@ class ArrivingParameter(torch.nn.Parameter):
     wait_for: Callable[[Sequence[torch.Tensor]], None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an ordinary parameter: ``type(p)(values)`` makes one that nobody gathers."""
+        """Make an ordinary parameter: ``type(p)(values)`` makes one that is never gathered."""
         return torch.nn.Parameter(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
