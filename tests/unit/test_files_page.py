@@ -18,7 +18,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_the_pages_name_what_exists() -> None:
     """Every path in these pages is a file, and every name beside a path in a walk is in it."""
     missing, defined = [], ""
-    for page in ("how-zero-works.md", "architecture.md", "internals.md"):
+    for page in ("../CONTRIBUTING.md", "how-zero-works.md", "architecture.md", "internals.md"):
         for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
             for path in re.findall(r"(?<![\w./(])(?:\w+/)+\w+\.(?:py|h)\b", line):
                 file = next((base / path for base in (ROOT / "zerolite", ROOT) if (base / path).is_file()), None)
