@@ -292,25 +292,25 @@ def token_batch(step: int, micro: int, rank: int, size: int = 2, length: int = 7
 
 
 def float_batch(step: int, micro: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
-    """As :func:`token_batch`, with floating inputs: ``(x [size, 7], y [size, 3])``."""
+    """Like :func:`token_batch`, with floating inputs: ``(x [size, 7], y [size, 3])``."""
     generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * micro + rank)
     return torch.randn(size, 7, generator=generator), torch.randn(size, 3, generator=generator)
 
 
 def image_batch(step: int, micro: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
-    """As :func:`token_batch`: ``(images [size, 3, 8, 8], y [size, 3])``."""
+    """Like :func:`token_batch`: ``(images [size, 3, 8, 8], y [size, 3])``."""
     generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * micro + rank)
     return torch.randn(size, 3, 8, 8, generator=generator), torch.randn(size, 3, generator=generator)
 
 
 def pair_batch(step: int, micro: int, rank: int, size: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`token_batch`: ``(source [size, 5], target [size, 7], next target [size, 7])``."""
+    """Like :func:`token_batch`: ``(source [size, 5], target [size, 7], next target [size, 7])``."""
     tokens, targets = token_batch(step, micro, rank, size)
     return tokens[:, 2:].flip(1), tokens, targets
 
 
 def expert_batch(step: int, micro: int, rank: int, size: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`float_batch`, with ``allowed [size, 3]`` second. Each rank may not use one expert, another one in the
+    """Like :func:`float_batch`, with ``allowed [size, 3]`` second. Each rank may not use one expert, another one in the
     next micro-batch."""
     x, y = float_batch(step, micro, rank, size)
     allowed = torch.ones(size, 3, dtype=torch.bool)

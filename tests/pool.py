@@ -162,7 +162,7 @@ class Pool:
         return Path(self._directory.name) / f"rank{rank}.log"
 
     def _log_tail(self, rank: int) -> str:
-        """What the worker printed since the case began, the last 8000 characters of it."""
+        """Return what the worker printed since the case began, the last 8000 characters of it."""
         with self._log_path(rank).open("rb") as file:
             file.seek(self._log_starts[rank])
             return file.read().decode(errors="replace")[-8000:]
@@ -371,8 +371,8 @@ _known_modules = 0
 
 
 def _freeze_new_modules() -> None:
-    """What a case has imported stays, torch's compiler for one: hundreds of thousands of objects, at which every
-    collection from here on would look."""
+    """Freeze the modules that a case has imported, torch's compiler for one: hundreds of thousands of objects, at which
+    every collection from here on would look."""
     global _known_modules
     if len(sys.modules) != _known_modules:
         _known_modules = len(sys.modules)

@@ -1,4 +1,4 @@
-"""What every stage must compute: one process, plain PyTorch, the joint batch of all ranks.
+"""Reference of every stage: one process, plain PyTorch, the joint batch of all ranks.
 
 fp32: one forward and backward over the concatenation of all micro-batches of the window.
 

@@ -225,7 +225,7 @@ class Disk:
 
     @property
     def now(self) -> Tree:
-        """As processes see it."""
+        """Files as processes see them."""
         return _tree(self._root, {id(node): node.now for node in _below(self._root)})
 
 

@@ -1,4 +1,4 @@
-"""What the tests of crashes and of damage share."""
+"""Fixtures for the tests of crashes and of damage."""
 
 from __future__ import annotations
 

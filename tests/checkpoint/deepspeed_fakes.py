@@ -63,7 +63,8 @@ class Fake:
         self.states = [self._state(rank) for rank in range(self.world_size)]
 
     def _partition(self, values: dict[str, torch.Tensor], rank: int, padded: bool) -> torch.Tensor:
-        """Of the flat values. padded: with the padding at the end, which the masters of stages 1 and 2 are without."""
+        """Return a rank's partition of the flat values. padded: with the padding at the end, which the masters of
+        stages 1 and 2 are without."""
         flats = [value.detach().float().flatten() for value in values.values()]
         if self.stage == 3:
             return torch.cat([self._cut(flat, rank) for flat in flats])

@@ -137,7 +137,7 @@ def tokens_at(step: int, rank: int) -> Tensor:
 
 
 def full_values(engine: Any, states: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
-    """What the engine holds of each trained parameter. Called on all ranks."""
+    """Return the engine's full values of each trained parameter. Called on all ranks."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     optimizer = engine.optimizer
@@ -176,7 +176,7 @@ def frozen_values(engine: Any) -> dict[str, Tensor]:
 
 
 def consolidated(directory: Path, exclude_frozen: bool) -> dict[str, Tensor] | None:
-    """What DeepSpeed's script makes of the checkpoint; None where it refuses its own (bf16 at stage 1)."""
+    """Run DeepSpeed's script on the checkpoint; None where it refuses its own (bf16 at stage 1)."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     try:

@@ -147,7 +147,8 @@ def killed(action: Callable[[], Any], at: int, how: str) -> bool:
 
 
 def as_nobody(path: Path, action: Callable[[], str]) -> str:
-    """What ``action`` gives in a process that is not root's. ``path``, and what is above it, is opened for it."""
+    """Return the result of ``action`` in a process that is not root's. ``path``, and what is above it, is opened for
+    it."""
     if os.geteuid() != 0:
         return action()
     for parent in (path, *path.parents):
@@ -174,7 +175,7 @@ def as_nobody(path: Path, action: Callable[[], str]) -> str:
 
 
 def values(step: int) -> dict[str, torch.Tensor]:
-    """What a checkpoint of ``step`` holds."""
+    """Return the values of a checkpoint of ``step``."""
     return {
         "parameters/weight": torch.arange(4 * 700.0).view(4, 700) + step,
         "optimizer/exp_avg/weight": torch.arange(4 * 700.0).view(4, 700) * step,
@@ -243,7 +244,7 @@ def load(save_dir: Path, tag: str | None = None) -> int:
 
 
 def resumed(save_dir: Path, whole: bool = True) -> TrainingRun:
-    """Of another job, which has loaded the checkpoint that is found, or only its parameters."""
+    """Return the run of another job, which has loaded the checkpoint that is found, or only its parameters."""
     run = TrainingRun()
     loaded = CheckpointReader(find(save_dir)).manifest.about.head
     run.take_over(save_dir, complete_checkpoints(save_dir), loaded, whole)
@@ -251,5 +252,5 @@ def resumed(save_dir: Path, whole: bool = True) -> TrainingRun:
 
 
 def hidden(save_dir: Path) -> list[str]:
-    """What is left of saves."""
+    """Return the leftovers of saves."""
     return sorted(path.name for path in save_dir.glob(".*") if path.name != ".lock")

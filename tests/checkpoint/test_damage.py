@@ -42,7 +42,7 @@ def said(save_dir: Path, tag: str | None = None) -> str:
 
 
 def read_all(save_dir: Path, tag: str | None = None) -> None:
-    """As loading and exporting do."""
+    """Read everything as loading and exporting do."""
     reader = CheckpointReader(find(save_dir, tag))
     reader.check_sizes()
     _ = reader.state

@@ -123,7 +123,8 @@ def test_settings_that_no_optimizer_of_torch_has(tmp_path: Path) -> None:
 def test_steps_are_counted_in_the_state_or_else_in_the_group(
     tmp_path: Path, of_state: int | None, of_group: int | None, expected: float
 ) -> None:
-    """As numbers of Python. An optimizer that counts in its state can have an old count in the group."""
+    """Counts of steps are numbers of Python. An optimizer that counts in its state can have an old count in the
+    group."""
     fake = example(2, 2)
     for rank in range(2):
         saved = optimizer(fake, rank)

@@ -159,7 +159,7 @@ def test_latest_stays(saved: Path) -> None:
 
 
 def test_after_going_back(saved: Path) -> None:
-    """What was saved last counts, and not how many steps it has."""
+    """The last save counts, and not the number of its steps."""
     for step in (80, 90, 100):
         faults.save(saved, step, keep_last=2)
     for step in (50, 60):
@@ -229,7 +229,7 @@ def test_the_lock_of_a_job_in_another_process(saved: Path) -> None:
 
 
 def test_processes_forked_meanwhile_do_not_keep_the_lock(saved: Path) -> None:
-    """As workers that load data, forked while a save is under way in the background."""
+    """Workers that load data, forked while a save is under way in the background, do not keep its lock."""
     end, held = os.pipe()
     with locked(saved):
         process = os.fork()
@@ -304,7 +304,7 @@ def test_relative(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_symlinks(saved: Path) -> None:
-    """Of the directory, of ``latest``, of a checkpoint."""
+    """The directory, ``latest`` and a checkpoint may be symlinks."""
     real, link = saved / "real", saved / "link"
     real.mkdir(parents=True)
     link.symlink_to(real)
@@ -324,7 +324,7 @@ def test_symlinks(saved: Path) -> None:
 
 
 def test_leftovers_that_are_links(saved: Path) -> None:
-    """What is removed is the link."""
+    """The link is removed, and not what it leads to."""
     (saved / "precious").mkdir(parents=True)
     (saved / "precious" / "file").touch()
     for name in (".incomplete-x", ".removed-x"):

@@ -283,7 +283,7 @@ def test_the_safetensors_library_loads_it_into_a_module(checkpoint: Path, tmp_pa
 
 
 def make_hugging_face_checkpoint(path: Path, model: Any) -> dict[str, torch.Tensor]:
-    """Of fp32 masters that bf16 does not hold. Gives them."""
+    """Make a Hugging Face checkpoint of fp32 masters that bf16 does not hold. Gives them."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""What is loaded into what: other bucket sizes, groups, names, precisions and parts; and what is refused."""
+"""Loading into other bucket sizes, groups, names, precisions and parts; and what is refused."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def check_next_save(save_dir: Path, found: int) -> None:
 
 
 def recorded(root: Path, act: Callable[[Path], Any]) -> list[Change]:
-    """What ``act`` changes below ``root``, of which a copy, as it was, is left in ``root.before``."""
+    """Record the changes of ``act`` below ``root``, of which a copy, as it was, is left in ``root.before``."""
     before = root.with_suffix(".before")
     shutil.copytree(root, before, symlinks=True)
     with Recorder(root) as recorder:

@@ -31,7 +31,7 @@ def run(pools: Pools, world: int, runs: list[dict[str, Any]], timeout: float = 1
 
 
 def mean_losses(ranks: Ranks) -> torch.Tensor:
-    """Of the joint batches."""
+    """Return the losses of the joint batches."""
     of_ranks = [rank["losses"] for rank in ranks]
     return torch.tensor(
         [

@@ -66,7 +66,7 @@ def test_a_job_continues_the_run_that_it_has_loaded(ram: Path) -> None:
 
 
 def test_parameters_alone_begin_a_run(ram: Path) -> None:
-    """Which may go on where the one before is: fine-tuning."""
+    """A run that begins with parameters alone, as fine-tuning does, may save where the run before did."""
     faults.save(ram / "base", 1)
     one, other = faults.resumed(ram / "base", whole=False), faults.resumed(ram / "base", whole=False)
     assert len({one.id, other.id, faults.RUN.id}) == 3
@@ -90,7 +90,7 @@ def test_two_jobs_resume_from_one_checkpoint(ram: Path, earlier: bool) -> None:
 
 
 def test_a_save_while_another_job_loads(ram: Path) -> None:
-    """What was saved meanwhile is not the loading job's."""
+    """Checkpoints that another job saved meanwhile do not belong to the loading job."""
     faults.save(ram, 1)
     there, late = complete_checkpoints(ram), TrainingRun()
     winner = faults.resumed(ram)
@@ -126,7 +126,7 @@ def test_what_names_no_run_is_replaced(ram: Path) -> None:
 
 
 def test_overwrite(ram: Path) -> None:
-    """What is there at the first save; a job that comes later is told all the same."""
+    """``overwrite`` is about what is there at the first save; a job that comes later is told all the same."""
     faults.save(ram, 1)
     run = TrainingRun()
     faults.save(ram, 1, run=run, overwrite=True)

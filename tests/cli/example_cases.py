@@ -1,4 +1,4 @@
-"""What the tests of the examples run in the workers, and the plain PyTorch that it is compared with."""
+"""Cases of the examples' tests for the workers, and the plain PyTorch that they are compared with."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Site:
                 assert not left, f"still there on {host.name}: {left}"
 
     def reports(self) -> list[dict[str, object]]:
-        """What the ranks have written, in their order."""
+        """Return the reports of the ranks, in their order."""
         count = len(list(self.directory.glob("report.*.json")))
         return [json.loads((self.directory / f"report.{rank}.json").read_text()) for rank in range(count)]
 

@@ -146,7 +146,7 @@ def test_on_one_machine_nothing_listens_to_others(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_restarts_share_a_store_that_the_agent_keeps(pool: Pool) -> None:
-    """As torchrun does it: nobody of the job keeps the store, and what an attempt left is still there."""
+    """Restarts share a store as with torchrun: no rank of the job keeps it, and what an attempt left is still there."""
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}

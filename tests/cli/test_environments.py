@@ -151,7 +151,7 @@ def slurm(rank: int, local_rank: int, **changes: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_srun(script: Path) -> None:
-    """As srun starts two tasks: the variables are set here."""
+    """Two tasks run with the variables of srun, which are set here."""
     outputs = finish([start([sys.executable, script], **slurm(rank, rank)) for rank in range(2)])
     assert numbers(*outputs) == [(0, 2, 0), (1, 2, 1)]
 

@@ -104,13 +104,13 @@ def read_metrics(out: Path) -> Metrics:
 
 
 def learning(metrics: Metrics) -> list[tuple[Any, ...]]:
-    """What must not depend on how the run was started, nor on the stage."""
+    """Return the metrics that must not depend on how the run was started, nor on the stage."""
     keys = ("step", "loss", "val_loss", "lr", "grad_norm")
     return [tuple(line.get(key) for key in keys) for line in metrics]
 
 
 def check_run(result: subprocess.CompletedProcess[str], out: Path) -> Metrics:
-    """What every complete run must have left behind."""
+    """Check the files that every complete run leaves behind."""
     assert result.returncode == 0, result.stderr
     metrics = read_metrics(out)
     training = [line for line in metrics if "loss" in line]
@@ -220,7 +220,7 @@ def saved(out: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of two processes at stage 2 has left that saved at step 12 and was killed after step 16."""
+    """Return the directory of a run of two processes at stage 2 that saved at step 12 and was killed after step 16."""
     directory = tmp_path_factory.mktemp("stopped")
     out = directory / "out"
     more = ["--steps", "12", "--save-every", "8", "--resume"]
@@ -273,7 +273,8 @@ DEEP = ["--layers", "4"]  # the configs begin the second stage with the third bl
 
 @pytest.fixture(scope="module")
 def deep_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Metrics]]:
-    """Where a run with a config of a grid has written, a checkpoint of step 12 among it, and its metrics."""
+    """Return a function that runs a grid's config and returns its directory, with a checkpoint of step 12, and its
+    metrics."""
     done: dict[str, tuple[Path, Metrics]] = {}
 
     def run_of(base: str) -> tuple[Path, Metrics]:

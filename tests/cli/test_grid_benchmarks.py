@@ -50,8 +50,9 @@ def test_compare_grids(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["torch", "zerolite"])
 def test_bubble_finds_the_order_of_each_schedule(library: str, tmp_path: Path) -> None:
-    """What the order allows is what the literature says; more idle time than that is the cost of sending and of a busy
-    machine. 1F1B keeps as many micro-batches as there are stages, all-forward-all-backward all of them."""
+    """The order of each schedule allows the idle time of the literature; more idle time than that is the cost of
+    sending and of a busy machine. 1F1B keeps as many micro-batches as there are stages, all-forward-all-backward all of
+    them."""
     out = tmp_path / "out.json"
     few = "--stages 2 --micro-batches 4 --steps 2 --milliseconds 10".split()
     done = run("bubble.py", "--library", library, *few, "--json", str(out))
@@ -87,7 +88,7 @@ def test_idle_shares_of_a_time_line() -> None:
 
 
 def test_least_idle_of_an_order() -> None:
-    """Where both halves of a backward must be over before the gradient is sent, the same order takes longer."""
+    """The same order takes longer where both halves of a backward must be over before the gradient is sent."""
     assert least_idle(events(SPLIT), 2, split_backward=True) == pytest.approx(1 / 7)
     assert least_idle(events(SPLIT), 2, split_backward=False) == pytest.approx(1 - 6 / 10)
     delayed = SPLIT.replace("F1.0", ". . F1.0")

@@ -1,4 +1,4 @@
-"""What installing zerolite puts where: wheel, source distribution, editable install, an empty environment."""
+"""Files that installing zerolite puts in place: wheel, source distribution, editable install, an empty environment."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_kernels_built_ahead(source: Path, tmp_path: Path) -> None:
 
 
 def test_building_ahead_without_a_compiler_is_an_error(source: Path, tmp_path: Path) -> None:
-    """Who asks for it must not get a wheel without it."""
+    """A wheel without libraries is refused to a user who asked for them."""
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", tmp_path]
     result = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", *map(str, options), str(source)],

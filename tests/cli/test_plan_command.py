@@ -79,7 +79,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is planned, as its last element, instead of a run of the engine."""
+    """Record what is planned, as the last element, instead of running the engine."""
     shown: list[Any] = [make_plan()]
     monkeypatch.setattr(command, "make", lambda options, config: shown[-1])
     return shown

@@ -132,7 +132,7 @@ def test_torch_that_does_not_import(tmp_path: Path) -> None:
 
 
 def test_script_called_report_is_run(tmp_path: Path) -> None:
-    """What worked before there was this command works on; a directory of that name is none of a script's business."""
+    """A script called report runs as before; a directory of that name does not count as a script."""
     (tmp_path / "report").write_text("import sys; print('script', sys.argv[1:])\n")
     result = run_command("report", "--json", cwd=tmp_path)
     assert result.stdout == "script ['--json']\n", result.stderr

@@ -1,4 +1,4 @@
-"""What the GPU tests run in the workers."""
+"""Cases of the GPU tests for the workers."""
 
 from __future__ import annotations
 

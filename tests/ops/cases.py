@@ -1,5 +1,5 @@
-"""What the tests of the update kernels share: rules as optimizers make them, numbers that are hard, and arguments that
-lie between guard values."""
+"""Cases of the update kernels: rules as optimizers make them, numbers that are hard, and arguments that lie between
+guard values."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Problem:
         return [one.array for arrays in changeable for one in arrays]
 
     def _rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """What the arrays of outs hold before: the rounded parameters, a few of which somebody has overwritten."""
+        """Return the earlier contents of outs: the rounded parameters, a few of which the user has overwritten."""
         assert self.dtypes.out is not None
         rounded = values.to(self.dtypes.param).to(self.dtypes.out).float()
         rounded[::7] = 0.375

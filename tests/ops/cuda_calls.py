@@ -135,7 +135,7 @@ def copy_call(call: UpdateCall, device: torch.device | str = "cpu") -> UpdateCal
 
 
 def differences(a: UpdateCall, b: UpdateCall) -> list[str]:
-    """Which arrays of two calls differ in a bit, the memory around them included. All NaNs are one."""
+    """Return the arrays of two calls that differ in a bit, the memory around them included. All NaNs are one."""
     pairs = [("params", a.params, b.params), ("grads", a.grads, b.grads), ("outs", a.outs, b.outs)]
     pairs += [(f"states {i}", x, y) for i, (x, y) in enumerate(zip(a.states, b.states, strict=True))]
     return [
@@ -147,7 +147,7 @@ def differences(a: UpdateCall, b: UpdateCall) -> list[str]:
 
 
 def unequal(x: torch.Tensor, y: torch.Tensor) -> int:
-    """How many elements differ."""
+    """Count the elements that differ."""
     x, y = whole(x).cpu(), whole(y).cpu()
     bits = torch.int32 if x.dtype == torch.float32 else torch.int16
     return int(((x.view(bits) != y.view(bits)) & ~(x.isnan() & y.isnan())).sum())

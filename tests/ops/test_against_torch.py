@@ -105,7 +105,8 @@ LIKE_FOREACH = [name for name in TORCH_NAMES if not name.startswith("adam")]
 @needs_fma
 @pytest.mark.parametrize("name", LIKE_FOREACH)
 def test_the_reference_is_torchs_foreach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit over five steps; Adagrad with torch's square root in the place of the exact one."""
+    """The reference gives foreach's bits over five steps; Adagrad with torch's square root in the place of the exact
+    one."""
     monkeypatch.setattr(reference, "_root", torch.sqrt)
     ours, theirs = _Ours(name, _params()), _Torchs(name, _params(), **_foreach(name))
     for step in range(STEPS):
@@ -134,8 +135,8 @@ def _ulps(a: torch.Tensor, b: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("name", [name for name in TORCH_NAMES if name.startswith("ada")])
 def test_a_step_differs_from_foreach_in_last_places(name: str) -> None:
-    """Where the square root is torch's own, or operations have another order. The step is taken from 0, so that
-    rounding of the parameter does not hide it."""
+    """A step differs from foreach in last places where the square root is torch's own, or operations have another
+    order. The step is taken from 0, so that rounding of the parameter does not hide it."""
     numels = (100_003,)
     zeros = [torch.zeros(n) for n in numels]
     kernels = kernels_of("plain")

@@ -246,7 +246,7 @@ def test_closing_waits_for_what_is_under_way(backend: str, file: int) -> None:
 
 @backends
 def test_nobody_needs_to_wait(backend: str, file: int, caplog: pytest.LogCaptureFixture) -> None:
-    """What is dropped keeps its memory until it has ended, and a failure is not lost."""
+    """A dropped request keeps its memory until it has ended, and a failure is not lost."""
     io = make(backend)
     for start in range(0, 400_000, 40_000):
         io.write(file, numbers(40_000, start), start)
@@ -359,7 +359,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_shimmed(shim: Path, tmp_path: Path, options: dict[str, object], **variables: str) -> tuple[str, list[int]]:
-    """What it printed, and how many entries each system call handed to io_uring."""
+    """Run a program: return what it printed, and how many entries each system call handed to io_uring."""
     result = subprocess.run(
         [sys.executable, "-c", SHIMMED, json.dumps(options), str(tmp_path / "file")],
         env={**os.environ, "LD_PRELOAD": str(shim), **variables},
@@ -399,7 +399,7 @@ def test_trouble_with_io_uring(shim: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_program_that_ends_in_the_middle(tmp_path: Path) -> None:
-    """What was begun is finished."""
+    """Requests that were begun are finished."""
     code = f"""
 import os, sys, torch
 from zerolite.ops.async_io import AsyncIO

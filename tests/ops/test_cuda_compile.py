@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA to
 
 
 def nvcc(*arguments: str | Path) -> str:
-    """What it prints."""
+    """Return the output of nvcc."""
     assert NVCC is not None
     done = subprocess.run([NVCC, *arguments], capture_output=True, text=True)
     printed = done.stdout + done.stderr
@@ -38,7 +38,7 @@ def nvcc(*arguments: str | Path) -> str:
 
 
 def compile_library(capability: int, target: Path, *more: str) -> str:
-    """As op_builder does, with the host compiler's warnings. Returns what the compilers print."""
+    """Compile as op_builder does, with the host compiler's warnings. Returns what the compilers print."""
     op = OPS["cuda_kernels"]
     target_flag = f"-gencode=arch=compute_{capability},code=sm_{capability}"
     flags = [*op.flags, *op.link_flags, "-Xcompiler", "-Wall,-Wextra", target_flag, *more]

@@ -56,7 +56,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["torch's threads", "own threads"])
 def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where threads come from: the OpenMP runtime of torch, or, as without one, the library itself."""
+    """Choose the source of threads: the OpenMP runtime of torch, or, as without one, the library itself."""
     if request.param == "own threads":
         monkeypatch.setattr(cpu_kernels, "_openmp", lambda: (None, None))
 
@@ -108,7 +108,7 @@ def test_a_skip_of_zero_does_not_skip(skip: float, kernels: CpuKernels) -> None:
 @pytest.mark.parametrize("dtypes", [Dtypes(), MIXED, Dtypes(BF16, F16, BF16, F16)], ids=["fp32", "mixed", "16 bits"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_short_lengths_at_every_alignment(name: str, dtypes: Dtypes, kernels: CpuKernels) -> None:
-    """What an element becomes is what it becomes as a part of a longer array."""
+    """An element gets the value that it gets as a part of a longer array."""
     long = problem(name, (max(LENGTHS),), dtypes=dtypes, special=0.2)
     expected = long.run(reference)
     for n, offset in itertools.product(LENGTHS, range(16)):

@@ -1,5 +1,5 @@
-"""What the update kernels make of numbers at the limits: rounding to 16 bits, infinities, NaN, denormals, betas near 0
-and 1, long runs."""
+"""Update kernels on numbers at the limits: rounding to 16 bits, infinities, NaN, denormals, betas near 0 and 1, long
+runs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_narrowing_of_any_bits(half: torch.dtype, kernels: CpuKernels) -> None:
 @HALVES
 @pytest.mark.parametrize("piece", [1 << 20, 1])
 def test_widening_is_exact(half: torch.dtype, piece: int, kernels: CpuKernels) -> None:
-    """As gradients, with a learning rate of -1 from -0; and there and back again, as parameters."""
+    """Values survive as gradients, with a learning rate of -1 from -0; and there and back again, as parameters."""
     patterns = _patterns(half)
     params, _ = _sgd(kernels, torch.full((1 << 16,), -0.0), patterns.clone(), -1.0, None, piece)
     assert_same([params], [patterns.float()])
@@ -237,8 +237,8 @@ def test_numbers_have_what_they_promise() -> None:
 
 @HALVES
 def test_an_update_starts_from_what_somebody_has_written(half: torch.dtype, kernels: CpuKernels) -> None:
-    """Where the 16-bit copy is not what the parameter rounds to, the copy counts; elsewhere all bits of the parameter
-    do. SGD with lr 0 shows what an update starts from."""
+    """The 16-bit copy counts where it is not what the parameter rounds to; elsewhere all bits of the parameter do. SGD
+    with lr 0 shows what an update starts from."""
     params = torch.randn(1003, generator=torch.Generator().manual_seed(3)) * 3
     copy = params.to(half)
     written = torch.arange(params.numel()) % 10 == 0

@@ -61,7 +61,7 @@ def start(
 
 
 def ranks_here() -> int:
-    """How many of the job's ranks are on this host, where nobody says so."""
+    """Count the job's ranks on this host, where the environment does not say so."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
             patch.delenv(name, raising=False)

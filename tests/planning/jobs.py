@@ -111,7 +111,7 @@ def layers() -> nn.Module:
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """What F.mse_loss computes, which keeps all of its squares on the CPU."""
+    """Compute F.mse_loss, which keeps all of its squares on the CPU."""
     return (output - target).square().mean()
 
 

@@ -98,7 +98,7 @@ def test_run_check_prints_both_and_says_by_its_status_whether_they_agree(
 
 
 def measurement(made: Plan, **changes: Any) -> Measurement:
-    """What a run that needs exactly what ``made`` says would have measured."""
+    """Return the measurement of a run that needs exactly what ``made`` says."""
     fields: dict[str, Any] = {
         "rank": 0,
         "world_size": made.world_size,

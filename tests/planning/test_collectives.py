@@ -1,4 +1,4 @@
-"""How many collectives a step of stage 3 launches, counted by the plan; FSDP2's number is counted by benchmarks."""
+"""Collectives of a step of stage 3, counted by the plan; FSDP2's number is counted by benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan can follow, and the sentences about what it cannot."""
+"""Models that a plan can follow, and the messages about those that it cannot."""
 
 from __future__ import annotations
 

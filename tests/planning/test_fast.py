@@ -1,4 +1,4 @@
-"""What makes dry runs fast changes no number of a plan."""
+"""Shortcuts that make dry runs fast change no number of a plan."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def test_slow_networks_make_pipelines_worth_their_bubble() -> None:
 
 @pytest.mark.slow
 def test_few_micro_batches_stand_for_many() -> None:
-    """What the search scales is what a plan of the whole step says."""
+    """The scaled numbers of the search are those of a plan of the whole step."""
     job = KINDS["even gpt"]
     config = settings(stage=1, buckets="auto", accumulation=8)
     found = compare_grids(job.make, config, 2, device_memory=10**9, batch=job.batch, device="cpu", nodes=2)

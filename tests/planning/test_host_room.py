@@ -1,4 +1,4 @@
-"""Whether what is kept off the device fits into a host's memory and onto its disks."""
+"""Room on a host and its disks for states that are kept off the device."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_the_memory_of_the_host_on_the_command_line(
 def test_the_memory_of_the_host_in_a_comparison(
     monkeypatch: pytest.MonkeyPatch, given: list[str], more: dict[str, Any], meant: dict[str, int]
 ) -> None:
-    """What only some of the settings take is this machine's where nobody says, what all take too."""
+    """Memory that only some of the settings take is this machine's where it is not given; memory that all take, too."""
     told: list[Any] = []
     monkeypatch.setattr(make, "compare", lambda *args, **options: told.append(options))
     monkeypatch.setattr(sources, "load_model_fn", lambda name: None)

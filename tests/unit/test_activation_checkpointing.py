@@ -489,7 +489,7 @@ class Model(nn.Module):
 
 
 def ignore(step: int, times: Any) -> None:
-    """Of a clock."""
+    """Ignore the calls of a clock."""
 
 
 def attached_to(model: nn.Module, *patterns: str, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a run with other batches can go on from a checkpoint, and what it is told."""
+"""A run goes on from a checkpoint with other batches, or is told why it cannot."""
 
 from __future__ import annotations
 

@@ -459,7 +459,7 @@ def test_leaf_module_must_be_an_object(value: Any) -> None:
 
 
 def test_a_common_stage_3_configuration_is_accepted() -> None:
-    """As Hugging Face's and DeepSpeed's examples write it."""
+    """The configuration that Hugging Face's and DeepSpeed's examples write is accepted."""
     zero = load_config(
         {
             "train_batch_size": "auto",

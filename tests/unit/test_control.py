@@ -1,4 +1,4 @@
-"""What ranks agree on on the host: few messages, whatever their number."""
+"""Agreement of ranks on the host: few messages, whatever their number."""
 
 from __future__ import annotations
 

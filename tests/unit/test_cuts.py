@@ -11,7 +11,7 @@ from zerolite.tensor_parallel.cuts import Cut, cut_of, is_partial, mark_partial,
 
 
 def columns(rank: int, size: int) -> Cut:
-    """Of [7, 3] along dimension 0, padded to a multiple."""
+    """Shards of [7, 3] along dimension 0, padded to a multiple."""
     length = -(-7 // size)
     start = min(rank * length, 7)
     own = min(length, 7 - start)
@@ -19,7 +19,7 @@ def columns(rank: int, size: int) -> Cut:
 
 
 def fused(rank: int, size: int) -> Cut:
-    """Of [2, 12, 3] along dimension 1: parts of 4, 4 and 4, each cut."""
+    """Shards of [2, 12, 3] along dimension 1: parts of 4, 4 and 4, each sharded."""
     share = 4 // size
     ranges = tuple((part * share, part * 4 + rank * share, share) for part in range(3))
     return Cut((2, 12, 3), 1, ranges, 3 * share, rank, size)

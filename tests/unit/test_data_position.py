@@ -59,7 +59,7 @@ class Ranks:
         return [parts for parts, _ in self.passing()]
 
     def save(self):
-        """What all ranks would save, through JSON."""
+        """Return what all ranks would save, through JSON."""
         first, *others = [loaders.state_dict() for loaders in self.loaders]
         assert all(other == first for other in others)
         return json.loads(json.dumps(first))
@@ -418,7 +418,7 @@ def test_a_sequence_is_continued_on_more_processes():
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers(persistent):
-    """What they have loaded ahead does not count as given."""
+    """Batches that workers have loaded ahead do not count as given."""
     users = users_loader(num_workers=2, persistent_workers=persistent)
     plain = Ranks(1, 30, users=users_loader())
     expected = [plain.whole_pass() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What the schedule reads from disk ahead of gathers: random traces, and worked examples with units of 10 elements."""
+"""Reads from disk ahead of gathers: random traces, and worked examples with units of 10 elements."""
 
 import pytest
 
@@ -10,7 +10,7 @@ SEEDS = range(100)
 
 
 def on_disk(rng, numels, persistent):
-    """Of some parameters a part, as on one of three ranks."""
+    """Put a part of some parameters on disk, as on one of three ranks."""
     return {p: -(-numel // 3) for p, numel in enumerate(numels) if p not in persistent and numel and rng.random() < 0.7}
 
 

@@ -1,4 +1,4 @@
-"""What the watchdog's thread reads of the collectives in the air."""
+"""Reads of the watchdog's thread of the collectives under way."""
 
 from __future__ import annotations
 

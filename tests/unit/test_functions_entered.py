@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def entered(function: Callable[[], Any]) -> tuple[Any, set[tuple[str, str, int]]]:
-    """What ``function`` returns, and the functions that it enters: file, name, line."""
+    """Return the result of ``function``, and the functions that it enters: file, name, line."""
     found: set[tuple[str, str, int]] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

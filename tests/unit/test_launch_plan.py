@@ -15,7 +15,7 @@ class Passes:
         self.plan = LaunchPlan(units, uncertain, lambda: (self.number, self.ends == self.length))
 
     def run(self, events: list[tuple[int, list[int]]], number: int = 0, length: int = 0) -> list[list[int]]:
-        """What is launched at each end. number, length: of the schedule's plan that the events follow."""
+        """Return what is launched at each end. number, length: of the schedule's plan that the events follow."""
         self.number, self.length, self.ends = number, length, 0
         self.plan.begin_pass()
         launched = []

@@ -1,4 +1,4 @@
-"""What the launcher works out without starting anything: the command line, threads, processes, the first failure."""
+"""Work of the launcher that starts nothing: the command line, threads, processes, the first failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loader gives, as calls of the model and of the loss function."""
+"""Batches of a loader as calls of the model and of the loss function."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Place:
         return path
 
     def work(self) -> list[Path]:
-        """What builders have left in the temporary directory and, half copied, in the cache."""
+        """Return the files that builders have left in the temporary directory and, half copied, in the cache."""
         return [*(self.here / "tmp").iterdir(), *(self.cache / "kernels").glob("*.part")]
 
     def start(self, **changes: str) -> subprocess.Popen[str]:
@@ -525,7 +525,8 @@ def test_status_builds_nothing_and_says_where(place: Place) -> None:
 def test_without_a_compiler_a_library_of_the_same_sources_will_do(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a compute node whose home directory is that of a login node with a compiler."""
+    """A library of the same sources is used on a compute node whose home directory is that of a login node with a
+    compiler."""
     place.elsewhere()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")

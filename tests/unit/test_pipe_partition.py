@@ -1,4 +1,4 @@
-"""Which layers go where, and what a sequence of layers is on one process: no process group needed."""
+"""Division of layers over ranks, and a sequence of layers on one process: no process group needed."""
 
 from __future__ import annotations
 

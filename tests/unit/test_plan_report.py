@@ -51,7 +51,7 @@ def test_the_table_holds_the_numbers_of_the_plan() -> None:
 
 
 def offloaded(**changes: Any) -> Plan:
-    """What :func:`make_plan` has of masters and states, on host and disk."""
+    """Return the plan of :func:`make_plan` with masters and states on host and disk."""
     host = make_items(master_weights=30 * GB // 64, offload_buffers=5 * GB // 2)
     disk = make_items(optimizer_states=60 * GB // 64)
     return make_plan(host=host, disk=disk, host_peak=3 * GB, **changes)

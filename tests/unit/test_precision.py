@@ -26,7 +26,7 @@ class Config(dict):
 
 
 class Encoding(collections.UserDict):
-    """As the batches of Hugging Face's tokenizers: entries in ``data``, further attributes, items as attributes."""
+    """Batch as Hugging Face's tokenizers give: entries in ``data``, further attributes, items as attributes."""
 
     def __init__(self, data=None, encodings=None):
         super().__init__(data)
@@ -41,7 +41,7 @@ class Encoding(collections.UserDict):
 
 @dataclasses.dataclass
 class ModelOutput(collections.OrderedDict):
-    """As the outputs of Hugging Face's models: fields that are entries as well; None is none."""
+    """Output as Hugging Face's models give: fields that are entries as well; None is none."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""What torchrun, srun and the mpiruns leave in the environment, and what follows from it."""
+"""Variables that torchrun, srun and the mpiruns leave in the environment, and what follows from them."""
 
 import datetime
 import os

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Engine:
-    """What counting needs of an engine."""
+    """The part of an engine that counting needs."""
 
     def __init__(self, module: nn.Module) -> None:
         self.call_module: Callable[..., Any] = module

@@ -1,4 +1,4 @@
-"""Which reads of an attribute ask it a question only, told by their source."""
+"""Reads of an attribute that only ask it a question, told by their source."""
 
 from __future__ import annotations
 

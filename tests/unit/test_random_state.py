@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def undisturbed() -> Any:
-    """What other tests draw does not depend on these."""
+    """Keep the random numbers of other tests independent of these."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     yield
     torch.set_rng_state(states[0])

@@ -1,4 +1,4 @@
-"""What brings shards to gathers, with memory in the place of the disk."""
+"""Reader of shards for gathers, with memory in the place of the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How shards are cut into sub-groups: everything once, in order, as full as they may be."""
+"""Division of shards into sub-groups: everything once, in order, as full as they may be."""
 
 from __future__ import annotations
 

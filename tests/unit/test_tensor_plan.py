@@ -424,7 +424,7 @@ def test_key_and_value_beside_a_query() -> None:
 
 
 def test_auto_and_more() -> None:
-    """What is said beside "auto" counts, and a refusal says what to write."""
+    """Styles beside "auto" count, and a refusal says what to write."""
     with pytest.raises(TensorPlanError, match=r'write "plan": \{"\*": "auto", "blocks\.\*": "whole"\}'):
         cut(_with_parameter())
     model = cut(_with_parameter(), {"*": "auto", "blocks.*.scale": "whole"})
@@ -609,7 +609,7 @@ def test_a_block_that_has_attention_and_the_rest_in_one() -> None:
 
 
 def test_blocks_in_a_list_inside_of_a_dict() -> None:
-    """As in nanoGPT: what is in no forward of its own is never called, so nothing can be cut there."""
+    """Blocks without a forward of their own, as in nanoGPT, are never called, so they cannot be sharded."""
     model = nn.Module()
     model.transformer = nn.ModuleDict({"h": nn.ModuleList(Plain() for _ in range(2)), "norm": nn.LayerNorm(8)})
     modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""What stage 3 gathers as one: repeated blocks, small subtrees, what the user names."""
+"""Units of stage 3: repeated blocks, small subtrees, modules that the user names."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def tags_in(directory: str) -> list[str]:
 
 
 def goes_on_at_once(directory: str, stage: int, name: str) -> None:
-    """What is saved is the state at the call, whatever comes then."""
+    """The saved state is that of the call, whatever comes then."""
     recipe = RECIPES[name]
     engine = make_engine(recipe, stage)
     own_seeds(engine.rank)
@@ -117,7 +117,7 @@ def loaded_at_once(directory: str, stage: int) -> None:
 
 
 def failed(directory: str, stage: int, failing: int, following: str) -> None:
-    """What goes wrong in the background is raised by the next call, on all ranks, once."""
+    """An error in the background is raised by the next call, on all ranks, once."""
     recipe = RECIPES["mixture"]
     engine = make_engine(recipe, stage)
     train(engine, recipe, 0, 1)
@@ -147,7 +147,7 @@ def failed(directory: str, stage: int, failing: int, following: str) -> None:
 
 
 def refused_at_once(directory: str, stage: int) -> None:
-    """What can be known at the call is said there."""
+    """An error that can be known at the call is raised there."""
     engine = make_engine(RECIPES["mixture"], stage)
     said = message(engine.save_checkpoint, directory, client_state={"f": print}, async_save=True)
     expect_words(said, "TypeError", "client_state['f']")

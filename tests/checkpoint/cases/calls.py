@@ -31,7 +31,7 @@ MIXTURE = RECIPES["mixture"]
 
 
 def reloaded(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> dict[str, Any]:
-    """What an engine of other weights is after it has loaded."""
+    """Return the state of an engine of other weights after it has loaded."""
     engine = make_engine(recipe, stage, seed=5)
     scatter_seeds(engine.rank)
     engine.load_checkpoint(directory, **arguments)
@@ -271,7 +271,7 @@ def joined(directory: str, stage: int, finished: int) -> None:
 
 
 def joined_load(directory: str, stage: int) -> None:
-    """To load is for all ranks together."""
+    """Loading is refused on a part of the ranks."""
     engine = trained(RECIPES["groups"], stage, 1)
     engine.save_checkpoint(directory)
     with engine.join():
@@ -349,7 +349,7 @@ def large(directory: str, stage: int, part: str) -> dict[str, int]:
 
 
 def nothing_empty(directory: str, stage: int) -> dict[str, Any]:
-    """What the headers of the files say."""
+    """Return what the headers of the files say."""
     engine = trained(MIXTURE, stage, 1)
     path = Path(engine.save_checkpoint(directory, client_state={"none": torch.empty(0), "some": torch.ones(1)}))
     sizes = {}

@@ -210,7 +210,8 @@ def _begun(directory: Path, stage: int, **more: Any) -> Any:
 
 
 def reference(directory: Path, stage: int) -> dict[str, Any]:
-    """What an engine holds after its first and its second step, and what this rank does to save them."""
+    """Return the state of an engine after its first and its second step, and the calls by which this rank saves
+    them."""
     engine = make_engine(_config(stage))
     held, operations = [], []
     for _ in range(2):
@@ -249,7 +250,7 @@ def recorded_save(root: Path, stage: int, background: bool) -> list[tuple[int, C
 
 
 def resume(directory: Path, stage: int) -> dict[str, Any]:
-    """What is loaded by an engine that begins, and whether it saves, and loads, again."""
+    """Return what a new engine loads, and whether it saves, and loads, again."""
     engine = make_engine(_config(stage))
     path, _ = engine.load_checkpoint(directory, missing_ok=True)
     held = None if path is None else _held(engine)

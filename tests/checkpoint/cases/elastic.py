@@ -93,7 +93,7 @@ def run(directory: str, stage: int, load: bool) -> dict[str, Any]:
 
 
 def refusal() -> str:
-    """What a number of ranks says that does not fit."""
+    """Return the message about a number of ranks that does not fit."""
     try:
         make_engine(2, 0, min_gpus=3)
     except ValueError as error:
@@ -102,7 +102,7 @@ def refusal() -> str:
 
 
 def load_with_smaller_steps(directory: str) -> list[str]:
-    """What is said of it."""
+    """Return the messages of a load whose steps become smaller."""
     engine = make_engine(2, 0, {"train_micro_batch_size_per_gpu": 3})
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -44,7 +44,7 @@ BUFFERS: dict[str, Any] = {
 
 
 def contents() -> Tensors:
-    """Of a checkpoint with :data:`PARAMETERS` and :data:`BUFFERS`, by its keys."""
+    """Return the tensors of a checkpoint with :data:`PARAMETERS` and :data:`BUFFERS`, by its keys."""
     made = torch.Generator().manual_seed(3)
     tensors = {}
     for name, about in PARAMETERS.items():
@@ -223,7 +223,7 @@ def full_disk(config: dict[str, Any], model: str, directory: Path) -> dict[str, 
 
 
 def alive_while_saving(config: dict[str, Any], model: str, directory: Path) -> list[int]:
-    """How many whole tensors that were gathered for a file are alive when the next one is asked for."""
+    """Count the whole tensors gathered for a file that are alive when the next one is asked for."""
     engine = _trained(config, model)
     gathered: list[Any] = []
     counts: list[int] = []

@@ -74,7 +74,7 @@ class Net(nn.Module):
         return total
 
     def settle(self) -> None:
-        """What is here stays what it is."""
+        """Keep the values that are here."""
         self.parameters_by_name = _Hidden(self.named_parameters())
         self.trained = [name for name, p in self.parameters_by_name.items() if p.requires_grad and p.numel()]
 
@@ -169,7 +169,7 @@ def nan_for_new_memory() -> Iterator[None]:
 
 
 def check_padding(engine: Any) -> None:
-    """What no checkpoint has is zero: of states and masters."""
+    """Check that padding of states and masters, which no checkpoint has, is zero."""
     buffer = engine._pipeline._buffer
     for piece in engine.optimizer.pieces():
         index, bucket = piece.fragment.slot.index, piece.fragment.slot.bucket
@@ -185,7 +185,7 @@ def check_padding(engine: Any) -> None:
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
-    """What the ranks together know of the whole model; states: of what is here."""
+    """Return what the ranks together know of the whole model; states: of what is here."""
     names = {id(p): CANONICAL.get(name, name) for name, p in engine.module.named_parameters()}
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     states = {}
@@ -205,7 +205,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 
 def mark(engine: Any) -> None:
-    """What training would have changed beside parameters."""
+    """Change what training would have changed beside parameters."""
     for name, module in engine.module.named_modules():
         if isinstance(module, Block):
             module.note = f"saved in {name}"
@@ -317,7 +317,7 @@ def _set_all(engine: Any) -> dict[str, list[Tensor]]:
 
 
 def misfits(grid: Grid, directory: str, state: dict[str, Any]) -> dict[str, str]:
-    """What is said of states and checkpoints that do not fit. directory: of a checkpoint of the model."""
+    """Return the messages about states and checkpoints that do not fit. directory: of a checkpoint of the model."""
     engine = make_engine(grid, 1, seed=3)
     before = engine.full_state_dict()
     short = {name: value for name, value in state.items() if name != "norm.bias"}
@@ -354,7 +354,7 @@ class Rows(torch.optim.Optimizer):
 
 
 def states_of_rows(directory: str) -> tuple[str, str]:
-    """What is said where states have no value for each element: on two tensor-parallel ranks."""
+    """Return the messages about states without a value for each element: on two tensor-parallel ranks."""
     engine = make_engine((1, 1, 2), 0, seed=1, optimizer=Rows)
     train(engine, 0, 2)
     saving = message(lambda: engine.save_checkpoint(f"{directory}/cut"))

@@ -20,7 +20,7 @@ STEPS = 2
 
 
 def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What it raises, with the name of the exception's type; "" if nothing."""
+    """Return the message that ``function`` raises, with the name of the exception's type; "" if nothing."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -154,7 +154,7 @@ def adapter_dropped(directory: str, stage: int) -> None:
 
 
 class Wrapped(nn.Module):
-    """As peft names what it wraps: ``base_model.model.…``."""
+    """Wrapper with peft's names: ``base_model.model.…``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

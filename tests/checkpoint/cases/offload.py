@@ -15,7 +15,7 @@ from tests.distributed.cases.offload import two_memories
 
 
 def several(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As :func:`resume.several`; runs may be ``apart``."""
+    """Run :func:`resume.several`; runs may be ``apart``."""
     results = []
     for run in runs:
         with two_memories() if run.pop("apart", False) else contextlib.nullcontext():

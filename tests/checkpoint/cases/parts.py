@@ -54,7 +54,7 @@ HALVING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lamb
 
 
 def some(directory: str, stage: int) -> None:
-    """What is left out when it is not asked for."""
+    """Parts that are not asked for are left out."""
     engine = lambda model: {**three_groups(model), **HALVING(model)}  # noqa: E731
     recipe = replace(RECIPES["mixture"], config={}, engine=engine)
     own = saved_by(directory, recipe, stage)
@@ -108,7 +108,7 @@ class Counting(models.Mlp):
 
 
 def refused(directory: str, stage: int) -> None:
-    """What does not fit is said on all ranks, and nothing is changed."""
+    """A checkpoint that does not fit is refused on all ranks, and nothing is changed."""
     saved_by(f"{directory}/mlp", Recipe(), stage)
     saved_by(f"{directory}/deeper", Recipe(lambda: models.build(Deeper)), stage)
     saved_by(f"{directory}/counting", Recipe(lambda: models.build(Counting)), stage)
@@ -165,7 +165,7 @@ def another_kind_of_the_same(directory: str, stage: int) -> None:
 
 
 def loose(directory: str, stage: int) -> None:
-    """What both models have is loaded, the rest stays."""
+    """Entries that both models have are loaded, the rest stays."""
     own = saved_by(f"{directory}/mlp", Recipe(), stage)
     engine = trained(Recipe(lambda: models.build(Deeper)), stage, 1, seed=5)
     before = facts(engine, ADAM)

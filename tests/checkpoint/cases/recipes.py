@@ -1,4 +1,4 @@
-"""What is trained, saved and loaded: models, batches, optimizers and schedules, by name.
+"""Recipes of training, saving and loading: models, batches, optimizers and schedules, by name.
 
 A batch belongs to all ranks; each takes its share of the rows. So a run means the same at every world size.
 """
@@ -207,7 +207,7 @@ class Recipe:
 
 
 class OneOfTwo(models.TwoBranches):
-    """Which branch is used is in the batch."""
+    """Model of which the batch chooses one of two branches."""
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, "right" if branch[0] else "left")

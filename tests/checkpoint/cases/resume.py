@@ -95,7 +95,7 @@ def facts(engine: Any, states: tuple[str, ...]) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two results of :func:`facts` differ: in bits, dtypes or keys."""
+    """Return where two results of :func:`facts` differ: in bits, dtypes or keys."""
     if isinstance(one, dict) and isinstance(other, dict):
         found = [f"{where}/{key}: only one has it" for key in one.keys() ^ other.keys()]
         return found + [

@@ -20,7 +20,7 @@ def engines(directory: Path, background: bool) -> list[str]:
         jobs.append(make_engine(_config(2)))
 
     def save(job: int) -> str:
-        """What this rank is told."""
+        """Save, and return what this rank is told."""
         _train(jobs[job], 1)
         try:
             jobs[job].save_checkpoint(directory, async_save=background)

@@ -208,7 +208,7 @@ class Odd(models.Mlp):
 
 
 def odd_things(directory: str, stage: int) -> None:
-    """What a checkpoint cannot hold is named, on all ranks."""
+    """Objects that a checkpoint cannot hold are named, on all ranks."""
     for what, words in (
         ("complex128", ["CheckpointError", "odd", "complex128"]),
         ("extra", ["thing", "object"]),
@@ -281,7 +281,7 @@ def in_inference_mode(directory: str, stage: int) -> None:
 
 
 def another_default_device(directory: str, stage: int) -> None:
-    """Where the user lets torch make tensors elsewhere by default."""
+    """Saving works where the user lets torch make tensors elsewhere by default."""
     recipe = MIXTURE
     engine = trained(recipe, stage, 1)
     client = {"tensor": torch.arange(3), "scalar": torch.tensor(1.5)}
