@@ -7,7 +7,7 @@ and returns the results in rank order.
 What can go wrong, and what the test then sees:
 
 - a rank raises: ``CaseFailed`` with the tracebacks of all ranks that raised;
-- nobody answers in time: ``CaseTimeout`` with every worker's Python stack;
+- no worker answers in time: ``CaseTimeout`` with every worker's Python stack;
 - a worker dies: ``WorkerDied`` with its rank and its signal or exit code;
 - a case leaves an engine or a process group behind: ``CaseFailed``, naming what was left.
 

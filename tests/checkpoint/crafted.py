@@ -1,4 +1,4 @@
-"""Files of a checkpoint that nobody has written: changed by hand or by chance, with checksums that fit."""
+"""Files of a checkpoint that was never written: changed by hand or by chance, with checksums that fit."""
 
 from __future__ import annotations
 

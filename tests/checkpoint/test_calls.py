@@ -148,7 +148,7 @@ def test_each_rank_writes_and_reads_its_share(pools: Pools, tmp_path: Path, stag
     for number, rank in enumerate(ranks):
         seen = [entry for entry in rank["read"] if entry[0].startswith("rank_")]
         assert len(seen) <= len(set(seen)) + 1, "a block was read twice, and not for the random state"
-        if stage == 0:  # everybody needs everything
+        if stage == 0:  # every rank needs everything
             assert {name for name, _ in seen} == set(written)
         else:
             assert {name for name, _ in seen} == {f"rank_{number:05d}.safetensors"}

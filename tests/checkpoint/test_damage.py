@@ -218,7 +218,7 @@ def test_crafted(two: Path, name: str, what: str) -> None:
     assert str(path / name) in message and "'global_step1'" in message
     assert len(message) < 600
     assert faults.load(two, "global_step1") == 1
-    faults.save(two, 3, keep_last=1)  # and the damaged one is in nobody's way
+    faults.save(two, 3, keep_last=1)  # and the damaged one is in no one's way
     assert faults.load(two) == 3
 
 

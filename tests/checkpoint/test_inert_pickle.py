@@ -79,7 +79,7 @@ def test_objects_keep_their_state_and_do_nothing(tmp_path: Path) -> None:
 
 
 class Declared:
-    """Told torch to be safe, by somebody else."""
+    """A class that other code has told torch to be safe."""
 
     calls = 0
 

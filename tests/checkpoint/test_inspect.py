@@ -62,7 +62,7 @@ def test_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_wrong_is_said_for_each_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(checkpoint / RANK_1, -1)
-    assert inspect.main([str(checkpoint)]) == 0  # nobody has read it
+    assert inspect.main([str(checkpoint)]) == 0  # it was not read
     capsys.readouterr()
     assert inspect.main([str(checkpoint), "--verify"]) == 1
     said = capsys.readouterr()

@@ -451,7 +451,7 @@ def test_first_node_gone(start, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_with_one_node_fewer(start, tmp_path: Path) -> None:
     """All of the second node vanishes without a word."""
-    script = PRELUDE + "FAILS = 'nobody'\n" + STEPS
+    script = PRELUDE + "FAILS = 'none'\n" + STEPS
     parts = start_parts(start, tmp_path, script, "--num-nodes", "1:2", "--max-restarts", "1")
     for node, part in enumerate(parts):
         part.wait_up(node)

@@ -110,7 +110,7 @@ def test_two_mpiruns_at_once(script: Path) -> None:
 @needs_mpirun
 @pytest.mark.slow
 def test_mpirun_on_several_hosts(script: Path) -> None:
-    """Each rank is told that it is alone on its host, so that somebody must say where rank 0 is."""
+    """Each rank is told that it is alone on its host, so that the user must say where rank 0 is."""
     command = ["mpirun", "-n", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "MPI_LOCALNRANKS=1", sys.executable, script]
     (output,) = finish([start(command, **ALLOWED, MASTER_ADDR="127.0.0.1")])
     assert numbers(output) == [(0, 2, 0), (1, 2, 1)]

@@ -355,7 +355,7 @@ sys.exit(command.main(['--model', 'm:f', '--config', '{}', '--world-size', '8'])
     "last", [PLANNED, CHECKED, "sys.exit(command.main(['--help']))"], ids=["plan", "check", "help"]
 )
 def test_a_reader_that_has_seen_enough(last: str) -> None:
-    """The output is a pipe that nobody reads: silence, and the status of a process that SIGPIPE has ended."""
+    """The output is a pipe without a reader: silence, and the status of a process that SIGPIPE has ended."""
     program = f"import sys; from zerolite.planning import command\n{last}"
     reading, writing = os.pipe()
     os.close(reading)

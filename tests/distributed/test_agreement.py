@@ -1,4 +1,4 @@
-"""What must be equal on all ranks is compared when an engine is made, and differences are named on every rank."""
+"""Comparison of the ranks when an engine is made; differences are named on every rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What must not depend on what one rank happens to hold, on the transport, or on who stands before and behind an
-engine."""
+"""Results do not depend on the data of one rank, on the transport, or on other engines."""
 
 from __future__ import annotations
 

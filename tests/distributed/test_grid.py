@@ -98,7 +98,7 @@ def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]
 
 
 def assert_ranks_agree(ranks: list[dict[str, Any]]) -> None:
-    """What several ranks hold has the same bits on all of them; what each says of the whole is one."""
+    """Assert that values that several ranks hold have the same bits, and that all ranks say the same of the whole."""
     held: dict[Any, Any] = {}
     for rank in ranks:
         for kind in ("losses", "norms", "counters"):
@@ -229,7 +229,7 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def traffic(pools: Pools, grid: Grid, precision: str, count: int, **more: Any) -> list[Counter[Any]]:
-    """Of a step of ``count`` micro-batches on each rank: how many of each call."""
+    """Count the calls of a step of ``count`` micro-batches on each rank."""
     tied, sequence = more.pop("tied", False), more.pop("sequence", False)
     settings = on_grid(config(0, precision, count, CLIP), grid, sequence, **more)
     ranks = pools(grid[0] * grid[1] * grid[2]).run(f"{CASES}:traffic", {"config": settings, "tied": tied})
@@ -301,7 +301,7 @@ def sizes_here(grid: Grid, place: tuple[int, int, int]) -> tuple[list[int], int]
 
 
 def flat_elements(numels: list[int], data: int, most: int = 100) -> int:
-    """Of buckets with at most ``most`` elements or one parameter: see test_memory_report."""
+    """Return the elements of buckets with at most ``most`` elements or one parameter: see test_memory_report."""
     ends, end = [], 0
     for numel in reversed(numels):
         start = -(-end // 32) * 32

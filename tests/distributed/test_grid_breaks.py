@@ -45,7 +45,7 @@ def run(pools: Pools, grid: Grid, case: str, timeout: float = 60, **kwargs: Any)
 
 
 def assert_as_plain(ranks: list[dict[str, Any]]) -> None:
-    """Of a case that has plain PyTorch beside it."""
+    """Check a case that has plain PyTorch beside it."""
     assert_ranks_agree(ranks)
     got = ranks[0]
     assert got["losses"] == pytest.approx(got["wanted_losses"], rel=FP32)
@@ -55,7 +55,7 @@ def assert_as_plain(ranks: list[dict[str, Any]]) -> None:
 
 
 def assert_as_expected(ranks: list[dict[str, Any]], grid: Grid, count: int = 4) -> None:
-    """Of a case that trains the tied model for some of the first steps."""
+    """Check a case that trains the tied model for some of the first steps."""
     assert_ranks_agree(ranks)
     wanted = expected(grid[1], "fp32", True, CLIP, count)
     steps = len(ranks[0]["losses"])
@@ -197,9 +197,9 @@ def test_mixed_precisions(pools: Pools, grid: Grid, stage: int, sequence: bool) 
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         {"precision": "bf16", "fp32_modules": ["*.norm", "*.second_norm", "norm"]},
     ):
-        nobody = {"place": (9, 9, 9)}
-        alone = run(pools, (1, 1, 1), "skips", config=settings((1, 1, 1), stage, **more), **nobody)
-        ranks = run(pools, grid, "skips", config=settings(grid, stage, sequence=sequence, **more), **nobody)
+        no_place = {"place": (9, 9, 9)}
+        alone = run(pools, (1, 1, 1), "skips", config=settings((1, 1, 1), stage, **more), **no_place)
+        ranks = run(pools, grid, "skips", config=settings(grid, stage, sequence=sequence, **more), **no_place)
         assert_ranks_agree(ranks)
         wanted = [float(norm) for norm in alone[0]["norms"]]
         assert [float(norm) for norm in ranks[0]["norms"]] == pytest.approx(wanted, rel=2.0**-7)

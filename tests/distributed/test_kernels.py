@@ -531,7 +531,7 @@ def test_without_kernels_on_a_rank_all_use_torchs(pools: Pools, name: str, ranks
 
 
 def test_kernels_switched_off(pools: Pools) -> None:
-    """Who says so needs no warning."""
+    """A user who switches kernels off gets no warning."""
     module, _ = plain(ALL["AdamW"], 2, 4)
     setting = config(1, optimizer=ALL["AdamW"])
     for result in pools(2).run(f"{CASES}:switched_off", {"config": setting}):
@@ -542,7 +542,7 @@ def test_kernels_switched_off(pools: Pools) -> None:
 
 
 def test_options_of_zerolites_own_need_no_kernels(pools: Pools) -> None:
-    """Where some ranks lack the kernels, the reference gives the same bits."""
+    """The reference gives the same bits where some ranks lack the kernels."""
     for option in ("bias_correction", "fp32_optimizer_states"):
         setting = config(2, optimizer=("Adam", {"lr": 1e-3, option: False}), clip=CLIP)
         wanted = pools(2).run(f"{CASES}:train", {"config": setting})[0]
@@ -569,7 +569,7 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(pools: Pools, stage: in
                 assert buckets > 1
                 assert result["calls"] == {"update": [buckets], "squares": [buckets, buckets]}
                 assert result["passes"]["gradients"] == ["zerolite.squares_", operator]
-                # What somebody may have written into parameters that stay whole, the small ones, reaches their shards.
+                # What the user may have written into parameters that stay whole, the small ones, reaches their shards.
                 whole = ["aten._foreach_copy_"] if stage == 3 and world == 2 else []
                 if precision != "fp32" or world == 1 or stage in (0, 3):  # else the gather reads them
                     before = whole if precision == "fp32" else []
@@ -593,7 +593,7 @@ def test_a_step_with_two_dtypes_and_with_unused_parameters(pools: Pools) -> None
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchs_optimizer_updates_several_buckets_in_one_call(pools: Pools, stage: int) -> None:
-    """As many as one bucket has elements on all ranks together."""
+    """A call updates as many buckets as one bucket has elements on all ranks together."""
     limit = 128 if stage == 3 else 64  # stage 3's buckets are units, and smaller
     zero = {"reduce_bucket_size": limit, "allgather_bucket_size": limit}
     for precision in ("fp32", "bf16"):

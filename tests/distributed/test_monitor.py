@@ -1,4 +1,4 @@
-"""What monitors get while an engine trains, at every stage, and that nothing else changes."""
+"""Values that monitors get while an engine trains, at every stage; nothing else changes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def offload(device: str, directory: Path, **more: Any) -> dict[str, Any]:
 
 
 def variants(directory: Path) -> dict[str, dict[str, Any]]:
-    """Of zero_optimization. Sub-groups of one element, of odd lengths, and larger than everything."""
+    """Return variants of zero_optimization. Sub-groups of one element, of odd lengths, and larger than everything."""
     return {
         "nothing": {},
         "cpu": offload("cpu", directory),
@@ -178,7 +178,7 @@ def test_nothing_else_is_sent(pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_where_the_bytes_are(pools: Pools, tmp_path: Path, device: str, stage: int) -> None:
-    """Of 16-bit training: 12 bytes an element off the device, and its gradient while it waits."""
+    """16-bit training has 12 bytes an element off the device, and its gradient while it waits."""
     world, place = 2, {"cpu": "host", "nvme": "disk"}[device]
     zero = {**offload(device, tmp_path), "sub_group_size": 5000, "stage3_param_persistence_threshold": 0}
     kwargs = {"stage": stage, "precision": "bf16", "zero": zero, "apart": True}
@@ -285,7 +285,7 @@ def test_a_disk_that_is_full_on_one_rank_is_said_on_all(pools: Pools, tmp_path: 
 
 @pytest.mark.slow
 def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
-    """However little there is; nobody has checked before."""
+    """However little there is; it was not checked before."""
     zero, config = offload("nvme", Path("swap")), {"memory_check": "off"}
     kwargs = {"directory": str(tmp_path), "name": "wide in bf16", "stage": 2, "zero": zero, "config": config}
     (tmp_path / "0").mkdir()

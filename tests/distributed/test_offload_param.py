@@ -109,8 +109,8 @@ def test_shards_rest_at_their_tier_and_nothing_is_whole_between_uses(pools: Pool
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_stays_in_the_hosts_memory_with_a_disk(pools: Pools, world: int, tmp_path: Path) -> None:
-    """Of max_in_cpu what is trained before what is not, and of each what a forward uses first; and all that is whole on
-    the device anyway."""
+    """Trained parameters fill max_in_cpu before frozen ones, and of each kind those that a forward uses first; whole
+    parameters are on the device anyway."""
     rows = {"max_in_cpu": 4 * math.ceil(ELEMENTS / world)}
     calls = {
         "some": ("memory", {"config": tiers(tmp_path, "moving", disk=rows)["disk"]}),

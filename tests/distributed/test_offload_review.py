@@ -1,4 +1,4 @@
-"""Offload where somebody writes, frees or damages what another has in hand."""
+"""Offload while tensors that are in use are written, freed or damaged."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_killing_the_test_process_leaves_no_worker() -> None:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
-        # A pidfd becomes readable when its process ends, also when that process is nobody's child any more.
+        # A pidfd becomes readable when its process ends, also when that process is no child any more.
         descriptors = [os.pidfd_open(pid) for pid in pids]
         parent.kill()
     try:

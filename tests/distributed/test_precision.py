@@ -274,7 +274,7 @@ def table_config(stage: str, mode: str, part: str, accumulation: int = 1) -> dic
 
 
 def measured(pools: Pools, world: int, stage: str, part: str) -> dict[tuple[str, str], set[str]]:
-    """What is in each cell (row, mode), on all ranks, with one micro-batch and with two."""
+    """Return the contents of each cell (row, mode), on all ranks, with one micro-batch and with two."""
     runs = {
         f"{mode}, {accumulation}": {"config": table_config(stage, mode, part, accumulation), "part": part}
         for mode in MODES

@@ -24,7 +24,7 @@ def setting(stage: int, *args: Any, **more: Any) -> dict[str, Any]:
 
 
 def kinds(calls: list[tuple[str, int, str, int, str]]) -> Counter[tuple[str, str, int]]:
-    """How many recorded collectives there are by operation, purpose and bytes."""
+    """Count recorded collectives by operation, purpose and bytes."""
     return Counter((op, tag, nbytes) for op, _, _, nbytes, tag in calls)
 
 
@@ -155,4 +155,4 @@ def test_a_breakdown_of_memory(pools: Pools, tmp_path: Path) -> None:
     entries = [entry for entry in first["written"] if "Train/Memory/resident" in entry]
     assert [entry["step"] for entry in entries] == [8, 16]
     assert entries[0]["Train/Memory/optimizer_states"] > entries[0]["Train/Memory/master_weights"] >= 0
-    assert "Train/Memory/allocated" not in entries[0], "nobody counts on the CPU"
+    assert "Train/Memory/allocated" not in entries[0], "memory is not counted on the CPU"

@@ -1,4 +1,4 @@
-"""A gradient that is not finite, on whatever rank: no rank takes the step, and everybody is told once."""
+"""A gradient that is not finite, on whatever rank: no rank takes the step, and all are told once."""
 
 from __future__ import annotations
 

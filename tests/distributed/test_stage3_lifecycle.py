@@ -24,7 +24,8 @@ GROUPS = {
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two nested results differ. Tensors by their bits; norms, sums in double over other parts, in 14 digits."""
+    """Return where two nested results differ. Tensors by their bits; norms, sums in double over other parts, in 14
+    digits."""
     if isinstance(one, torch.Tensor):
         return [] if one.shape == other.shape and torch.equal(one, other) else [path]
     if isinstance(one, dict):
@@ -70,7 +71,7 @@ def test_loops(pools: Pools, world: int) -> None:
             for name, result in results.items():
                 assert not result["left"], f"{name}, {setting}: {result['left']} stayed gathered"
                 assert_same(compared(expected[rank][name]), compared(result), f"{name}, {setting}, rank {rank}")
-                # Double backward is served on demand: nobody can say when its weights are needed for the last time.
+                # Double backward is served on demand: it is unknown when its weights are needed for the last time.
                 planned = {False} if name == "gradient penalty" else {True}
                 assert set(result["followed"][3:]) == planned, f"{name}, {setting}: {result['followed']}"
 

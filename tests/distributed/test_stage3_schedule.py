@@ -33,7 +33,7 @@ def limited(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
 
 
 def watched(pools: Pools, world: int, zero: dict[str, Any], model: str = "Tower", **sizes: Any) -> list[dict[str, Any]]:
-    """What every rank's coordinator did, which must be the same."""
+    """Return the actions of every rank's coordinator, which must be the same."""
     setting = config(3, "fp32", 1, 0.4, ADAMW, zero=zero)
     ranks = pools(world).run(f"{CASES}:events_of_steps", {"config": setting, "model": model, "sizes": sizes})
     for result in ranks:

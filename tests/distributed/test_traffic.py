@@ -1,4 +1,4 @@
-"""What is sent, as recorded: neither a collective nor a byte more than the stage needs."""
+"""Recorded traffic: neither a collective nor a byte more than the stage needs."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def tower_buckets(world: int) -> list[int]:
 
 
 def stage3(pools: Pools, world: int, zero: dict[str, Any], accumulation: int = 1, **case: Any) -> dict[str, Any]:
-    """What :func:`stage3_calls` saw on rank 0, having been the same on all ranks."""
+    """Return what :func:`stage3_calls` saw on rank 0, having been the same on all ranks."""
     precision = case.pop("precision", "fp32")
     setting = config(3, precision, accumulation, 0.4, ADAMW, zero=zero)
     results = pools(world).run(f"{CASES}:stage3_calls", {"config": setting, "steps": STEPS, **case})

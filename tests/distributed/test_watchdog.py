@@ -43,7 +43,7 @@ def partings() -> list[Any]:
 
 
 def run_until_ended(pools: Pools, world_size: int, directory: Path, case: dict[str, Any]) -> tuple[str, list[str]]:
-    """What the pool says of the end, and each rank's failure record."""
+    """Return the pool's message about the end, and each rank's failure record."""
     with pytest.raises(WorkerDied) as died:
         pools(world_size).run(f"{CASES}:part", {**case, "directory": str(directory)})
     records = [failure_record.read(str(directory / f"record.{rank}.json")) for rank in range(world_size)]
@@ -127,7 +127,7 @@ def test_a_step_costs_one_small_write_beside_the_main_thread(pools: Pools) -> No
         calls = result["calls"]
         written = [key for name, key, _ in calls if name == "set"]
         assert 1 <= len(written) <= 6 and all(key.startswith("beat/") for key in written)
-        assert {name for name, _, _ in calls} == {"set", "has"}  # and one look at whether somebody asks, per period
+        assert {name for name, _, _ in calls} == {"set", "has"}  # and one look for questions, per period
         assert {thread for _, _, thread in calls} == {"zerolite watchdog"} and result["threads"] == 1
 
 

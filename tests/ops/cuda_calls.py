@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OUTS = (None, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 7, 8, 15, 16, 17)
 STATES = {ADAM: 2, LION: 1, ADAGRAD: 1, SGD: 1}
-PADDING = 16  # elements after an array, which nobody may touch
+PADDING = 16  # elements after an array, which must not be touched
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]  # parameters, gradients, states, outs
 

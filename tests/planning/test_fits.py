@@ -90,7 +90,7 @@ def test_what_fits_easily_costs_no_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_fits_narrowly_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between what the engine needs and the bound below which nobody looks."""
+    """Between what the engine needs and the bound below which no plan is made."""
     ran = []
     real = fits.run
     monkeypatch.setattr(fits, "run", lambda job: ran.append(1) or real(job))
@@ -256,7 +256,7 @@ def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:
 
 
 class Remembering(torch.optim.SGD):
-    """Notes what it has updated; torch's rule, of which nobody knows whether it may be cut."""
+    """Notes what it has updated; torch's rule, of which it is unknown whether it may be sharded."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)

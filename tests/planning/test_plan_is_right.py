@@ -35,7 +35,7 @@ def assert_right(
     rest: float = VISIBLE,
 ) -> None:
     """peak, visible, rest: by how much the peak may differ, with what operators take inside themselves and without, and
-    what is held at rest. held: bytes of gradients that a measurement may miss, as nobody tells of them while they move
+    what is held at rest. held: bytes of gradients that a measurement may miss, as they are not reported while they move
     to their bucket."""
     assert (made.rank, made.world_size, made.device) == (measured.rank, measured.world_size, measured.device)
     more = made.states[GRADIENTS] - measured.states[GRADIENTS]

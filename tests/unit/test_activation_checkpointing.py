@@ -625,7 +625,7 @@ def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytes
     copy.wait()
     assert log[2:] == ["current waits for event"]
     assert known() is None
-    copies.launch([(torch.ones(3), target)], TO_DEVICE)  # nobody holds it
+    copies.launch([(torch.ones(3), target)], TO_DEVICE)  # without a reference to it
     assert log[3:] == ["copies wait for current", "event on copies", "current waits for event"]
     copies.finish()
     assert log[6:] == ["host waits for copies"]

@@ -81,8 +81,8 @@ def test_a_rank_that_saves_alone() -> None:
     saving = at(0, call="engine.save_checkpoint()", waits_for="the other ranks")
     text = diagnose("Why.", [saving, at(1), at(2)], {})
     assert "rank 0 called engine.save_checkpoint(), and the others did not" in text
-    everybody = [at(rank, call="engine.save_checkpoint()") for rank in range(3)]
-    assert "did not" not in diagnose("Why.", everybody, {})
+    ranks = [at(rank, call="engine.save_checkpoint()") for rank in range(3)]
+    assert "did not" not in diagnose("Why.", ranks, {})
 
 
 def test_a_rank_that_is_elsewhere() -> None:

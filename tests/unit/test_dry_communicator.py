@@ -183,7 +183,7 @@ class Watcher:
     def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
         self.log.append((self.name, entry[0], at_once))
         pending = start()
-        assert pending.entry is entry, "known to whoever waits inside"
+        assert pending.entry is entry, "known to the code that waits inside"
         self.log.append((self.name, "launched"))
         return pending
 

@@ -446,7 +446,7 @@ def test_losses_belong_to_their_window() -> None:
 
 
 class LateOutcomes:
-    """One step behind, as on CUDA: its only step is settled when somebody asks."""
+    """One step behind, as on CUDA: its only step is settled when it is read."""
 
     def __init__(self, observers: Observers) -> None:
         self.settled = False

@@ -169,4 +169,4 @@ def test_modules_that_are_called_behind_the_blocks_in_front_of_which_they_are_re
     names = ["blocks.1", "blocks.2"]
     model = SaysWhatItTakes()
     assert _called_later(model, Skeleton(model), names) == {"norm": 2}
-    assert _called_later(NormFirst(), Skeleton(NormFirst()), names) == {}  # nobody knows how to call it
+    assert _called_later(NormFirst(), Skeleton(NormFirst()), names) == {}  # it is unknown how to call it

@@ -22,7 +22,7 @@ class Output:
 
 
 class Config(dict):
-    """A mapping type of somebody's own."""
+    """A mapping type of the user's own."""
 
 
 class Encoding(collections.UserDict):

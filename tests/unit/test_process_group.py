@@ -244,7 +244,7 @@ def test_several_hosts_ask_through_mpi4py(monkeypatch):
     size = 2
     assert read_environment(SEVERAL_HOSTS).master_addr == "10.0.0.7"
     assert read_environment({**SEVERAL_HOSTS, "OMPI_COMM_WORLD_RANK": "0"}).master_addr == "10.0.0.7"
-    assert said[0] == (None, 0) and said[1][0], "rank 0, and nobody else, says its address"
+    assert said[0] == (None, 0) and said[1][0], "rank 0, and no other, says its address"
     size = 1
     with pytest.raises(ValueError, match="another MPI than this mpirun"):
         read_environment(SEVERAL_HOSTS)

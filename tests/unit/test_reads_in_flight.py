@@ -1,4 +1,4 @@
-"""With overlap_comm the gathers of a step end in the next forward. Whoever reads a weight before that waits for it."""
+"""With overlap_comm the gathers of a step end in the next forward. A read of a weight before that waits for it."""
 
 from __future__ import annotations
 

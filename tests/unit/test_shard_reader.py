@@ -201,7 +201,7 @@ def test_a_read_that_fails_is_told_to_the_gather_that_needs_it() -> None:
     one.bring([first], alone=False).end()  # it is there again
     file.failing = len(file.reads)
     one.ahead([first])
-    one.forget()  # nobody needs it
+    one.forget()  # it is not needed
     assert not one.is_ahead(first)
 
 

@@ -121,7 +121,7 @@ def test_to_and_from_disk_without_a_stop_on_the_way() -> None:
 
 @pytest.mark.parametrize("offset", [0, 3])
 def test_what_cannot_travel_directly_goes_through_a_buffer(offset: int) -> None:
-    """Memory of somebody else, or from the middle of a block on."""
+    """Memory of another owner, or from the middle of a block on."""
     transfers, tier, file = disk()
     resting = torch.arange(5000.0)
     here = transfers.pool.take(6000, torch.float32)[offset : 5000 + offset] if offset else torch.zeros(5000)

@@ -35,7 +35,7 @@ def held_back() -> Iterator[threading.Event]:
     event = threading.Event()
 
     def wait(operation: str, path: Path) -> None:
-        assert event.wait(30), "nobody has let the save go on"
+        assert event.wait(30), "the save was not let go on"
 
     with before_operations(wait):
         try:

@@ -275,7 +275,7 @@ def joined_load(directory: str, stage: int) -> None:
     engine = trained(RECIPES["groups"], stage, 1)
     engine.save_checkpoint(directory)
     with engine.join():
-        engine.load_checkpoint(directory)  # nobody has finished
+        engine.load_checkpoint(directory)  # no rank has finished
     said = ""
     try:
         with engine.join():

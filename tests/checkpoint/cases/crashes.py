@@ -168,7 +168,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def mutations(directory: Path, seed: int, count: int) -> dict[str, Any]:
-    """An engine loads ``count`` checkpoints that nobody has written. Gives what was raised, by kind; of everything but
+    """An engine loads ``count`` checkpoints that were never written. Gives what was raised, by kind; of everything but
     CheckpointError, an example."""
     engine = make_engine(_config())
     _train(engine, 2)

@@ -87,7 +87,7 @@ def adapted() -> nn.Module:
 
 
 class Sleeper(nn.Module):
-    """An Mlp of which a part is frozen until somebody wakes it."""
+    """An Mlp of which a part is frozen until it is unfrozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def random_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def nothing(*ignored: Any) -> None:
-    """Nobody does anything."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def dropped(config: dict[str, Any], how: str) -> dict[str, Any]:
 
 
 def tiny_steps_after_loading(config: dict[str, Any]) -> float:
-    """How far five steps of 2e-6 have moved a master from the loaded value, in an element that moved one way."""
+    """Return how far five steps of 2e-6 have moved a master from the loaded value, in an element that moved one way."""
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 2e-6, "weight_decay": 0.0, "betas": [0.9, 0.9]}}
     engine = make_engine(config)
     name, parameter = next((n, p) for n, p in engine.module.named_parameters() if p.requires_grad)

@@ -220,7 +220,7 @@ def exception_in_backward(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_step(config: dict[str, Any], steps: list[int]) -> dict[str, Any]:
-    """What :func:`exception_in_backward` must equal: the same run without the step that failed."""
+    """Run without the step that failed, which :func:`exception_in_backward` must equal."""
     engine = make_engine(config, "Mlp")
     for step in steps:
         engine.backward(models.square_loss(engine, models.float_batch(step, 0, dist.get_rank())))

@@ -65,7 +65,7 @@ class Places:
         self.nbytes[item, place] = self.nbytes.get((item, place), 0) + storage.nbytes()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Of no interest."""
+        """Ignore a resize."""
 
 
 def _batch(step: int, rank: int) -> Tensor:

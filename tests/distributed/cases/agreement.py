@@ -198,7 +198,7 @@ def refusals(config: dict[str, Any], changes: list[str], partitioned: bool = Fal
 
 
 def accepted(config: dict[str, Any]) -> float:
-    """What may depend on the rank does; the loss of a step, summed over ranks."""
+    """Train with settings that may depend on the rank; return the loss of a step, summed over ranks."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     config["steps_per_print"] = 1000 + rank
@@ -322,7 +322,7 @@ def checked_mismatch(config: dict[str, Any], what: str) -> str:
 
 
 def crossed_orders() -> list[float]:
-    """Two communicators whose collectives each rank launches in an order of its own: nobody may wait at a launch."""
+    """Two communicators whose collectives each rank launches in an order of its own: no rank may wait at a launch."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
     first = GlooCommunicator(ProcessGroupWire(group))
@@ -339,7 +339,7 @@ def crossed_orders() -> list[float]:
 
 
 def objects() -> list[Any]:
-    """What travels by pickle, where numpy is missing; of several lengths, and from each rank."""
+    """Return objects that travel by pickle, where numpy is missing; of several lengths, and from each rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     host = HostGroup(create_communicator(torch.device("cpu")), "objects")
     value = {"rank": rank, "text": "x" * (1000 * rank)}
@@ -352,7 +352,8 @@ def objects() -> list[Any]:
 
 
 def raised_together(failing: Sequence[int]) -> list[str]:
-    """What this rank gets of calls that fail on the ranks ``failing``, each with an exception of its own."""
+    """Return the messages on this rank for calls that fail on the ranks ``failing``, each with an exception of its
+    own."""
     rank = dist.get_rank()
     comm = create_communicator(torch.device("cpu"))
     host = HostGroup(comm, "test")

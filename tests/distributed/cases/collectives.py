@@ -227,7 +227,7 @@ def first_in_inference_mode(kind: str) -> None:
 
 
 def weights_in_training(kind: str) -> list[float]:
-    """What was gathered in an evaluation's inference mode is a parameter of the training that follows."""
+    """Train with parameters that were gathered in an evaluation's inference mode."""
     with transport(kind):
         comm = pair()[1]
         full, shard = torch.empty(6 * comm.world_size), torch.full((6,), 2.0)

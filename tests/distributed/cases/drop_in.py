@@ -39,7 +39,7 @@ ROUNDED = 2.0**-7
 
 @dataclass(frozen=True)
 class Case:
-    """What runs for a row. variants: values of the function's second argument, all of which must come out alike.
+    """A case that runs for a row. variants: values of the function's second argument, all of which must come out alike.
     settings: of stage 3 (see PARTITIONED). error, words: what a refusal is, and what it says. close: the largest
     difference from plain PyTorch; 0.0: the same bits (on one and two ranks). reordered: several contributions to a
     gradient are averaged over ranks one by one, so on two ranks they are added in another order than plain PyTorch's,
@@ -236,7 +236,7 @@ class Run:
                 parameter.grad = mean
 
     def _give_master(self, name: str, parameter: Tensor, mean: Tensor) -> None:
-        """The master goes on from what the parameter holds, if somebody has written to that."""
+        """The master goes on from what the parameter holds, if the user has written to that."""
         master = self._masters[name]
         with torch.no_grad():
             written = master.to(torch.bfloat16) != parameter

@@ -53,7 +53,7 @@ def pickled_module(run: Run, how: str) -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """As in a process that has no zerolite."""
+    """Unpickler of a process that has no zerolite."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "zerolite":

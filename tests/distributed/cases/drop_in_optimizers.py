@@ -90,7 +90,7 @@ def whole_parameters(run: Run, variant: tuple[str, str]) -> None:
 
 
 class MuonAndAdamW:
-    """What `"Muon"` by name means, as two optimizers of torch."""
+    """The two optimizers of torch that `"Muon"` by name means."""
 
     def __init__(self, model: Any) -> None:
         hidden, rest = [model[1].weight], [model[0].weight, model[1].bias, model.head.weight, model.head.bias]

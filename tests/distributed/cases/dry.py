@@ -1,4 +1,4 @@
-"""What a communicator launches, allocates and gives, over a process group and over a wire that sends nothing."""
+"""Launches, allocations and results of a communicator, over a process group and over a wire that sends nothing."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def _account(comms: Sequence[Communicator]) -> list[Any]:
 
 
 def accounts(kind: str) -> dict[str, list[Any]]:
-    """Of this rank over its process group; dry, with tensors that have memory, and with those that have none. Of 16-bit
-    sums, which are made in chunks, the last makes one chunk only: here all make one."""
+    """Return the accounts of this rank over its process group; dry, with tensors that have memory, and with those that
+    have none. Of 16-bit sums, which are made in chunks, the last makes one chunk only: here all make one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gloo, "_CHUNK", 1 << 20)
         return _accounts(kind)

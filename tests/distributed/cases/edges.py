@@ -71,7 +71,7 @@ class Chain(nn.Module):
 
 @contextlib.contextmanager
 def limited_memory(limit: int | None) -> Iterator[None]:
-    """As if /dev/shm had room for files of ``limit`` bytes only; 0: the transport is off."""
+    """Limit /dev/shm to files of ``limit`` bytes; 0: the transport is off."""
     create = host_memory._create
     if limit is not None:
         host_memory._create = lambda path, size: size <= limit and create(path, size)

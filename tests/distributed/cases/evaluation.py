@@ -74,7 +74,7 @@ def evaluate(config: dict[str, Any], count: int, batch_size: int, how: str) -> d
 
 
 def uneven(rank: int) -> dict[str, Any]:
-    """What rank ``rank`` brings to a gather: as many rows as its number."""
+    """Return the input of rank ``rank`` for a gather: as many rows as its number."""
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(rank, 2, 3, generator=generator)
     return {
@@ -89,7 +89,8 @@ def uneven(rank: int) -> dict[str, Any]:
 
 
 def mixed(rank: int) -> dict[str, Any]:
-    """What rank ``rank`` brings to a reduction. Numbers may be of different types, keys in a different order."""
+    """Return the input of rank ``rank`` for a reduction. Numbers may be of different types, keys in a different
+    order."""
     items = {
         "count": 3 * rank,
         "loss": 0 if rank == 0 else 0.1 * rank,
@@ -156,7 +157,7 @@ def _calls(engine: Any, rank: int) -> dict[str, Callable[[], Any]]:
 
 
 def disagreements(config: dict[str, Any]) -> dict[str, str]:
-    """What each call raises, and that the next call works."""
+    """Return the error of each call, after which the next call works."""
     engine = make_engine(config, "Mlp")
     said = {}
     for name, call in _calls(engine, dist.get_rank()).items():
@@ -194,7 +195,8 @@ def train_on_data(config: dict[str, Any], count: int, updates: int) -> dict[str,
 
 
 def loader_options(config: dict[str, Any]) -> dict[str, Any]:
-    """What the arguments of ``initialize`` make of ``engine.dataloader`` and of other loaders."""
+    """Return the settings of ``engine.dataloader`` and of other loaders, which follow from the arguments of
+    ``initialize``."""
     collate = len
     engine = make_engine(config, "Mlp", training_data=Points(5), collate_fn=collate, num_local_io_workers=2)
     loader = engine.deepspeed_io(Points(5), 3, "predict", False)
@@ -209,7 +211,7 @@ def loader_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class WrittenOutSyncBatchNorm(nn.BatchNorm1d):
-    """What torch.nn.SyncBatchNorm does, which has no CPU version: statistics of all ranks' samples [N, C], and
+    """The computation of torch.nn.SyncBatchNorm, which has no CPU version: statistics of all ranks' samples [N, C], and
     gradients through them."""
 
     def forward(self, x: Tensor) -> Tensor:

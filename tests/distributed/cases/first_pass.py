@@ -85,7 +85,7 @@ def _takes_part(how: str, step: int, rank: int, world: int) -> bool:
 
 
 def plain(how: str, world: int, micros: int, model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Tensor]:
-    """What :func:`train` must give: one process, plain PyTorch."""
+    """Train one process in plain PyTorch, to be compared with :func:`train`."""
     torch.set_num_threads(1)
     module = models.build(Late, **model)
     torch_optimizer = torch.optim.SGD(module.parameters(), **optimizer)
@@ -150,7 +150,8 @@ def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 class Sleeping(nn.Module):
-    """Of its layers ``shared``, in two reentrantly checkpointed segments, is frozen at first, and ``first`` always."""
+    """Model whose layers ``shared``, in two reentrantly checkpointed segments, are frozen at first, and ``first``
+    always."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -209,7 +209,7 @@ def raises_inside(config: dict[str, Any], place: tuple[int, int, int], when: str
 
 
 def iterators(config: dict[str, Any]) -> dict[str, Any]:
-    """What is said of iterators that end, and of ranks that read other data."""
+    """Return the messages about iterators that end, and about ranks that read other data."""
     engine = cases.make_engine(config)
     count, rank = engine.gradient_accumulation_steps, engine.data_parallel_rank
     said = {}
@@ -273,7 +273,7 @@ def initialize_says(config: dict[str, Any], odd: dict[str, Any] | None = None, *
 
 
 def odd_windows(config: dict[str, Any]) -> dict[str, Any]:
-    """What changes where windows are said by hand."""
+    """Return the changes where windows are set by hand."""
     found = {}
 
     def steps(engine: Any) -> Any:

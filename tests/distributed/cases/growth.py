@@ -40,7 +40,7 @@ class Frozen(nn.Module):
 
 
 def change(model: Frozen, step: int, optimizer: Any, how: str) -> None:
-    """What a user does before ``step``; the same to a plain model and its optimizer."""
+    """Make the user's change before ``step``; the same to a plain model and its optimizer."""
     if step == WAKES:
         for parameter in model.sleepers():
             parameter.requires_grad_(True)

@@ -441,7 +441,7 @@ def in_turns(configs: list[dict[str, Any]], together: bool) -> list[dict[str, An
 
 
 def initialize_error(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
-    """What ``initialize`` says to the config, for an Mlp of this dtype."""
+    """Return the error of ``initialize`` about the config, for an Mlp of this dtype."""
     try:
         zerolite.initialize(make_model("Mlp").to(dtype), config)
     except ValueError as error:

@@ -67,7 +67,8 @@ def make_engine(config: dict[str, Any], on_device: bool) -> Any:
 
 
 def launched(recorder: Any) -> list[tuple[Any, ...]]:
-    """What must be equal on all ranks. Exchanges on the host are left out: which rank has finished shows in them."""
+    """Return the launches that must be equal on all ranks. Exchanges on the host are left out: which rank has finished
+    shows in them."""
     return [(c.op, c.nbytes, c.tag, c.key, c.tensors) for c in recorder.calls]
 
 
@@ -222,7 +223,7 @@ def in_any_order(config: dict[str, Any], shared_memory: bool) -> dict[str, Any]:
 
 
 class Program:
-    """What all ranks do, drawn from one seed; and how a rank does it, drawn from the seed and its rank."""
+    """Program of all ranks, drawn from one seed; each rank's way to run it is drawn from the seed and its rank."""
 
     def __init__(self, engine: Any, seed: int) -> None:
         self.engine = engine

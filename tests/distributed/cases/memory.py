@@ -89,8 +89,8 @@ def resident_and_peak(
 
 
 def growth(config: dict[str, Any], steps: int, profiled: int) -> dict[str, int]:
-    """What ``steps`` steps leave behind, after three to warm up: bytes of tensors that Python can reach, over all of
-    them; the most tensors of one size by the allocator's account, over the last ``profiled``."""
+    """Return what ``steps`` steps leave behind, after three to warm up: bytes of tensors that Python can reach, over
+    all of them; the most tensors of one size by the allocator's account, over the last ``profiled``."""
     engine = make_engine(config, "Mlp")
 
     def train(count: int) -> None:

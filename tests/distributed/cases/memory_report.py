@@ -70,7 +70,7 @@ def several_moments(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def several_places(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is where after two steps, by name of the run and place."""
+    """Report the memory after two steps, by name of the run and place."""
     found = {}
     for name, run in runs.items():
         engine = zerolite.initialize(models.build(Mixed), run["config"])

@@ -67,7 +67,7 @@ def evaluate(stage: int, precision: str) -> dict[str, Any]:
 
 
 def unfreeze(stage: int) -> str:
-    """What a backward says after a parameter has been unfrozen."""
+    """Return the error of a backward after a parameter has been unfrozen."""
     engine = make_engine(settings(stage), "Mlp")
     engine.module.second.bias.requires_grad_(True)
     x, _ = models.float_batch(0, 0, dist.get_rank())
@@ -79,7 +79,7 @@ def unfreeze(stage: int) -> str:
 
 
 def gradient_of_inputs(stage: int, precision: str) -> bool:
-    """Whether a backward through the model gives its inputs plain PyTorch's gradient, and the weights none."""
+    """True if a backward through the model gives its inputs plain PyTorch's gradient, and the weights none."""
     engine = make_engine(settings(stage, precision), "Mlp")
     plain = models.build(models.Mlp).to(engine.compute_dtype or torch.float32).requires_grad_(False)
     ours, theirs = (models.float_batch(0, 0, dist.get_rank())[0].requires_grad_() for _ in range(2))
@@ -90,8 +90,8 @@ def gradient_of_inputs(stage: int, precision: str) -> bool:
 
 
 def weights_in_files(directory: str, stage: int) -> dict[str, bool]:
-    """Whether weights survive every way of saving and loading: from a training run into an engine without an optimizer,
-    and from one such engine into another."""
+    """Return whether weights survive every way of saving and loading: from a training run into an engine without an
+    optimizer, and from one such engine into another."""
     path = Path(directory)
     trained = make_engine(make_config(stage, optimizer=SGD))
     loss = models.token_loss(trained, models.token_batch(0, 0, dist.get_rank()))

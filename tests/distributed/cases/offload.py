@@ -315,7 +315,8 @@ def train(recipe: Recipe, stage: int, loop: str, **more: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def two_memories() -> Iterator[None]:
-    """As where the device is not the CPU: what rests off it passes through buffers."""
+    """Treat host and device as two memories, as where the device is not the CPU: offloaded tensors pass through
+    buffers."""
     original = Tiers.__init__
 
     def init(self: Tiers, *args: Any, **kwargs: Any) -> None:
@@ -326,9 +327,9 @@ def two_memories() -> Iterator[None]:
 
 
 def parity(runs: list[dict[str, Any]]) -> list[str]:
-    """Where a run differs from the same without offload. Each of ``runs``: ``name`` (of :data:`RUNS`), ``stage``,
-    ``loop``, ``zero``, ``config``, and ``variants``: sections that are added to ``zero``, with ``apart``. What goes
-    away between calls is compared with what stays."""
+    """Return the runs that differ from the same without offload. Each of ``runs``: ``name`` (of :data:`RUNS`),
+    ``stage``, ``loop``, ``zero``, ``config``, and ``variants``: sections that are added to ``zero``, with ``apart``.
+    What goes away between calls is compared with what stays."""
     found = []
     for run in runs:
         recipe, stage, loop = RUNS[run["name"]], run["stage"], run.get("loop", "engine")
@@ -349,7 +350,7 @@ def parity(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def several(runs: list[dict[str, Any]], environment: dict[str, str] | None = None) -> list[str]:
-    """As :func:`parity`, with further environment variables."""
+    """Run :func:`parity`, with further environment variables."""
     with mock.patch.dict(os.environ, environment or {}):
         return parity(runs)
 

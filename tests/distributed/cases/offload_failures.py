@@ -52,7 +52,7 @@ def failing(at: int, count: int = 1) -> Iterator[list[str]]:
 
 
 def refusal(function: Any, *args: Any, **kwargs: Any) -> str:
-    """What is raised, as text; "" if nothing is."""
+    """Return the message of the error that ``function`` raises; "" if there is none."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -63,7 +63,7 @@ def refusal(function: Any, *args: Any, **kwargs: Any) -> str:
 def begin(
     directory: str, name: str, stage: int, zero: dict[str, Any], steps: int, config: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What is raised, and in which phase, where each rank's ``nvme_path`` is relative to a directory of its own."""
+    """Return the error, and its phase, where each rank's ``nvme_path`` is relative to a directory of its own."""
     rank = torch.distributed.get_rank()
     with inside(directory, rank):
         phase = "initialize"

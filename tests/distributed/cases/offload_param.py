@@ -70,8 +70,8 @@ class Boom(Exception):
 def compare(
     model: str, configs: dict[str, dict[str, Any]], steps: int = 4, apart: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """What each of several configs gives, by name. apart: of those, device and host are taken for different memories,
-    as where the device is a GPU."""
+    """Return the results of several configs, by name. apart: of those, device and host are taken for different
+    memories, as where the device is a GPU."""
     results = {}
     for name, config in configs.items():
         with _apart() if name in apart else contextlib.nullcontext():
@@ -154,8 +154,8 @@ def _nothing_is_whole(engine: Any) -> None:
 
 
 def built_partitioned(configs: dict[str, dict[str, Any]], remote_device: str | None = None) -> dict[str, Any]:
-    """Of a model built inside zero.Init with each config: where its shards rest, its values, those of a copy, and the
-    losses of an engine that takes it over, and of a second one after the first has gone."""
+    """Return, for a model built inside zero.Init with each config: where its shards are, its values, those of a copy,
+    and the losses of an engine that takes it over, and of a second one after the first has gone."""
     results = {}
     for name, config in configs.items():
         with zerolite.zero.Init(config_dict_or_path=config, remote_device=remote_device):
@@ -261,8 +261,8 @@ class Census:
 
 
 def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
-    """Of a chain of equal layers, half of them frozen: the bytes of parameters that rest between steps, and the most
-    that were whole, and staged, after any layer's forward; and the layers whose shards are on the host."""
+    """Return, for a chain of equal layers, half of them frozen: the bytes of parameters that rest between steps, and
+    the most that were whole, and staged, after any layer's forward; and the layers whose shards are on the host."""
     census, whole, staged = Census(), [0], [0]
 
     def look(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What rests elsewhere and is written, or emptied, behind the back of those who read it ahead."""
+"""Offloaded tensors that are written, or emptied, behind the back of code that reads them ahead."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_ahead(directory: str | None) -> dict[str, Any]:
 
 
 def damaged(directory: str, position: float) -> str:
-    """What a forward says after one byte of a shard on disk has changed, so far in it."""
+    """Return the error of a forward after one byte of a shard on disk has changed, so far in it."""
     on_disk = {"device": "nvme", "nvme_path": directory, "max_in_cpu": 0}
     model = build()
     zero = {"offload_param": on_disk, "stage3_param_persistence_threshold": 100}
@@ -105,7 +105,8 @@ class _Ear:
 
 
 def places(directories: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:
-    """Where torch's own optimizer has its states, as the report tells, by the device they are offloaded to."""
+    """Return the placement of the states of torch's own optimizer, as the report tells, by the device they are
+    offloaded to."""
     found = {}
     for device, directory in directories.items():
         given = config(2, offload_optimizer={"device": device, "nvme_path": directory})

@@ -107,7 +107,7 @@ def wrong_arguments(config: dict[str, Any]) -> dict[str, str]:
 
 
 def engine_goes(config: dict[str, Any]) -> bool:
-    """Whether a model has its values back when its engine goes while they are out."""
+    """True if a model has its values back when its engine goes while they are out."""
     model = models.build(Mixed)
     engine = zerolite.initialize(model, config)
     before = engine.full_state_dict()

@@ -100,7 +100,7 @@ def given_optimizer(config: dict[str, Any], how: str) -> dict[str, Any]:
 
 
 def inputs_and_outputs(config: dict[str, Any]) -> dict[str, Any]:
-    """What the module sees and what the caller gets, for nested inputs and outputs."""
+    """Return what the module sees and what the caller gets, for nested inputs and outputs."""
     seen: dict[str, Any] = {}
 
     class Nested(torch.nn.Module):

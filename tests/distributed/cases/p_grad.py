@@ -109,7 +109,7 @@ def said(config: dict[str, Any]) -> list[str]:
 
 
 def message(call: Any) -> str:
-    """What the RuntimeError of ``call`` says, "" if there is none."""
+    """Return the message of the RuntimeError of ``call``, "" if there is none."""
     try:
         call()
     except RuntimeError as error:
@@ -118,7 +118,7 @@ def message(call: Any) -> str:
 
 
 def refused(config: dict[str, Any]) -> dict[str, str]:
-    """What is said where there is no gradient to be used."""
+    """Return the errors where there is no gradient to be used."""
     engine = make_engine(config, "Mlp")
     weight: Any = engine.module.first.weight
 

@@ -36,7 +36,7 @@ def loop(
 
 
 def compare(names: Sequence[str], directory: str) -> dict[str, str]:
-    """What has become of each loop, variant and stage, where it is not what plain PyTorch does."""
+    """Return the loops, variants and stages that differ from plain PyTorch, with the difference."""
     wrong: dict[str, str] = {}
     warnings.simplefilter("ignore")
     for name in names:
@@ -177,7 +177,7 @@ def looked_at_on_one_rank(run: Run, how: str) -> None:
 
 @loop(stages=(1, 2, 3))
 def written_to_a_gathered_copy(run: Run) -> None:
-    """What would be lost raises: the arrays of gathered gradients are read-only."""
+    """Write to a gathered gradient: it raises, since its array is read-only and the write would be lost."""
     run.start()
     run.backward(run.loss(0))
     run.average()
@@ -232,7 +232,7 @@ def assigned_between_backwards(run: Run, how: str) -> None:
 
 @loop(["no_sync", "sync"], reordered=True)
 def assigned_before_other_collectives(run: Run, how: str) -> None:
-    """What is assigned waits for the next reduction, and other collectives come before it."""
+    """Assign gradients: they wait for the next reduction, and other collectives come before it."""
     run.start()
     for step in range(2):
         run.backward(run.loss(step, 0))
@@ -253,7 +253,7 @@ def assigned_before_other_collectives(run: Run, how: str) -> None:
 @loop()
 def neighbours_of_an_assigned_tensor(run: Run) -> None:
     """On one rank a parameter gets a tensor of the user's own, and its neighbours, small ones that are moved together,
-    no gradient; on the others they all get one. Memory that nobody has written holds no number here."""
+    no gradient; on the others they all get one. Memory that was never written holds no number here."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:

@@ -259,7 +259,7 @@ class Inputs(nn.Module):
 
 
 class Opened(nn.Module):
-    """What comes before a part cannot be left out as a whole: its mask is needed."""
+    """Model of which the modules before a part cannot be left out as a whole: their mask is needed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,8 +372,8 @@ def train_named(
     mine: bool = False,
     loss: bool = False,
 ) -> dict[str, Any]:
-    """As :func:`train`. other_seed: each rank starts from other values. mine: with an optimizer made before. loss: of a
-    loss function, and not the model's own."""
+    """Train as :func:`train` does. other_seed: each rank starts from other values. mine: with an optimizer made before.
+    loss: of a loss function, and not the model's own."""
     build, make = NAMED[kind]
     settings = config(zero, precision, micro_batches, clip=0.5)
     settings["pipeline"] = {"stages": stages, "schedule": schedule, **(pipeline or {})}
@@ -466,7 +466,7 @@ class FailsInBackward(Block):
 def fail(
     where: int = 1, at: int = 1, schedule: str = "1f1b", backward: bool = False, chunks: int | None = None
 ) -> list[str]:
-    """What each rank is told when a layer fails; then a step that succeeds, if one can."""
+    """Return the errors on each rank when a layer fails; then run a step that succeeds, if one can."""
     layers: list[Any] = [LayerSpec(Block) for _ in range(4)]
     layers[where] = LayerSpec(FailsInBackward) if backward else LayerSpec(Fails, at)
     settings = config(0, "fp32", 4)
@@ -485,7 +485,8 @@ def fail(
 
 
 def starve(rank: int, have: int, raises: bool = False) -> str:
-    """What each rank is told when one has ``have`` micro-batches only, or its iterator raises then; -1: all have."""
+    """Return the errors on each rank when one has ``have`` micro-batches only, or its iterator raises then; -1: all
+    have."""
     settings = config(0, "fp32", 4)
     settings["pipeline"] = {"stages": 2}
     engine = zerolite.initialize(module_of("blocks"), settings)
@@ -505,7 +506,7 @@ def starve(rank: int, have: int, raises: bool = False) -> str:
 
 
 def differ(what: str) -> str:
-    """What each rank is told when the last one reads other data, or one micro-batch is longer."""
+    """Return the errors on each rank when the last one reads other data, or one micro-batch is longer."""
     settings = config(0, "fp32", 4)
     settings["pipeline"] = {"stages": 2}
     engine = zerolite.initialize(module_of("blocks"), settings)
@@ -522,7 +523,7 @@ def differ(what: str) -> str:
 
 
 def refuse(kind: str, pipeline: dict[str, Any] | None = None, micro_batches: int = 4) -> str:
-    """What a model is told that cannot be divided, or not so."""
+    """Return the error about a model that cannot be divided, or not so."""
     builds: dict[str, Callable[[], nn.Module]] = {
         "Skips": Skips,
         "TiedGpt": TiedGpt,
@@ -632,7 +633,7 @@ def in_flight(schedule: str, micro_batches: int = 6, evaluate: bool = False) -> 
 
 
 def outputs() -> tuple[float, Any, Any]:
-    """What eval_batch gives: loss, outputs and both; the outputs as those of a whole model."""
+    """Return the results of eval_batch: loss, outputs and both; the outputs as those of a whole model."""
     settings = config(0, "fp32", 2)
     settings["pipeline"] = {"stages": 2}
     model = module_of("blocks")
@@ -664,7 +665,7 @@ class Slow(Block):
 
 
 def before_initialize() -> str:
-    """What a module of specs is told that is asked for parameters too early."""
+    """Return the error of a module of specs that is asked for parameters too early."""
     try:
         list(module_of("blocks").parameters())
     except RuntimeError as error:

@@ -121,9 +121,9 @@ def train_plain(
     scale: float = 1.0,
     low_masters: bool = False,
 ) -> reference.Trajectory:
-    """What every stage must compute. low_masters: 16-bit parameters are their own masters, updated in fp32. scale: of
-    the loss. Gradients are averaged over ranks in fp32; those of 16-bit parameters are rounded if there is one
-    micro-batch, or added in 16 bits where masters are."""
+    """Train in plain PyTorch as every stage must. low_masters: 16-bit parameters are their own masters, updated in
+    fp32. scale: of the loss. Gradients are averaged over ranks in fp32; those of 16-bit parameters are rounded if there
+    is one micro-batch, or added in 16 bits where masters are."""
     torch.set_num_threads(1)
     model = plain_model(dtype)
     masters = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in named(models.build(Mixed)).items()}
@@ -323,7 +323,7 @@ def grown(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ended(config: dict[str, Any]) -> dict[str, Any]:
-    """What an engine leaves of its casts when it is gone; a model from a refused call; an engine over a copy."""
+    """Return what is left of an engine's casts when it is gone; a model from a refused call; an engine over a copy."""
     model = models.build(Headed)
     try:
         zerolite.initialize(model, config | {"fp32_modules": ["haed"]})

@@ -1,4 +1,4 @@
-"""What docs/precision.md says of dtypes, measured: one function for each group of rows."""
+"""Measurements of the dtypes in docs/precision.md: one function for each group of rows."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _gradients(engine: Any, own: Part, part: str) -> tuple[Rows, Any]:
 
 
 def _values(engine: Any, own: Part, part: str) -> Rows:
-    """What rests between steps."""
+    """Return the dtypes of the values between steps."""
     with GatheredParameters(own, check=False):
         trained, frozen = ({p.dtype for p in layer.parameters()} for layer in (own.layer, own.frozen))
     state = engine.full_state_dict()
@@ -229,7 +229,7 @@ def _batch_norm(config: dict[str, Any]) -> str:
 
 
 def batch_norm_parity(config: dict[str, Any], lr: float) -> list[str]:
-    """What differs after three steps of SGD in bf16 from plain PyTorch, with its batch norm in fp32."""
+    """Return the differences from plain PyTorch after three steps of SGD in bf16, with its batch norm in fp32."""
     engine, plain = zerolite.initialize(models.build(Normed), config), models.build(Normed)
     masters = {name: p.detach().clone() for name, p in plain.named_parameters()}
     plain.layer.to(torch.bfloat16)

@@ -64,7 +64,7 @@ def _communicators(engine: Any) -> list[Any]:
 
 
 def summary_without(config: dict[str, Any]) -> str:
-    """What asking for a summary raises where nothing is logged."""
+    """Return the error about a summary where nothing is logged."""
     engine = make_engine(config)
     try:
         engine.comms_summary()

@@ -1,4 +1,4 @@
-"""What code between steps does with stage 3's released parameters: the same program at stage 1 and at stage 3."""
+"""Code between steps that uses stage 3's released parameters: the same program at stage 1 and at stage 3."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _losses(side: Side) -> None:
 
 
 def _aliases(side: Side) -> None:
-    """What is held over steps shows the values of today, and writing to it reaches the parameter."""
+    """Hold references over steps: they show the values of today, and writing to them reaches the parameter."""
     weight, bias = side.module.first.weight, side.module.first.bias
     data, row, flat = weight.data, weight.detach()[2], bias.data.view(-1)
     loss = models.square_loss(side.engine, models.float_batch(0, 0, dist.get_rank()))
@@ -251,7 +251,7 @@ def collectives_and_memory() -> dict[str, Any]:
 
 
 def refused() -> None:
-    """Where a gather could not be told to all ranks, and what would lose a write."""
+    """Refuse gathers that could not be told to all ranks, and writes that would be lost."""
     side = Side(3)
     weight = side.module.first.weight
     side.train(0)
@@ -301,7 +301,7 @@ def _collect(errors: list[BaseException], call: Callable[[], Any]) -> None:
 
 
 def one_rank_alone() -> None:
-    """What needs no values, or has them, waits for nobody."""
+    """Run code on one rank that needs no values, or has them: it waits for no other rank."""
     side = Side(3)
     side.train(0)
     data, state = side.module.first.weight.data, side.module.state_dict()

@@ -127,7 +127,7 @@ def train_all(name: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def left_gathered(engine: Any) -> list[str]:
-    """What stage 3 should have released, and has not."""
+    """Return the parameters that stage 3 should have released, and has not."""
     if engine.coordinator is None:
         return []
     wrong = []

@@ -129,7 +129,7 @@ class Unused(Stack):
 
 @case
 class UnusedOnSomeRanks(Stack):
-    """Which of a module's own parameters are used is each rank's choice, step by step."""
+    """Module of which each rank uses other parameters, step by step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +459,7 @@ class GradientInForward(Case):
 
 @case
 class ChangingBranches(Stack):
-    """Which blocks run, and in which order: the same for a while, then another, then as before."""
+    """Model whose blocks run in one order for a while, then in another, then as before."""
 
     stable, steps = None, 16
     orders = [(0, 1, 2, 3)] * 5 + [(0, 2), (3, 1, 0), (0, 1, 2, 3), (1, 1, 1)] + [(0, 1, 2, 3)] * 7

@@ -288,7 +288,7 @@ def state_dict_of_what_no_engine_has() -> dict[str, Tensor]:
 
 
 class Listed(nn.Module):
-    """Layers that nobody owns while the list is built."""
+    """Layers without an owner while the list is built."""
 
     def __init__(self, depth: int, width: int) -> None:
         super().__init__()
@@ -448,7 +448,7 @@ def mixed_model(settings: str) -> None:
 
 
 def resized_embedding() -> None:
-    """As transformers does it: old rows gathered, copied into a new plain embedding."""
+    """Resize an embedding like transformers: old rows gathered, copied into a new plain embedding."""
     with zero.Init():
         model = models.OddModel()
     fresh = nn.Embedding(models.VOCABULARY + 4, 5)

@@ -1,4 +1,4 @@
-"""What a program does with an engine besides forward, backward, step; at stage 3, where weights come and go.
+"""Uses of an engine besides forward, backward, step; at stage 3, where weights come and go.
 
 One model, and ways to train it: *disturbances* are whatever must leave training as it was, *loops* are other shapes of
 a step. Every function runs on all ranks.
@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Boom(Exception):
-    """What the failing parts raise."""
+    """Error that the failing parts raise."""
 
 
 class Block(nn.Module):

@@ -76,7 +76,7 @@ class Residual(nn.Module):
 
 
 def recompiled(what: str, stage: int, leaf: bool = True) -> tuple[list[int], list[int], float]:
-    """How many graphs each step compiles and runs where a model is compiled after initialize, and the last loss.
+    """Return how many graphs each step compiles and runs where a model is compiled after initialize, and the last loss.
     what: "blocks", "module", "engine", or "nothing". leaf: each block is one unit."""
     torch._dynamo.reset()
     graphs, calls = [0], [0]
@@ -503,7 +503,7 @@ def state_roundtrip(stages: tuple[int, int], setting: str, precision: str, rank0
 
 
 def names() -> list[str]:
-    """Of a plain model's state dict."""
+    """Return the names of a plain model's state dict."""
     return list(build().state_dict())
 
 

@@ -46,7 +46,7 @@ def train(
 
 def partition_facts(engine: Any) -> dict[str, Any]:
     """units: those with parameters to gather. followed: whether the last step ran as planned. persistent: names of
-    what stays whole. left: names of what is gathered now, though nobody needs it."""
+    what stays whole. left: names of what is gathered now, though it is not needed."""
     coordinator = engine.coordinator
     released = [handle for handle in coordinator.handles if not handle.persistent]
     for handle in released:

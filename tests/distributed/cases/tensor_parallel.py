@@ -393,7 +393,8 @@ def failure_inside() -> dict[str, Any]:
 
 
 def different_ranks() -> dict[str, bool]:
-    """Whether a model that every rank has built by itself gets the first one's values, and its random numbers."""
+    """Return whether a model that every rank has built by itself gets the first one's values, and its random
+    numbers."""
     comm = communicator()
     torch.manual_seed(comm.rank)
     model = Stack([Nano()])
@@ -457,8 +458,8 @@ class OwnLayers(nn.Module):
 
 
 def again(sequence: bool, other: bool) -> float:
-    """How far the first loss of a second engine on a model that is cut already is from that of the plain one. other:
-    the second one is to treat sequences otherwise."""
+    """Return how far the first loss of a second engine on a model that is sharded already is from that of the plain
+    one. other: the second one is to treat sequences otherwise."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(context=8, layers=2, heads=2, width=8, vocabulary=12))
     tokens = torch.randint(12, (2, 8))

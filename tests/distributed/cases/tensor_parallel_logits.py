@@ -1,4 +1,4 @@
-"""What can be done with logits in parts, beside the same with whole ones."""
+"""Operations on sharded logits, beside the same on whole ones."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def train(
 
 
 def train_engine(engine: Any, model: str, steps: int, loop: str = "engine") -> dict[str, Any]:
-    """As :func:`train`, of an engine that exists."""
+    """Train an engine that exists, as :func:`train` does."""
     losses, norms = [], []
     for step in range(steps):
         losses += WINDOWS[loop](engine, model, step, engine.gradient_accumulation_steps)

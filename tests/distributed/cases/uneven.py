@@ -19,7 +19,7 @@ STEPS = 4
 
 
 def rows(step: int, micro: int, rank: int, world: int) -> int:
-    """How many samples a micro-batch holds: all numbers from 0 to 6, never none on all ranks."""
+    """Return how many samples a micro-batch holds: all numbers from 0 to 6, never none on all ranks."""
     if rank == world - 1 and micro == 0:
         return 1 + (step + rank) % 6
     return (5 * rank + 3 * micro + 2 * step) % 7
@@ -95,7 +95,7 @@ def weighted_plain(
 
 
 def refused(config: dict[str, Any]) -> dict[str, str]:
-    """What is no weight, or not one for all."""
+    """Return the errors about values that are no weight, or not one for all."""
     engine = zerolite.initialize(models.build(models.Mlp), config)
     x, y = models.float_batch(0, 0, engine.rank)
     messages = {}
@@ -279,7 +279,7 @@ def against_ddp(config: dict[str, Any], counts: list[int], keep_divisor: bool) -
 
 
 def leaving(config: dict[str, Any], how: str) -> dict[str, str]:
-    """What comes of a rank that does something else. Rank 0 has two batches, the others four."""
+    """Return the outcome of a rank that does something else. Rank 0 has two batches, the others four."""
     engine = make_engine(config, "Mlp")
     message = kind = ""
     try:

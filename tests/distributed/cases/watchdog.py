@@ -118,7 +118,7 @@ def _wait_outside() -> None:
 
 
 def beats(stage: int, steps: int) -> dict[str, Any]:
-    """How often the watchdog writes to its store and what the main thread does there."""
+    """Return how often the watchdog writes to its store and what the main thread does there."""
     settings = config(stage, zero=PARTITIONED["moving"] if stage == 3 else None)
     engine = zerolite.initialize(Model(), {**settings, "desync_timeout_s": 1.0})
     assert watchdog._current is not None
@@ -151,7 +151,7 @@ def beats(stage: int, steps: int) -> dict[str, Any]:
 
 
 def signalled() -> str:
-    """What SIGUSR1 prints while the main thread waits for another rank."""
+    """Return the output of SIGUSR1 while the main thread waits for another rank."""
     rank = int(torch.distributed.get_rank())
     engine = zerolite.initialize(Model(), config(2))
     assert watchdog._current is not None
@@ -178,7 +178,7 @@ def signalled() -> str:
 
 
 def lost(stage: int, last_words: str) -> str:
-    """What a collective's error becomes when another process has gone, which rank 1 pretends."""
+    """Return the error of a collective when another process has gone, which rank 1 pretends."""
     rank = int(torch.distributed.get_rank())
     engine = zerolite.initialize(Model(), config(stage))
     assert watchdog._current is not None

@@ -46,7 +46,7 @@ def make(config: dict[str, Any], model: str) -> Any:
 
 
 def train(config: dict[str, Any], model: str) -> dict[str, Any]:
-    """As training.train, with the whole states, and how much of them this rank holds."""
+    """Train as training.train does; return the whole states, too, and how much of them this rank holds."""
     engine = make(config, model)
     result = train_engine(engine, model, STEPS)
     result["states"] = engine.full_optimizer_state_dict()["state"]
@@ -95,7 +95,7 @@ def save(config: dict[str, Any], model: str, directory: str) -> dict[str, Any]:
 
 
 def load(config: dict[str, Any], model: str, directory: str) -> dict[str, Any]:
-    """What an engine holds that has loaded the checkpoint, and what it becomes in one step."""
+    """Load the checkpoint: return the engine's values, and their values after one step."""
     engine = make(config, model)
     engine.load_checkpoint(Path(directory), tag="two")
     found = held(engine)
