@@ -265,7 +265,7 @@ class Loader:
         parts, reader = self._parts, plan.reader
         parts.pipeline.outcomes.settle()
         parts.pipeline.zero_grad()
-        parts.pipeline.follow_writes()
+        parts.pipeline.written.take_all()
         targets = list(parts.model.targets(plan.match.names))
         targets += self._buffer_targets(plan)
 

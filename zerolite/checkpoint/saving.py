@@ -216,7 +216,7 @@ class Saver:
         parts.pipeline.check_between_steps()
         parts.pipeline.check_whole()
         self._check_accumulation()
-        parts.pipeline.follow_writes()
+        parts.pipeline.written.take_all()
         buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
         return _Offer(request, buffers, self._stage() if parts.model.speaks_for_stage else None)
 

@@ -443,7 +443,7 @@ class _Assembly:
             weights = functools.partial(shared_weights, self.model, self.buffer)
             late = self.kind in SKIPS_ON_DEVICE
             consistency = ConsistencyCheck(self.topology, self.device, weights, interval, late)
-        if self.pipeline.checks_finite:
+        if self.pipeline.outcomes.check_finite:
             most = len(sharded.inner.param_groups)
             if not self.topology.trivial:
                 counts = torch.tensor([most], device=self.device)

@@ -66,7 +66,7 @@ class Phases:
         self._pipeline.outcomes.settle()
 
     def follow_writes(self) -> None:
-        self._pipeline.follow_writes()
+        self._pipeline.written.take_all()
 
     def on_masters_loaded(self) -> None:
         self._pipeline.on_masters_loaded()
@@ -109,7 +109,7 @@ class _AfterLoading(WeakHook[StepPipeline]):
     def __call__(self, module: torch.nn.Module, keys: Any) -> None:
         pipeline = self.owner()
         if pipeline is not None:
-            pipeline.on_parameters_loaded(module.parameters())
+            pipeline.written.note_loaded_parameters(module.parameters())
 
 
 def remove_hooks(*lists: list[Any]) -> None:

@@ -99,7 +99,7 @@ class Engine:
                 outputs = self.call.call_module(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, RuntimeError):
-                    self._pipeline.refresh_written()  # says so if the module has been cast
+                    self._pipeline.written.take()  # says so if the module has been cast
                 explain(error, self._module, self.compute_dtype)
                 raise
         return self._boundary.leave(outputs)
@@ -278,7 +278,7 @@ class Engine:
         Sends nothing, so one rank alone may call it at any time, also inside an accumulation. It waits for the device.
         :meth:`clip_gradients` returns the norm of gradients that no step has used yet.
         """
-        return self._pipeline.grad_norm()
+        return self._pipeline.outcomes.grad_norm()
 
     def memory_report(self) -> MemoryReport:
         """Return what this rank's memory holds now: bytes by item, measured, and what the allocator says of the whole.

@@ -141,7 +141,7 @@ class FullState:
         model = self._states.model
         loaded = set(load_full_state_dict(model, state, self._topology, self._device, strict))
         named = model.named_parameters(remove_duplicate=False)
-        self._pipeline.on_parameters_loaded(p for name, p in named if name in loaded)
+        self._pipeline.written.note_loaded_parameters(p for name, p in named if name in loaded)
 
     def of_optimizer(self, rank0_only: bool) -> dict[str, Any]:
         """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""

@@ -187,7 +187,7 @@ class ParameterAccess:
             else:
                 self._copy(piece, place, values * self._pipeline.divisor())
             self._buffer.tiers.written_in_place()
-        self._pipeline.on_gradient_set(index, given=values is not None)
+        self._pipeline.changes.set_by_call(index, given=values is not None)
 
     # ---------------------------------------------------------------- masters
 
@@ -196,7 +196,7 @@ class ParameterAccess:
 
     def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
         """Return the masters that the data-parallel ranks have together: of sharded parameters this rank's part."""
-        self._pipeline.follow_writes()
+        self._pipeline.written.take_all()
         parts = {index: self._master(piece) for index, piece in self._pieces(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
         if len(set(dtypes)) == 1:
@@ -205,7 +205,7 @@ class ParameterAccess:
 
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
-        self._pipeline.follow_writes()
+        self._pipeline.written.take_all()
         piece = self._pieces([index]).get(index)
         if piece is not None:
             self._copy(piece, self._master(piece), values)

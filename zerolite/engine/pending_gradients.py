@@ -15,7 +15,7 @@ from zerolite.comm import Communicator
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.sharded_grad import Place, ShardedGradient
+from zerolite.zero.gradient_source import Place
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.step import StepPipeline
 
@@ -23,7 +23,7 @@ Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.
 
 
 class PendingGradients:
-    """The :class:`~zerolite.zero.sharded_grad.GradientSource` of one engine."""
+    """The :class:`~zerolite.zero.gradient_source.GradientSource` of one engine."""
 
     def __init__(
         self,
@@ -58,7 +58,10 @@ class PendingGradients:
 
     def _scale(self, index: int) -> Factor | None:
         """Return what the values that are kept must be multiplied by, None for nothing."""
-        factor, divisor = self._reducer.shown.factors.get(index), self._pipeline.shown_divisor()
+        factor, divisor = (
+            self._reducer.shown.factors.get(index),
+            self._pipeline.gradient_scale.shown(self._pipeline.stats),
+        )
         if isinstance(divisor, float) and divisor == 1.0:
             return factor
         return 1.0 / divisor if factor is None else factor / divisor
@@ -78,11 +81,10 @@ class PendingGradients:
         kept, scale = self._reducer.part(index), self._scale(index)
         if kept is not None and (kept.device != part.device or kept.data_ptr() != part.data_ptr()):
             kept.copy_(part if scale is None else part / scale)
-        self._pipeline.on_gradient_changed(index)
+        self._pipeline.changes.note_written(index)
 
-    def whole(self, gradient: ShardedGradient) -> torch.Tensor | None:
+    def whole(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the memory in which a gradient is kept, if that is all of it, as ``p.grad`` shows it."""
-        index = gradient.place.index
         if self._reducer.keeps_shards:
             return None
         self._finish([index])
@@ -138,7 +140,7 @@ class PendingGradients:
     @torch.no_grad()
     def check_finite(self, indices: Sequence[int], found_inf: torch.Tensor) -> None:
         """Fill ``found_inf`` with 1 if one of these gradients is not finite on any rank."""
-        self._pipeline.refuse_second_scale()
+        self._pipeline.gradient_scale.refuse_second()
         found = torch.stack(self.norms(indices)).isfinite().all().logical_not()
         found_inf.copy_(torch.maximum(found_inf, found.to(found_inf)))
 

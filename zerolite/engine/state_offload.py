@@ -57,7 +57,7 @@ class StateOffload:
         self._pipeline.check_between_steps()
         self._pipeline.outcomes.settle()
         self._pipeline.wait_for_reductions()
-        self._pipeline.refresh_written()
+        self._pipeline.written.take()
         parameters = list(self._parts.module.named_parameters()) if "lp_params" in kinds else []
         self._check_class(parameters)
         pin = pin_memory and self._parts.device.type == "cuda"

@@ -22,10 +22,10 @@ class GradientChanges:
         buffer: ParameterBuffer,
         reducer: GradReducer,
         stats: Callable[[], StatsVector | None],
-        forget: Callable[[int], None],
+        forget: Callable[[int, bool], None],
     ) -> None:
-        """stats: of the gradients in hand, if they have been collected. forget(bucket): squares that were noted of the
-        bucket do not hold any more."""
+        """stats: of the gradients in hand, if they have been collected. forget(bucket, stats): squares that were noted
+        of the bucket do not hold any more; stats: neither do the statistics."""
         self._buffer = buffer
         self._reducer = reducer
         self._stats = stats
@@ -62,7 +62,7 @@ class GradientChanges:
                 continue
             self._reducer.drop(index)
             shown.replace(index, value)
-            self._forget(self._bucket(index))
+            self._forget(self._bucket(index), False)
             self._assigned.pop(index, None)
             if value is not None:
                 self._assigned[index] = value
@@ -106,16 +106,23 @@ class GradientChanges:
                 part.copy_(values.as_strided(part.shape, part.stride()))
             self._reducer.used.add(index)
             self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
-            self._forget(self._bucket(index))
+            self._forget(self._bucket(index), False)
             stats.replace(index, gradient, 1.0)
         if assigned:
             self._buffer.tiers.written_in_place()
         for index in self._exposed:
             self._is_written(index)  # the statistics have it
 
+    def note_written(self, index: int) -> None:
+        """The user has changed a gradient in place, on all ranks."""
+        self._forget(self._bucket(index), True)
+        self._buffer.tiers.written_in_place()
+
     def set_by_call(self, index: int, given: bool) -> None:
-        """``zerolite.set_full_grad`` has set the gradient of a parameter, or dropped it: neither a tensor that the user
-        has put into ``p.grad`` before nor a factor counts."""
+        """``zerolite.set_full_grad`` has set the reduced gradient of a parameter, or dropped it: neither a tensor that
+        the user has put into ``p.grad`` before nor a factor counts."""
+        (self._reducer.used.add if given else self._reducer.used.discard)(index)
+        self._forget(self._bucket(index), True)
         self._assigned.pop(index, None)
         shown, parameter = self._reducer.shown, self._reducer.parameters[index]
         shown.replace(index, None)
@@ -134,7 +141,7 @@ class GradientChanges:
             part = self._reducer.part(index)
             if part is not None:
                 part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
-            self._forget(self._bucket(index))
+            self._forget(self._bucket(index), False)
         if factors:
             self._buffer.tiers.written_in_place()
             if (stats := self._stats()) is not None:

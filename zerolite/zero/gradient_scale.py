@@ -38,6 +38,14 @@ class GradientScale:
         if self._scaler is not None:
             self.of_window()
 
+    def refuse_second(self) -> None:
+        """Raises RuntimeError if the engine scales losses itself."""
+        if self._scaler is not None:
+            raise RuntimeError(
+                'torch.amp.GradScaler was to unscale FP16 gradients, but with "fp16": {"enabled": true} in the config '
+                "the engine scales the loss itself; leave one of them out"
+            )
+
     def flush(self) -> None:
         """The window ends before it is full: what it holds becomes the mean of what it contains."""
         self._flush_factor = self._window.flush_factor()

@@ -77,6 +77,12 @@ class Outcomes:
         stats.start_read()
         self._unread = _Unread(stats, divisor, doubtful)
 
+    def grad_norm(self) -> float | None:
+        """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
+        follows, so one rank alone may ask, whatever is pending."""
+        self.settle()
+        return self.counters.last_norm
+
     def settle(self) -> None:
         """Read the outcome of the last step if that has not happened."""
         if self._unread is None:

@@ -11,10 +11,8 @@ owns. At stage 0 that is the whole gradient. An operation runs
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import _foreach_supported_types as _torch_optimizer_types
@@ -22,79 +20,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_t
 
 from zerolite.comm import wait_for_result
 from zerolite.utils.nested import find_tensors, map_tensors
-from zerolite.zero.buffer import flattened
+from zerolite.zero.gradient_source import GradientSource, Place, read_only
 
 aten = torch.ops.aten
-
-
-class GradientSource(Protocol):
-    """An engine's gradients, by index of the parameter. All methods are called on all ranks. Reductions that are under
-    way end first, which may be a collective."""
-
-    def read(self, index: int) -> torch.Tensor:
-        """Return this rank's part as ``p.grad`` shows it, on the device: the gradient's own memory where possible."""
-
-    def open(self, index: int) -> torch.Tensor:
-        """Return this rank's part to be written to: the gradient's own memory, or a copy in fp32 or more."""
-
-    def close(self, index: int, part: torch.Tensor) -> None:
-        """Take what has been written to ``part``, which :meth:`open` has given."""
-
-    def multiply(self, indices: Sequence[int], factor: float | torch.Tensor) -> None:
-        """Multiply these gradients by a number. The update does it."""
-
-    def norms(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Return the L2 norms, 0-dim float64: all are in the step's statistics, one small collective."""
-
-    def check_finite(self, indices: Sequence[int], found_inf: torch.Tensor) -> None:
-        """Fill ``found_inf`` with 1 if one of these gradients is not finite, without waiting for the device."""
-
-    def combine(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
-        """Add ``values`` over ranks, or take the largest."""
-
-    def wholes(self, places: Sequence[Place], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole tensors, each in its parameter's shape, from all ranks' ``parts``, in one collective."""
-
-    def whole(self, gradient: ShardedGradient) -> torch.Tensor | None:
-        """Return the gradient's own memory in the parameter's shape, or None if no rank has it whole."""
-
-    def lend(self, index: int) -> None:
-        """The user is given the memory that :meth:`whole` has returned, to be used without torch."""
-
-
-@dataclass(eq=False)
-class Place:
-    """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
-    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``used``: it was the
-    gradient of an earlier step."""
-
-    name: str
-    index: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    start: int
-    numel: int
-    sharded: bool
-    known: weakref.ref[Any]
-    used: bool = False
-
-    @property
-    def source(self) -> GradientSource:
-        source = self.known()
-        if source is None:
-            raise RuntimeError(f"the gradient of parameter '{self.name}' has gone with its engine")
-        return source
-
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
-        if not self.sharded or not tensor.dim():
-            return tensor
-        return flattened(tensor.expand(self.shape), self.strides).narrow(0, self.start, self.numel)
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Return True if ``tensor`` broadcasts to the parameter's shape."""
-        ends = zip(reversed(tensor.shape), reversed(self.shape), strict=False)
-        return tensor.dim() <= len(self.shape) and all(own in (1, size) for own, size in ends)
 
 
 class ShardedGradient(torch.Tensor):
@@ -194,30 +122,6 @@ class ShardedGradient(torch.Tensor):
         return _on_wholes(function, args, kwargs) if result is NotImplemented else result
 
 
-class GatheredGradient(torch.Tensor):
-    """A view of a whole gradient that was gathered: for reading. Values that are written to it would be lost, so that
-    raises."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            views = find_tensors((args, kwargs), cls)
-            before = [view._version for view in views]
-            result = function(*args, **kwargs)
-            if before != [view._version for view in views]:
-                raise RuntimeError(
-                    "a view of p.grad was written to, but it is a copy that was gathered for reading, so the gradient "
-                    "has not changed; write to p.grad itself (p.grad[0] = 0, p.grad.mul_(mask)), or call "
-                    "zerolite.set_full_grad(p, value) on all ranks"
-                )
-            return _read_only(result) if type(result) is torch.Tensor and result._is_view() else result
-
-
-def _read_only(view: torch.Tensor) -> torch.Tensor:
-    return view if view.is_inference() else view.as_subclass(GatheredGradient)
-
-
 # -------------------------------------------------------------------- on parts
 
 
@@ -299,7 +203,7 @@ def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
         if id(item) in back:
             return back[id(item)]
         is_view = isinstance(item, torch.Tensor) and item.untyped_storage()._cdata in memory
-        return _read_only(item) if is_view else item
+        return read_only(item) if is_view else item
 
     return map_tensors(shown, result)
 
@@ -311,7 +215,7 @@ def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], l
     for source, ours in _by_source(gradients):
         rest = []
         for gradient in ours:
-            kept = source.whole(gradient) if gradient.part is None else None
+            kept = source.whole(gradient.place.index, gradient) if gradient.part is None else None
             whole = gradient.part if kept is None and not gradient.place.sharded else kept
             if whole is None:
                 rest.append(gradient)
@@ -514,7 +418,7 @@ def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
         return None
     if gradient.part is not None:
         return gradient.part
-    kept = gradient.source.whole(gradient)
+    kept = gradient.source.whole(gradient.place.index, gradient)
     if kept is not None:
         gradient.source.lend(gradient.place.index)
     return kept

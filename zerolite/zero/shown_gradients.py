@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from zerolite.zero.gradient_source import GradientSource, Place
 from zerolite.zero.layout import PartitionLayout, Slot
-from zerolite.zero.sharded_grad import GradientSource, Place, ShardedGradient
+from zerolite.zero.sharded_grad import ShardedGradient
 from zerolite.zero.stage3.released_parameter import opened, set_grad
 
 Factor = float | torch.Tensor

@@ -32,6 +32,7 @@ from zerolite.zero.stage3.trace_agreement import Schedule, TraceAgreement
 from zerolite.zero.step_outcome import UnusedParameters
 from zerolite.zero.step_update import StepStatistics, StepUpdate
 from zerolite.zero.update_sweep import UpdateSweep
+from zerolite.zero.written_values import Shards, WrittenValues
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,11 @@ class StepOptions:
     divide_plain_backward: bool = False
 
 
-class ShardedParameters(Protocol):
+class ShardedParameters(Shards, Protocol):
     """The interface of a stage-3 model that the pipeline uses."""
 
     @property
     def schedule(self) -> Schedule: ...
-
-    def collect_writes(self) -> None:
-        """Copy what the user has written into whole parameters to their shards."""
 
 
 class StepPipeline:
@@ -108,14 +106,14 @@ class StepPipeline:
             self._sweep, optimizer.method, buffer, reducer, scale, self.outcomes, on_device, comm.world_size
         )
         self._checks: UpdateChecks | None = None
-        self._sharded: ShardedParameters | None = None
         self.trace: TraceAgreement | None = None
+        self._stats: StatsVector | None = None
         self._across: Across | None = None
         self._sums: GradientSums | None = None
-        self._written: set[int] = set()  # parameters into which values have been loaded
+        self.written = WrittenValues(buffer, publisher, self._step_update, self.check_here)
         self.away = False  # engine.offload_states() has emptied what is worked on here
         self.count_buckets()
-        self.changes = GradientChanges(buffer, reducer, lambda: self._stats, collector.forget)
+        self.changes = GradientChanges(buffer, reducer, lambda: self._stats, self._forget)
         self._begin_window()
 
     def count_buckets(self) -> None:
@@ -130,17 +128,13 @@ class StepPipeline:
     def check_with(self, checks: UpdateChecks, look: UpdateLook | None) -> None:
         """Check more than gradients from now on; look: at what updates do. Before the first step."""
         self._checks = self.outcomes.checks = checks
+        self.written.check_with(checks)
         self._sweep.look = look
 
     def follow(self, sharded: ShardedParameters) -> None:
         """The model is at stage 3. Before the first step."""
-        self._sharded = sharded
+        self.written.use(sharded)
         self.trace = self.outcomes.trace = TraceAgreement(sharded.schedule, self._comm.main)
-
-    @property
-    def checks_finite(self) -> bool:
-        """True if steps with non-finite gradients are skipped."""
-        return self._options.check_finite
 
     def spread(self, across: Across, sums: GradientSums) -> None:
         """The model has parts on other ranks. Before the first step."""
@@ -151,8 +145,14 @@ class StepPipeline:
         """Note the inputs of a forward, which ranks with shards of the same layers compare in the step's statistics."""
         self._collector.note_inputs(tensors)
 
+    def _forget(self, bucket: int, stats: bool) -> None:
+        """Squares that were noted of a bucket do not hold any more. stats: neither do the statistics."""
+        self._collector.forget(bucket)
+        if stats:
+            self._stats = None
+
     def _begin_window(self) -> None:
-        self._stats: StatsVector | None = None
+        self._stats = None
         if self._sums is not None:
             self._sums.clear()
         self._collector.forget()
@@ -247,33 +247,12 @@ class StepPipeline:
         self.look_at_grads()
         return frozenset() if self._window.empty or self._updated else self.stats().get().used
 
-    def on_gradient_set(self, index: int, given: bool) -> None:
-        """Note that the user has put another value into the reduced gradient of a parameter, or taken it out."""
-        (self._reducer.used.add if given else self._reducer.used.discard)(index)
-        self.changes.set_by_call(index, given)
-        self._collector.forget(self._buffer.layout.slots[index].bucket)
-        self._stats = None
-
-    def on_gradient_changed(self, index: int) -> None:
-        """The user has changed a gradient in place, on all ranks."""
-        self._collector.forget(self._buffer.layout.slots[index].bucket)
-        self._buffer.tiers.written_in_place()
-        self._stats = None
-
     def why_no_gradients(self) -> str:
         """Return why there are no gradients to be read now, "" if there are."""
         self.check_here()
         if self._reducer.pass_open:
             return "a backward is under way; read it when that has returned"
         return "engine.update() has used it" if self._updated else ""
-
-    def refuse_second_scale(self) -> None:
-        """Raises RuntimeError if the engine scales losses itself."""
-        if self._scaler is not None:
-            raise RuntimeError(
-                'torch.amp.GradScaler was to unscale FP16 gradients, but with "fp16": {"enabled": true} in the config '
-                "the engine scales the loss itself; leave one of them out"
-            )
 
     def look_at_grads(self) -> None:
         """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
@@ -340,12 +319,6 @@ class StepPipeline:
             if self.changes.assigned or self.changes.exposed:
                 self.changes.assign(self._stats, self.gradient_scale.on_device(self._stats))
 
-    def grad_norm(self) -> float | None:
-        """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
-        follows, so one rank alone may ask, whatever is pending."""
-        self.outcomes.settle()
-        return self.outcomes.counters.last_norm
-
     def clip(self, max_norm: float) -> float:
         """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
         if not max_norm > 0:
@@ -390,7 +363,7 @@ class StepPipeline:
         self.outcomes.raise_failure()
         if self.trace is not None:
             self.trace.decide()
-        self.refresh_written()
+        self.written.take()
         if self._checks is not None:
             # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
             gathers = self.trace.schedule.gathers if self.trace is not None and self._across is None else 0
@@ -407,38 +380,6 @@ class StepPipeline:
         self._optimizer.mark_called()
         self._step_update.run(StepStatistics(stats, given, self._max_norm), publish)
 
-    def refresh_written(self) -> None:
-        """Masters follow the values that the user has loaded into parameters, or put in their place by ``p.data =
-        values``. Raises RuntimeError if those have another shape or dtype."""
-        self.check_here()
-        if not self._step_update.unpublished:
-            self._publisher.wait_all()
-            self._buffer.bring_home()
-            if self._sharded is not None:
-                self._sharded.collect_writes()
-        if self._written:
-            self._buffer.refresh_masters(self._written)
-            self._buffer.tiers.written_in_place()
-            self._written.clear()
-            if self._checks is not None:
-                self._checks.forget(update=False)
-
-    def follow_writes(self) -> None:
-        """The same, and masters follow what has been written into parameters in place, as they do in an update."""
-        self.refresh_written()
-        for bucket in () if self._step_update.unpublished else range(len(self._buffer.layout.buckets)):
-            self._buffer.follow(bucket)
-        self._buffer.tiers.written_in_place()
-
-    def on_values_loaded(self, indices: Iterable[int]) -> None:
-        """Note values loaded into these parameters of the module: the next update starts from them."""
-        self._written.update(indices)
-
-    def on_parameters_loaded(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """The same, for those of ``parameters`` that are trained."""
-        index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
-        self.on_values_loaded(index_of[id(p)] for p in parameters if id(p) in index_of)
-
     def on_weights_replaced(self) -> None:
         """All weights have been replaced by others, a checkpoint's: what was wrong with steps before does not matter
         any more. Called on all ranks."""
@@ -448,7 +389,7 @@ class StepPipeline:
 
     def on_masters_loaded(self) -> None:
         """Take loaded masters into the parameters, also those into which values were loaded before."""
-        self._written.clear()
+        self.written.forget()
         self.on_weights_replaced()
         self._buffer.tiers.written_in_place()
         self._step_update.mend()
@@ -544,11 +485,6 @@ class StepPipeline:
         """Return the divisor of the accumulated gradient. Called on all ranks."""
         scale = self.gradient_scale
         return scale.divisor(self.stats()) if self._window.weighted else scale.own_divisor()
-
-    def shown_divisor(self) -> float | torch.Tensor:
-        """Return the divisor that turns a reduced gradient into what ``p.grad`` shows, without waiting for the
-        device."""
-        return self.gradient_scale.shown(self.stats)
 
     def check_here(self) -> None:
         """Raises RuntimeError while what is worked on here is away."""

@@ -1,0 +1,78 @@
+"""Values that are written into parameters outside of an update, which masters follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.checks import UpdateChecks
+from zerolite.zero.publisher import Publisher
+from zerolite.zero.step_update import StepUpdate
+
+
+class Shards(Protocol):
+    """What is known here of a model at stage 3."""
+
+    def collect_writes(self) -> None:
+        """Copy what has been written into whole parameters to their shards."""
+
+
+class WrittenValues:
+    """Called on all ranks in the same order: by the step pipeline before an update, and between steps by whatever
+    saves, loads or reads masters."""
+
+    def __init__(
+        self, buffer: ParameterBuffer, publisher: Publisher, update: StepUpdate, check_here: Callable[[], None]
+    ) -> None:
+        """check_here: raises RuntimeError while parameters and masters are away."""
+        self._buffer, self._publisher, self._update, self._check_here = buffer, publisher, update, check_here
+        self._shards: Shards | None = None
+        self._checks: UpdateChecks | None = None
+        self._loaded: set[int] = set()  # parameters into which values have been loaded
+
+    def use(self, shards: Shards) -> None:
+        """The model is at stage 3."""
+        self._shards = shards
+
+    def check_with(self, checks: UpdateChecks) -> None:
+        """Tell these checks that weights are not what the last update has left."""
+        self._checks = checks
+
+    def note_loaded(self, indices: Iterable[int]) -> None:
+        """Values have been loaded into these parameters of the module: the next update starts from them."""
+        self._loaded.update(indices)
+
+    def note_loaded_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The same, for those of ``parameters`` that are trained."""
+        index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
+        self.note_loaded(index_of[id(p)] for p in parameters if id(p) in index_of)
+
+    def forget(self) -> None:
+        """Masters have been loaded, and parameters follow those."""
+        self._loaded.clear()
+
+    def take(self) -> None:
+        """Masters follow the values that have been loaded into parameters, or put in their place by ``p.data =
+        values``. Raises RuntimeError if those have another shape or dtype."""
+        self._check_here()
+        if not self._update.unpublished:
+            self._publisher.wait_all()
+            self._buffer.bring_home()
+            if self._shards is not None:
+                self._shards.collect_writes()
+        if self._loaded:
+            self._buffer.refresh_masters(self._loaded)
+            self._buffer.tiers.written_in_place()
+            self._loaded.clear()
+            if self._checks is not None:
+                self._checks.forget(update=False)
+
+    def take_all(self) -> None:
+        """The same, and masters follow what has been written into parameters in place, as they do in an update."""
+        self.take()
+        for bucket in () if self._update.unpublished else range(len(self._buffer.layout.buckets)):
+            self._buffer.follow(bucket)
+        self._buffer.tiers.written_in_place()
