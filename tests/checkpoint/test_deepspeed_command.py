@@ -14,7 +14,7 @@ from tests.checkpoint.deepspeed_fakes import example
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.compat import deepspeed_reader
-from zerolite.compat.deepspeed import import_deepspeed, main
+from zerolite.compat.deepspeed_import import import_deepspeed, main
 from zerolite.compat.deepspeed_reader import read_deepspeed
 
 

@@ -22,7 +22,7 @@ from tests.checkpoint.deepspeed_writer import CASES, STEPS
 from tests.pool import Pools
 from zerolite.checkpoint.export import export_checkpoint
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.compat.deepspeed import import_deepspeed
+from zerolite.compat.deepspeed_import import import_deepspeed
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 
 pytestmark = pytest.mark.slow  # a minute or two, most of it DeepSpeed's

@@ -21,7 +21,7 @@ COMMANDS = {
     "report": "zerolite.diagnostics.report",
     "inspect": "zerolite.checkpoint.inspect",
     "export": "zerolite.checkpoint.export",
-    "import-deepspeed": "zerolite.compat.deepspeed",
+    "import-deepspeed": "zerolite.compat.deepspeed_import",
 }
 """What starts nothing, and the module whose `main(argv)` it is, imported when it is asked for."""
 

@@ -1,0 +1,54 @@
+"""``deepspeed.comm``: the functions of torch.distributed, and :func:`init_distributed`."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import zerolite.comm
+from zerolite.comm import local_rank, torch_api
+
+_DEFAULT_PORT = 29500
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = _DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed, with DeepSpeed's arguments; harmless if it runs. The environment of torchrun, mpirun and
+    srun is read without being asked to, and says the port."""
+    if dist_init_required is False:
+        return
+    if dist_backend not in (None, "nccl", "gloo"):
+        raise ValueError(f'init_distributed: expected dist_backend "nccl", "gloo" or None, got {dist_backend!r}')
+    if distributed_port != _DEFAULT_PORT:
+        warnings.warn("init_distributed: distributed_port is read from MASTER_PORT alone", stacklevel=2)
+    # NCCL alone has no collectives for tensors on the host, which checkpoints and checks use.
+    backend = None if dist_backend == "nccl" else dist_backend
+    zerolite.comm.init_distributed(
+        backend,
+        init_method,
+        rank=None if rank < 0 else rank,
+        world_size=None if world_size < 0 else world_size,
+        timeout=timeout,
+    )
+
+
+def get_local_rank() -> int:
+    """This process's place on its host."""
+    return local_rank()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return torch_api.function(name)

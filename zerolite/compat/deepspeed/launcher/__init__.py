@@ -1,0 +1,1 @@
+"""``deepspeed.launcher``: names that other launchers read; the launcher here is ``zerolite``."""

@@ -1,0 +1,45 @@
+"""``deepspeed.ops.adam``: Adam and AdamW of torch, which an engine updates with zerolite's kernels.
+
+They are functions and not classes: the kernels know torch's classes exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def FusedAdam(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """Return AdamW, or Adam without ``adam_w_mode``. Raises ValueError for what they do not do."""
+    if not bias_correction:
+        raise ValueError("FusedAdam: expected bias_correction=True, which Adam and AdamW always do, got False")
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+def DeepSpeedCPUAdam(
+    model_params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """As :func:`FusedAdam`. Where the update runs follows from ``offload_optimizer`` in the config."""
+    if not fp32_optimizer_states:
+        raise ValueError("DeepSpeedCPUAdam: expected fp32_optimizer_states=True, got False; see bf16_optimizer_states")
+    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

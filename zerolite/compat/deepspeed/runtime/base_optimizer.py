@@ -1,0 +1,95 @@
+"""``deepspeed.runtime.base_optimizer``: what ``initialize`` returns as the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerolite import Engine
+
+__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
+
+
+class DeepSpeedOptimizer:
+    """An engine's optimizer with the members that DeepSpeed's have.
+
+    ``param_groups`` are the dicts that the update reads, those of the user's own optimizer too. ``step`` does what
+    ``engine.step()`` does at a boundary.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that ``initialize`` was given, or made from the config."""
+        inner: torch.optim.Optimizer = self._engine.optimizer.inner
+        return inner
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite. Waits for the step."""
+        norm = self._engine.get_global_grad_norm()
+        return norm is not None and not math.isfinite(norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of fp16; 1.0 otherwise."""
+        return self._engine.loss_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        fp16 = self._engine.config.fp16
+        return fp16.enabled and fp16.loss_scale == 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._engine.optimizer.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._engine.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """This rank's states by parameter, for reading."""
+        return self._engine.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """As ``engine.backward`` without the division by gradient_accumulation_steps. Called on all ranks."""
+        self._engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update from all gradients since the last step. Called on all ranks."""
+        return self._engine.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last step. Called on all ranks."""
+        self._engine.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states, for an engine of the same stage and world size."""
+        state: dict[str, Any] = self._engine.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`. Called on all ranks."""
+        self._engine.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the module. Called on all ranks, between steps."""
+        self._engine.optimizer.add_param_group(param_group)
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """The same, under the name that DeepSpeed gives it above stage 0."""

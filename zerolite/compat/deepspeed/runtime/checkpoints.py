@@ -1,0 +1,72 @@
+"""Checkpoints under the names that DeepSpeed gives them, and those that DeepSpeed itself has written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from zerolite import Engine
+from zerolite.checkpoint.directory import MANIFEST
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.comm import raise_together
+from zerolite.compat.deepspeed_files import find_tag
+from zerolite.compat.deepspeed_import import import_deepspeed
+
+IMPORTED = ".zerolite-import"
+"""Directory, inside that of the checkpoint, in which a checkpoint of DeepSpeed lies in zerolite's form for a moment."""
+
+_SCRIPT = '''\
+#!/usr/bin/env python
+"""Write the fp32 weights of a checkpoint in this directory: zero_to_fp32.py CHECKPOINT_DIR OUTPUT."""
+
+from zerolite.compat.deepspeed.utils.zero_to_fp32 import main
+
+main()
+'''
+
+
+def save(
+    engine: Engine, save_dir: Any, tag: Any, client_state: dict[str, Any] | None, latest: bool, without_frozen: bool
+) -> None:
+    """Save, and let rank 0 write the script that exports the checkpoint."""
+    name = None if tag is None else str(tag)
+    engine.save_checkpoint(save_dir, name, client_state, latest, without_frozen)
+    if engine.rank == 0:
+        script = Path(save_dir, "zero_to_fp32.py")
+        script.write_text(_SCRIPT, encoding="utf-8")
+        script.chmod(0o755)
+
+
+def load(engine: Engine, load_dir: Any, tag: Any, flags: tuple[bool, ...]) -> tuple[str | None, dict[str, Any]]:
+    """Load, after rank 0 has imported what DeepSpeed has written. flags: those of ``Engine.load_checkpoint`` up to
+    ``load_module_only``."""
+    directory, name = Path(load_dir), None if tag is None else str(tag)
+    imported, error = False, None
+    if engine.rank == 0:
+        try:
+            imported = is_deepspeeds(directory, name)
+            if imported:
+                import_deepspeed(directory, directory / IMPORTED, name)
+        except Exception as problem:
+            error = problem
+    call = "DeepSpeedEngine.load_checkpoint"
+    raise_together(engine.topology.world, engine.device, "checkpoint", error, call, CheckpointError)
+    imported = bool(engine.reduce(int(imported), "max"))
+    try:
+        source = directory / IMPORTED if imported else directory
+        path, client_state = engine.load_checkpoint(source, name, *flags, True)
+        engine.reduce(0, "max")  # all ranks have read what rank 0 is about to remove
+    finally:
+        if imported and engine.rank == 0:
+            shutil.rmtree(directory / IMPORTED, ignore_errors=True)
+    return None if path is None else str(directory / Path(path).name), client_state
+
+
+def is_deepspeeds(directory: Path, tag: str | None) -> bool:
+    """Return whether the checkpoint that would be loaded was written by DeepSpeed."""
+    try:
+        path = find_tag(directory, tag)
+    except CheckpointError:
+        return False
+    return not (path / MANIFEST).is_file() and any(path.glob("*_model_states.pt"))

@@ -1,0 +1,170 @@
+"""DeepSpeed's config as DeepSpeed reads it, for zerolite's strict loader.
+
+DeepSpeed ignores unknown keys at the top level, gives "auto" its default, and takes deprecated spellings. What changes
+no numbers here is left out with a warning, once, on rank 0. What would change them and is not supported is an error of
+``zerolite.config``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerolite.compat.deepspeed.utils.logging import warn_once
+from zerolite.config.known_keys import ALIASES, RENAMED, unsupported_paths
+from zerolite.config.load import supported_paths
+from zerolite.config.source import read_source
+
+_TOP_LEVEL = frozenset(
+    path.partition(".")[0] for path in (*supported_paths(), *unsupported_paths(), *RENAMED, *ALIASES)
+)
+
+# Speed, memory, logs and formats of files: nothing that a loss or a weight depends on.
+_WITHOUT_NUMBERS = (
+    "aio.use_gds",
+    "autotuning",
+    "checkpoint.checkpoint_serialization",
+    "checkpoint.parallel_write",
+    "checkpoint.use_node_local_storage",
+    "checkpoint.writer",
+    "comet",
+    "compile",
+    "disable_python_gc",
+    "hybrid_engine",
+    "inference",
+    "log_level",
+    "nebula",
+    "optimizer.legacy_fusion",
+    "timers",
+    "zero_optimization.enable_sanity_checks",
+    "zero_optimization.mics_hierarchical_params_gather",
+    "zero_optimization.mics_shard_size",
+    "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.pipeline_loading_checkpoint",
+    "zero_optimization.save_muon_momentum_buffer_in_memory",
+    "zero_optimization.stage3_allgather_sequential",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.zero_hpz_partition_size",
+)
+
+_ON_THE_HOST = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """A config twice: ``raw``, the user's dict itself, which clients read again; and what zerolite is given."""
+
+    raw: dict[str, Any]
+    zerolite: dict[str, Any]
+
+
+def read_config(source: Any) -> DeepSpeedConfig:
+    """Read a dict (which stays unchanged), a path, JSON text, or JSON text in base64.
+
+    Raises ConfigError for what cannot be read.
+    """
+    if isinstance(source, DeepSpeedConfig):
+        return source
+    if isinstance(source, str) and not os.path.exists(source):
+        source = _decoded(source)
+    raw = source if isinstance(source, dict) else read_source(source).values
+    values = _without_auto(copy.deepcopy(dict(raw)))
+    _use_todays_names(values)
+    for key in [key for key in values if key not in _TOP_LEVEL]:
+        warn_once(f"config: {key} is no key of the config, and is ignored as DeepSpeed does")
+        del values[key]
+    for path in _WITHOUT_NUMBERS:
+        holder, key = _find(values, path)
+        if holder is not None and key in holder:
+            if _asks(holder.pop(key)):
+                warn_once(f"config: {path} has no effect here; numbers do not depend on it")
+    _settle_numbers(values)
+    return DeepSpeedConfig(raw, values)
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return text
+
+
+def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` without the keys that are still "auto": their defaults count."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if not (isinstance(value, str) and value == "auto")
+    }
+
+
+def _use_todays_names(values: dict[str, Any]) -> None:
+    """Take deprecated spellings for the keys that they mean, as DeepSpeed does."""
+    for old, block in _ON_THE_HOST.items():
+        zero = values.get("zero_optimization")
+        if isinstance(zero, dict) and isinstance(zero.get(old), bool):
+            if zero.pop(old):
+                zero.setdefault(block, {"device": "cpu"})
+    for old, new in RENAMED.items():
+        holder, key = _find(values, old)
+        if holder is None or key not in holder or new not in _SUPPORTED:
+            continue
+        target, name = _find(values, new, make=True)
+        if target is not None:
+            target.setdefault(name, holder.pop(key))
+            warn_once(f"config: {old} is read as {new}, today's name")
+
+
+_SUPPORTED = frozenset(supported_paths())
+
+
+def _settle_numbers(values: dict[str, Any]) -> None:
+    """Infinity for "never", and the dtype of outputs."""
+    for holder, key in _leaves(values):
+        if isinstance(holder[key], float) and math.isinf(holder[key]) and key != "steps_per_print":
+            raise ValueError(f"config: expected a finite number for {key}, got {holder[key]}; write one")
+    bf16 = values.get("bf16", values.get("bfloat16"))
+    if isinstance(bf16, dict) and bf16.get("enabled"):
+        bf16.setdefault("output_dtype", "bf16")
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield values, key
+
+
+def _find(values: dict[str, Any], path: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
+    """The dict that holds the last key of ``path`` (None if there is none), and that key."""
+    *blocks, key = path.split(".")
+    holder: Any = values
+    for block in blocks:
+        holder = holder.setdefault(block, {}) if make else holder.get(block)
+        if not isinstance(holder, dict):
+            return None, key
+    return holder, key
+
+
+def _asks(value: Any) -> bool:
+    """Return whether a value that is left out asks for anything."""
+    if isinstance(value, Mapping):
+        return bool(value.get("enabled", any(map(_asks, value.values()))))
+    return value not in (None, False, 0, 1, -1)
+
+
+def is_stage3(values: Mapping[str, Any]) -> bool:
+    """Return whether a cleaned config asks for stage 3."""
+    zero = values.get("zero_optimization")
+    return isinstance(zero, Mapping) and zero.get("stage", 0) == 3

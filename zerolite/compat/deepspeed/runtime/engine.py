@@ -1,0 +1,322 @@
+"""``deepspeed.runtime.engine``: the engine with DeepSpeed's methods."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from zerolite import Engine
+from zerolite.compat.deepspeed.runtime import checkpoints
+from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
+
+_ABSENT = {
+    "set_train_batch_size": "the batch size is that of the config for the engine's whole life",
+    "set_train_micro_batch_size": "the batch size is that of the config for the engine's whole life",
+    "redundant_experts": "there are no layers for mixtures of experts",
+}
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    """A module around the user's, whose forward, backward and step are those of a :class:`zerolite.Engine`.
+
+    Attributes:
+        module: the user's model.
+        config: the dict that ``initialize`` was given.
+        zerolite: the engine behind this one, None after :meth:`destroy`.
+        optimizer: a :class:`DeepSpeedOptimizer`, None for an engine that only evaluates.
+
+    Names that this class does not have are looked for in the module.
+    """
+
+    def __init__(self, engine: Engine, config: DeepSpeedConfig) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.training = self.module.training
+        self.config = config.raw
+        self.zerolite: Any = engine
+        kind = ZeROOptimizer if engine.config.zero_optimization.stage else DeepSpeedOptimizer
+        self.optimizer: DeepSpeedOptimizer | None = None if engine.optimizer is None else kind(engine)
+        self.training_dataloader = engine.dataloader
+        self.loaded_checkpoint_tag: str | None = None
+
+    # ---------------------------------------------------------------- the loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.zerolite(*args, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **ignored: Any
+    ) -> torch.Tensor:
+        """Backward through ``loss``, divided by gradient_accumulation_steps unless ``scale_wrt_gas`` is False. Returns
+        ``loss``. ignored: DeepSpeed's deprecated arguments. Called on all ranks."""
+        unknown = set(ignored) - {"allreduce_gradients", "release_loss"}
+        if unknown:
+            raise TypeError(f"DeepSpeedEngine.backward got unexpected arguments: {', '.join(sorted(unknown))}")
+        result: torch.Tensor = self.zerolite.backward(loss, scale_wrt_gas, retain_graph)
+        return result
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """End a micro-batch; at the boundary of a gradient accumulation clip, update and clear gradients, and step the
+        schedule. Called on all ranks."""
+        if lr_kwargs:
+            raise ValueError(
+                f"DeepSpeedEngine.step: expected no lr_kwargs, got {lr_kwargs!r}; step the schedule yourself"
+            )
+        self.zerolite.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients since the last step. Called on all ranks."""
+        self.zerolite.zero_grad()
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """See :meth:`zerolite.Engine.train_batch`; with a pipeline this is how an engine trains."""
+        loss: torch.Tensor = self.zerolite.train_batch(data_iter)
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
+        """See :meth:`zerolite.Engine.eval_batch`."""
+        return self.zerolite.eval_batch(data_iter, return_logits, compute_loss)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Finish the mean of all gradients over ranks. Called on all ranks."""
+        self.zerolite.reduce_gradients()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which backwards only accumulate."""
+        context: contextlib.AbstractContextManager[None] = self.zerolite.no_sync()
+        return context
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the micro-batch in hand ends its gradient accumulation, until said otherwise."""
+        self.zerolite.set_gradient_accumulation_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return bool(self.zerolite.is_gradient_accumulation_boundary())
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last ``step()`` changed weights. Waits for the step."""
+        done = self.global_steps > 0 and self.zerolite.micro_steps > 0
+        return done and self.optimizer is not None and not self.optimizer.overflow
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the L2 norm of the last step's gradient before clipping; None before the first step."""
+        norm: float | None = self.zerolite.get_global_grad_norm()
+        return norm
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", **kwargs: Any) -> Any:
+        """See :meth:`zerolite.Engine.deepspeed_io`."""
+        return self.zerolite.deepspeed_io(dataset, batch_size, route, **kwargs)
+
+    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, **ignored: Any) -> None:
+        """Compile the module with torch.compile. Raises NotImplementedError at stage 3, whose hooks gather
+        parameters."""
+        if self.zero_optimization_stage() == 3:
+            raise NotImplementedError("DeepSpeedEngine.compile: expected stage 0, 1 or 2, got 3; leave the call out")
+        self.module.compile(**{**({} if backend is None else {"backend": backend}), **(compile_kwargs or {})})
+
+    def destroy(self) -> None:
+        """Let go of the engine, so that its memory is free and another may take the model. May be called twice."""
+        self.zerolite = None
+        self.optimizer = None
+        self.training_dataloader = None
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`zerolite.Engine.offload_states`."""
+        self.zerolite.offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """See :meth:`zerolite.Engine.reload_states`."""
+        self.zerolite.reload_states(non_blocking)
+
+    # ---------------------------------------------------------------- checkpoints and whole models
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that makes the next step the same into ``save_dir/tag``, by default ``global_step<N>``, and
+        ``zero_to_fp32.py`` beside it. See :meth:`zerolite.Engine.save_checkpoint`. Called on all ranks."""
+        checkpoints.save(self.zerolite, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Continue from a checkpoint that this class or DeepSpeed has saved, at any stage and number of ranks. Returns
+        its directory and the client state, (None, {}) if there is none. Called on all ranks."""
+        if custom_load_fn is not None:
+            raise ValueError("DeepSpeedEngine.load_checkpoint: custom_load_fn is not supported; leave it out")
+        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        path, client_state = checkpoints.load(self.zerolite, load_dir, tag, flags)
+        self.loaded_checkpoint_tag = None if path is None else os.path.basename(path)
+        return path, client_state
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole model as one file of ``torch.save``, in the compute dtype. Called on all ranks."""
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state is not None:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(state, os.path.join(save_dir, save_filename))
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model's state on rank 0's CPU, in the compute dtype; None on other ranks. Called on all ranks."""
+        state: dict[str, Any] = self.zerolite.full_state_dict(rank0_only=True)
+        if self.zerolite.rank != 0:
+            return None
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state dict, names without a prefix."""
+        state = self.module.state_dict()
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
+
+    # ---------------------------------------------------------------- what the config and the counters say
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that ``step`` moves, or None."""
+        return self.zerolite.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.zerolite.lr_scheduler = scheduler
+
+    @property
+    def global_steps(self) -> int:
+        return int(self.zerolite.global_steps)
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def micro_steps(self) -> int:
+        return int(self.zerolite.micro_steps)
+
+    @property
+    def skipped_steps(self) -> int:
+        return int(self.zerolite.skipped_steps)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.zerolite.device
+        return device
+
+    @property
+    def local_rank(self) -> int:
+        return int(self.zerolite.local_rank)
+
+    @property
+    def global_rank(self) -> int:
+        return int(self.zerolite.rank)
+
+    @property
+    def world_size(self) -> int:
+        return int(self.zerolite.world_size)
+
+    @property
+    def dp_world_size(self) -> int:
+        return int(self.zerolite.data_parallel_world_size)
+
+    @property
+    def mp_world_size(self) -> int:
+        return int(self.zerolite.tensor_parallel_world_size)
+
+    def train_batch_size(self) -> int:
+        return int(self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return int(self.zerolite.train_micro_batch_size_per_gpu or 1)
+
+    def gradient_accumulation_steps(self) -> int:
+        return int(self.zerolite.gradient_accumulation_steps)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def get_lr(self) -> list[float]:
+        rates: list[float] = self.zerolite.get_lr()
+        return rates
+
+    def gradient_clipping(self) -> float:
+        return float(self.zerolite.config.gradient_clipping)
+
+    def steps_per_print(self) -> int | None:
+        steps: int | None = self.zerolite.config.steps_per_print
+        return steps
+
+    def wall_clock_breakdown(self) -> bool:
+        return bool(self.zerolite.config.wall_clock_breakdown)
+
+    def loss_scale(self) -> float:
+        return float(self.zerolite.loss_scale)
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.optimizer is not None and self.optimizer.dynamic_loss_scale
+
+    def fp16_enabled(self) -> bool:
+        return bool(self.zerolite.config.fp16.enabled)
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self.zerolite.config.bf16.enabled)
+
+    def zero_optimization_stage(self) -> int:
+        return int(self.zerolite.config.zero_optimization.stage)
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() == 3
+
+    def zero_offload_optimizer(self) -> Any:
+        return self.zerolite.config.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        return self.zerolite.config.zero_optimization.offload_param
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return bool(self.zerolite.config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the module, for a name that this class does not have."""
+        if name in _ABSENT:
+            raise AttributeError(f"zerolite's DeepSpeedEngine has no {name!r}: {_ABSENT[name]}")
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = vars(self).get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise AttributeError(f"neither DeepSpeedEngine nor its module has an attribute {name!r}") from None
+            return getattr(module, name)

@@ -1,0 +1,14 @@
+"""``deepspeed.runtime.utils``: helpers that scripts use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerolite.utils.nested import map_tensors
+
+
+def move_to_device(item: Any, device: torch.device | str) -> Any:
+    """Return ``item``, nested lists, tuples and dicts of tensors, on ``device``."""
+    return map_tensors(lambda tensor: tensor.to(device), item)

@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.zero``."""
+
+from zerolite.compat.deepspeed.zero import GatheredParameters, Init, ZeroParamStatus, register_external_parameter
+
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]

@@ -1,0 +1,110 @@
+"""``deepspeed.initialize`` and ``deepspeed.add_config_arguments``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+import zerolite
+from zerolite.compat.deepspeed.comm import init_distributed
+from zerolite.compat.deepspeed.runtime.config import is_stage3, read_config
+from zerolite.compat.deepspeed.runtime.engine import DeepSpeedEngine
+from zerolite.compat.deepspeed.utils import z3_leaf_module
+from zerolite.compat.deepspeed.utils.logging import log_dist, warn_once
+
+_DEFAULT_PORT = 29500
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = _DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments.
+
+    config, config_params, args.deepspeed_config: the config, as DeepSpeed reads it. optimizer: counts instead of the
+    config's; lr_scheduler: the config's counts instead of it. Returns the engine, its optimizer, its loader of
+    ``training_data`` and its schedule, each None where there is none. Raises ValueError for arguments that zerolite
+    does not support, ConfigError for the config. Called on all ranks.
+    """
+    if model is None:
+        raise ValueError("deepspeed.initialize: expected a model, got None; pass model=")
+    for name, value, instead in (
+        ("mpu", mpu, "tensor_parallel.size in the config"),
+        ("mesh_param", mesh_param, "tensor_parallel.size in the config"),
+    ):
+        if value is not None:
+            raise ValueError(f"deepspeed.initialize: {name} is not supported, got {value!r}; use {instead}")
+    found = read_config(_config_of(args, config, config_params))
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    values = dict(found.zerolite)
+    if optimizer is not None:
+        if values.pop("optimizer", None) is not None:
+            warn_once("initialize: the optimizer that was passed counts, not that of the config")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            model_parameters = None  # they are in it
+    if lr_scheduler is not None and values.get("scheduler") is not None:
+        warn_once("initialize: the schedule of the config counts, not the one that was passed")
+        lr_scheduler = None
+    if optimizer is None and values.get("optimizer") is None:  # an engine that only evaluates
+        model_parameters = lr_scheduler = None
+        values.pop("scheduler", None)
+    if is_stage3(values):
+        _add_leaf_modules(model, values)
+    # A plain loss.backward() is divided by gradient_accumulation_steps too.
+    values.setdefault("divide_plain_backward", True)
+    engine = zerolite.initialize(
+        model,
+        values,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+    )
+    made = DeepSpeedEngine(engine, found)
+    log_dist(f"DeepSpeed info: provided by zerolite {zerolite.__version__}, {engine!r}", ranks=[0])
+    return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+    """The config among the three places in which DeepSpeed looks for it."""
+    path = getattr(args, "deepspeed_config", None)
+    given = [source for source in (config, config_params, path) if source is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "deepspeed.initialize: expected one config, as config= (or config_params=) or as args.deepspeed_config, "
+            f"got {len(given)}"
+        )
+    return given[0]
+
+
+def _add_leaf_modules(model: torch.nn.Module, values: dict[str, Any]) -> None:
+    """Name in the config what ``set_z3_leaf_modules`` has marked."""
+    names = [name for name, module in model.named_modules() if z3_leaf_module(module)]
+    if names:
+        zero = values["zero_optimization"]
+        block = zero.get("leaf_module") or {}
+        block = {**block, "names": [*block.get("names", ()), *names]}
+        values["zero_optimization"] = {**zero, "leaf_module": block}
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's options to a parser: --deepspeed, --deepspeed_config."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="read by the script: whether to use DeepSpeed")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON config")
+    return parser

@@ -1,0 +1,25 @@
+"""``deepspeed.utils.logging``: zerolite's logger under DeepSpeed's name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+logger = logging.getLogger("zerolite")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on these ranks; -1 among them, or None: on all."""
+    if not ranks or -1 in ranks or int(os.environ.get("RANK", "0")) in ranks:
+        logger.log(level, message)
+
+
+def warn_once(message: str) -> None:
+    """Log a warning on rank 0, once in this process."""
+    if message not in _said:
+        _said.add(message)
+        log_dist(message, ranks=[0], level=logging.WARNING)
+
+
+_said: set[str] = set()

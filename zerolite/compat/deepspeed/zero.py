@@ -1,0 +1,70 @@
+"""``deepspeed.zero``: partitioned parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import zerolite.zero
+from zerolite.compat.deepspeed.runtime.config import read_config
+from zerolite.zero import (
+    GatheredParameters,
+    ZeroParamStatus,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+_NOT_HERE = {
+    "mpu": "tensor parallelism is asked for in the config",
+    "data_parallel_group": "parameters are partitioned over all data-parallel ranks",
+    "zero_param_parallel_group": "parameters are partitioned over all data-parallel ranks",
+    "sequence_data_parallel_group": "parameters are partitioned over all data-parallel ranks",
+    "zero_quantized_weights": "weights are gathered in their own dtype",
+    "zero_quantized_nontrainable_weights": "weights are gathered in their own dtype",
+}
+_WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "param_swapper")
+
+
+class Init(zerolite.zero.Init):
+    """:class:`zerolite.zero.Init` with DeepSpeed's arguments. Parameters keep the dtype that they are made in, so that
+    master weights are exact, unless ``dtype`` is given."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        *,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        remote_device: str | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> None:
+        for name, value in others.items():
+            if name not in _NOT_HERE and name not in _WITHOUT_EFFECT:
+                raise TypeError(f"zero.Init got an unexpected argument {name!r}")
+            if name in _NOT_HERE and value:
+                raise ValueError(f"zero.Init: expected no {name}, got {value!r}: {_NOT_HERE[name]}; leave it out")
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        cleaned = None if source is None or not enabled else read_config(source).zerolite
+        super().__init__(module, cleaned, remote_device, dtype, enabled)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
+    """Give the module of an engine, its parameters whole for the time of the block. Called on all ranks."""
+    module = getattr(model, "module", model)
+    with GatheredParameters(module):
+        yield module
