@@ -50,7 +50,7 @@ $(INSTALLED): $(INPUTS) | $(CONSTRAINTS)
 	@touch $@
 
 $(ALL_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
-	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[transformers,lora,tensorboard,docs]'
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[transformers,lora,clients,tensorboard,docs]'
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)

@@ -21,14 +21,23 @@ ROOT = Path(__file__).resolve().parent
 BUILD_OPS = os.environ.get("ZEROLITE_BUILD_OPS") == "1"
 
 
+# Python runs this line when it starts; see zerolite/compat/as_deepspeed.py.
+AS_DEEPSPEED = (
+    'import os; os.environ.get("ZEROLITE_DEEPSPEED_COMPAT") == "1" and '
+    '__import__("zerolite.compat.as_deepspeed", fromlist=["activate"]).activate()\n'
+)
+
+
 class BuildPy(build_py):  # type: ignore[misc]  # setuptools has no types
-    """Python modules as ever, and the libraries if they are to be built ahead."""
+    """Python modules as ever, the line for ZEROLITE_DEEPSPEED_COMPAT, and the libraries if they are to be built
+    ahead."""
 
     def run(self) -> None:
         super().run()
         prebuilt = Path(self.build_lib, "zerolite", "op_builder", "prebuilt")
         if not self.editable_mode:
             shutil.rmtree(prebuilt, ignore_errors=True)  # of an earlier build in the same directory
+            Path(self.build_lib, "zerolite_deepspeed.pth").write_text(AS_DEEPSPEED, encoding="utf-8")
         if BUILD_OPS:
             sys.path.insert(0, str(ROOT))
             import op_builder
@@ -56,6 +65,7 @@ TEST = ["mypy>=1.8", "pytest>=8", "ruff>=0.6", "setuptools>=68", "wheel"]
 TRANSFORMERS = ["transformers>=4.40"]  # tests of its models are skipped where it is absent
 DIGITS = ["scikit-learn>=1.0"]  # the data of examples/digits
 LORA = ["peft>=0.10", "transformers>=4.40"]  # examples/lora
+CLIENTS = ["accelerate>=1.0", "peft>=0.10", "transformers>=4.46", "trl>=0.12"]  # tests/clients
 BENCH = ["deepspeed>=0.15", "numpy"]
 DOCS = ["mkdocs-material>=9.5", "mkdocs>=1.6", "mkdocstrings[python]>=0.26"]  # `make site`
 
@@ -73,7 +83,7 @@ setup(
         *["zerolite." + name for name in find_packages(include=["op_builder", "op_builder.*"])],
     ],
     package_dir={"zerolite": "zerolite", "zerolite.csrc": "csrc", "zerolite.op_builder": "op_builder"},
-    package_data={"zerolite.csrc": ["*", "**/*"]},
+    package_data={"zerolite.csrc": ["*", "**/*"], "zerolite.compat": ["alias/**/*"]},
     include_package_data=False,
     zip_safe=False,
     cmdclass={"build_py": BuildPy},
@@ -93,6 +103,7 @@ setup(
         "transformers": TRANSFORMERS,
         "digits": DIGITS,
         "lora": LORA,
+        "clients": CLIENTS,
         "bench": BENCH,
         "docs": DOCS,
         "plot": PLOT,

@@ -79,6 +79,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected_files(source: Path) -> set[str]:
     """Every file that must travel, named as in the wheel."""
     files = {path.relative_to(source).as_posix() for path in source.glob("zerolite/**/*.py")}
+    files.add("zerolite_deepspeed.pth")
     for name, pattern in (("csrc", "**/*"), ("op_builder", "**/*.py")):
         files |= {f"zerolite/{p.relative_to(source).as_posix()}" for p in (source / name).glob(pattern) if p.is_file()}
     return files
@@ -91,6 +92,7 @@ def test_wheel_holds_every_module_and_kernel_source_and_nothing_else(source: Pat
         entry_points = archive.read(f"zerolite-{__version__}.dist-info/entry_points.txt").decode()
         metadata = archive.read(f"zerolite-{__version__}.dist-info/METADATA").decode()
         assert any(name.endswith("/LICENSE") for name in archive.namelist())
+        assert "zerolite/compat/alias/deepspeed-0.16.3.dist-info/METADATA" in archive.namelist()
     assert names == expected_files(source)
     assert {"zerolite/csrc/README.md", "zerolite/csrc/sample/sample.cpp", "zerolite/op_builder/__init__.py"} <= names
     assert "zerolite = zerolite.launcher.cli:main" in entry_points
@@ -105,6 +107,15 @@ def test_installed_wheel_imports_from_elsewhere(installed: Path, tmp_path: Path)
     assert (installed / "zerolite" / SAMPLE_SOURCE).is_file()
     names = "import zerolite; [getattr(zerolite, name) for name in zerolite.__all__]; print(zerolite.__version__)"
     assert run(sys.executable, "-c", names, cwd=tmp_path, PYTHONPATH=str(installed)) == f"{__version__}\n"
+
+
+def test_a_variable_lets_import_deepspeed_find_ours(installed: Path, tmp_path: Path) -> None:
+    code = (
+        f"import site; site.addsitedir({str(installed)!r}); import importlib.util; "
+        "print(importlib.util.find_spec('deepspeed').origin)"
+    )
+    found = run(sys.executable, "-c", code, cwd=tmp_path, ZEROLITE_DEEPSPEED_COMPAT="1")
+    assert found == f"{installed / 'zerolite' / 'compat' / 'alias' / 'deepspeed' / '__init__.py'}\n"
 
 
 def test_console_script_of_the_wheel_launches(installed: Path, tmp_path: Path) -> None:

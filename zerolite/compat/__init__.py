@@ -1,1 +1,1 @@
-"""Importers of other programs' checkpoints."""
+"""DeepSpeed's Python interface, and the importer of its checkpoints."""

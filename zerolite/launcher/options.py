@@ -150,6 +150,8 @@ def _add_processes(parser: _Parser) -> None:
     add("--env-file", metavar="FILE",
         help=f"lines KEY=VALUE for the ranks' environment (default: {ENV_FILE} here or in the home directory, if it "
         "is there)")  # fmt: skip
+    add("--deepspeed-compat", action="store_true",
+        help="let `import deepspeed` in the script find zerolite.compat.deepspeed")  # fmt: skip
     add("--bind-cores", "--bind-cores-to-rank", action="store_true", help="bind each rank to cores of its own")
     add("--dry-run", action="store_true", help="print the commands and their environment, and start nothing")
     add("-m", dest="module_name", metavar="MODULE", help="run a module, as in `python -m MODULE`")
@@ -280,6 +282,11 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
     try:
         own = {one.name: getattr(options, one.name) for one in dataclasses.fields(LaunchRequest) if one.name in options}
         env_file = find_env_file(options.env_file, os.environ)
+        env = {} if env_file is None else read_env_file(env_file)
+        if options.deepspeed_compat:
+            from zerolite.compat.as_deepspeed import variables
+
+            env |= variables({**os.environ, **env})
         alone = options.node_rank is not None or (options.launcher == "none" and options.hostfile is None)
         own.update(
             python=not options.no_python,
@@ -289,7 +296,7 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             no_ssh=options.no_ssh or alone,
             log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
             tee=parse_ranks(options.tee),
-            env={} if env_file is None else read_env_file(env_file),
+            env=env,
         )
         return LaunchRequest(target, script_args, **own)
     except OSError as error:

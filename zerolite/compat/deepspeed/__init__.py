@@ -11,8 +11,6 @@ from typing import Any
 from zerolite.compat.deepspeed.version import __version__
 from zerolite.utils.lazy import lazy_names
 
-_MODULES = "accelerator checkpoint checkpointing comm launcher ops pipe runtime utils zero".split()
-
 __all__ = [
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
@@ -22,7 +20,16 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
-    *_MODULES,
+    "accelerator",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "launcher",
+    "ops",
+    "pipe",
+    "runtime",
+    "utils",
+    "zero",
 ]
 
 _ABSENT = {
@@ -48,7 +55,7 @@ _load = lazy_names(
         "get_accelerator": f"{__name__}.accelerator",
         "init_distributed": f"{__name__}.comm",
         "initialize": f"{__name__}.start",
-        **dict.fromkeys(_MODULES, ""),
+        **dict.fromkeys("accelerator checkpoint checkpointing comm launcher ops pipe runtime utils zero".split(), ""),
     },
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerolite import Engine
+from zerolite.engine.engine import Engine
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerolite import Engine
 from zerolite.checkpoint.directory import MANIFEST
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.comm import raise_together
 from zerolite.compat.deepspeed_files import find_tag
 from zerolite.compat.deepspeed_import import import_deepspeed
+from zerolite.engine.engine import Engine
 
 IMPORTED = ".zerolite-import"
 """Directory, inside that of the checkpoint, in which a checkpoint of DeepSpeed lies in zerolite's form for a moment."""
@@ -26,36 +27,51 @@ main()
 '''
 
 
+def on_rank0(engine: Engine, call: str, work: Callable[[], Any]) -> None:
+    """Let rank 0 do ``work``; if it raises, CheckpointError on all ranks. call: of the user, for the message. Called on
+    all ranks."""
+    error = None
+    if engine.rank == 0:
+        try:
+            work()
+        except Exception as problem:
+            error = problem
+    raise_together(engine.topology.world, engine.device, "checkpoint", error, call, CheckpointError)
+
+
 def save(
     engine: Engine, save_dir: Any, tag: Any, client_state: dict[str, Any] | None, latest: bool, without_frozen: bool
 ) -> None:
     """Save, and let rank 0 write the script that exports the checkpoint."""
-    name = None if tag is None else str(tag)
-    engine.save_checkpoint(save_dir, name, client_state, latest, without_frozen)
-    if engine.rank == 0:
+
+    def write_script() -> None:
         script = Path(save_dir, "zero_to_fp32.py")
         script.write_text(_SCRIPT, encoding="utf-8")
         script.chmod(0o755)
 
+    engine.save_checkpoint(save_dir, None if tag is None else str(tag), client_state, latest, without_frozen)
+    on_rank0(engine, "DeepSpeedEngine.save_checkpoint", write_script)
 
-def load(engine: Engine, load_dir: Any, tag: Any, flags: tuple[bool, ...]) -> tuple[str | None, dict[str, Any]]:
+
+def load(
+    engine: Engine, load_dir: Any, tag: Any, flags: tuple[bool, bool, bool, bool]
+) -> tuple[str | None, dict[str, Any]]:
     """Load, after rank 0 has imported what DeepSpeed has written. flags: those of ``Engine.load_checkpoint`` up to
     ``load_module_only``."""
     directory, name = Path(load_dir), None if tag is None else str(tag)
-    imported, error = False, None
-    if engine.rank == 0:
-        try:
-            imported = is_deepspeeds(directory, name)
-            if imported:
-                import_deepspeed(directory, directory / IMPORTED, name)
-        except Exception as problem:
-            error = problem
-    call = "DeepSpeedEngine.load_checkpoint"
-    raise_together(engine.topology.world, engine.device, "checkpoint", error, call, CheckpointError)
+    imported = False
+
+    def convert() -> None:
+        nonlocal imported
+        if is_deepspeeds(directory, name):
+            import_deepspeed(directory, directory / IMPORTED, name)
+            imported = True
+
+    on_rank0(engine, "DeepSpeedEngine.load_checkpoint", convert)
     imported = bool(engine.reduce(int(imported), "max"))
     try:
         source = directory / IMPORTED if imported else directory
-        path, client_state = engine.load_checkpoint(source, name, *flags, True)
+        path, client_state = engine.load_checkpoint(source, name, *flags, missing_ok=True)
         engine.reduce(0, "max")  # all ranks have read what rank 0 is about to remove
     finally:
         if imported and engine.rank == 0:

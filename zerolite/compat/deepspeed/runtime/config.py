@@ -129,10 +129,16 @@ _SUPPORTED = frozenset(supported_paths())
 
 
 def _settle_numbers(values: dict[str, Any]) -> None:
-    """Infinity for "never", and the dtype of outputs."""
+    """Infinity for "never", and defaults that differ: DeepSpeed's Adam decays no weights unless it is told to, and
+    bf16 outputs stay so."""
     for holder, key in _leaves(values):
         if isinstance(holder[key], float) and math.isinf(holder[key]) and key != "steps_per_print":
             raise ValueError(f"config: expected a finite number for {key}, got {holder[key]}; write one")
+    optimizer = values.get("optimizer")
+    if isinstance(optimizer, dict) and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
+        params = optimizer["params"] = dict(optimizer.get("params") or {})
+        if not params.get("torch_adam"):
+            params.setdefault("weight_decay", 0.0)
     bf16 = values.get("bf16", values.get("bfloat16"))
     if isinstance(bf16, dict) and bf16.get("enabled"):
         bf16.setdefault("output_dtype", "bf16")
@@ -161,7 +167,7 @@ def _asks(value: Any) -> bool:
     """Return whether a value that is left out asks for anything."""
     if isinstance(value, Mapping):
         return bool(value.get("enabled", any(map(_asks, value.values()))))
-    return value not in (None, False, 0, 1, -1)
+    return value is True or (value is not None and value not in (0, 1, -1))  # 1 and -1: groups of no size
 
 
 def is_stage3(values: Mapping[str, Any]) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from zerolite import Engine
 from zerolite.compat.deepspeed.runtime import checkpoints
 from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
+from zerolite.engine.engine import Engine
 
 _ABSENT = {
     "set_train_batch_size": "the batch size is that of the config for the engine's whole life",
@@ -43,6 +43,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.optimizer: DeepSpeedOptimizer | None = None if engine.optimizer is None else kind(engine)
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
+        self._at_boundary = False  # whether the last step() was due to update
 
     # ---------------------------------------------------------------- the loop
 
@@ -67,7 +68,7 @@ class DeepSpeedEngine(torch.nn.Module):
             raise ValueError(
                 f"DeepSpeedEngine.step: expected no lr_kwargs, got {lr_kwargs!r}; step the schedule yourself"
             )
-        self.zerolite.step()
+        self._at_boundary = self.zerolite.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. Called on all ranks."""
@@ -100,8 +101,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed weights. Waits for the step."""
-        done = self.global_steps > 0 and self.zerolite.micro_steps > 0
-        return done and self.optimizer is not None and not self.optimizer.overflow
+        return self._at_boundary and self.optimizer is not None and not self.optimizer.overflow
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradient before clipping; None before the first step."""
@@ -172,9 +172,12 @@ class DeepSpeedEngine(torch.nn.Module):
     ) -> bool:
         """Write the whole model as one file of ``torch.save``, in the compute dtype. Called on all ranks."""
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if state is not None:
+
+        def write() -> None:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
+
+        checkpoints.on_rank0(self.zerolite, "DeepSpeedEngine.save_16bit_model", write)
         return True
 
     save_fp16_model = save_16bit_model

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import zerolite
-from zerolite import RepeatingLoader
 from zerolite.compat.deepspeed.utils import groups
 from zerolite.compat.deepspeed.utils.logging import log_dist, logger
+from zerolite.data.dataloader import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",

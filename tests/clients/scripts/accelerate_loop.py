@@ -1,0 +1,102 @@
+"""A training loop with accelerate: `accelerate_loop.py OUT 0,fp32 1,fp32 ...`, one run for each stage and precision.
+
+Two ranks, gradient accumulation, clipping and a schedule, then a save, a load into a second model and one more step.
+Rank 0 writes the losses and the largest weight difference after the load.
+"""
+
+import json
+import sys
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, set_seed
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        self.head = torch.nn.Linear(64, 1)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))  # without dimensions
+
+    def forward(self, x):
+        return self.head(self.body(x)) * self.scale
+
+
+def make_accelerator(stage, precision):
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8},
+    }
+    if stage == "3":
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    precision = {"fp32": "no"}.get(precision, precision)
+    kwargs = [InitProcessGroupKwargs(backend="gloo")]
+    return Accelerator(kwargs_handlers=kwargs, deepspeed_plugin=plugin, mixed_precision=precision)
+
+
+def run(folder, stage, precision):
+    set_seed(7)
+    accelerator = make_accelerator(stage, precision)
+    data = [(torch.randn(8), torch.randn(1)) for _ in range(64)]
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses, norms = [], []
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(x).float(), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5) or 0.0))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.gather(loss.detach()).mean()))
+    saved = f"{folder}/{stage}-{precision}"
+    accelerator.save_state(saved)
+    before = {k: v.clone() for k, v in (accelerator.get_state_dict(model) or {}).items()}
+    accelerator.backward(model(x).float().mean())  # moves the weights away from what was saved
+    moved = largest_difference(before, accelerator.get_state_dict(model) or {})
+    accelerator.load_state(saved)
+    state = accelerator.get_state_dict(model) or {}
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "moved": moved,
+        "difference": largest_difference(before, state),
+        "total": float(sum(value.double().abs().sum() for value in state.values())),
+        "lr": scheduler.get_last_lr()[0],
+        "names": sorted(state),
+    }
+    accelerator.free_memory(model)
+    return result
+
+
+def largest_difference(one, other):
+    return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
+
+
+def main(out, *cases):
+    results = {}
+    for case in cases:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        results[case] = run(out + ".states", *case.split(","))
+        if torch.distributed.get_rank() == 0:
+            with open(out, "w") as file:
+                json.dump(results, file)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

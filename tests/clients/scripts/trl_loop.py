@@ -1,0 +1,73 @@
+"""TRL on two ranks: `trl_loop.py OUT KIND STAGE`; KIND is "sft" or "dpo" (with a reference model).
+
+Three steps of a small Llama on tokenized rows. Rank 0 writes the losses.
+"""
+
+import json
+import os
+import sys
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+WORDS = [f"w{number}" for number in range(60)]
+
+
+def make_tokenizer():
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def make_model():
+    set_seed(5)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def text(number, words):
+    return " ".join(WORDS[(number * 7 + step * (number % 5 + 1)) % len(WORDS)] for step in range(words))
+
+
+def main(out, kind, stage):
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": int(stage)},
+    }
+    common = {
+        "output_dir": out + ".runs", "deepspeed": config, "per_device_train_batch_size": 2, "max_steps": 3,
+        "learning_rate": 1e-3, "logging_steps": 1, "save_steps": 3, "report_to": [], "bf16": False,
+        "gradient_checkpointing": False, "disable_tqdm": True, "accelerator_config": {"use_configured_state": True},
+    }  # fmt: skip
+    if kind == "sft":
+        rows = Dataset.from_list([{"text": text(n, 12)} for n in range(24)])
+        trainer = SFTTrainer(make_model(), SFTConfig(max_length=32, **common), train_dataset=rows,
+                             processing_class=make_tokenizer())  # fmt: skip
+    else:
+        rows = Dataset.from_list(
+            [{"prompt": text(n, 4), "chosen": text(n + 1, 5), "rejected": text(n + 2, 5)} for n in range(24)]
+        )
+        trainer = DPOTrainer(make_model(), ref_model=make_model(), args=DPOConfig(max_length=32, **common),
+                             train_dataset=rows, processing_class=make_tokenizer())  # fmt: skip
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if trainer.args.process_index == 0:
+        with open(out, "w") as file:
+            json.dump({"losses": losses}, file)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

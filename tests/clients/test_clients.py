@@ -1,0 +1,132 @@
+"""accelerate, transformers, PEFT and TRL on two ranks, unchanged, with zerolite behind `import deepspeed`.
+
+Each script in scripts/ runs under DeepSpeed as well as under zerolite. The numbers here marked so are what DeepSpeed
+0.16.3 gave for the same script, on two ranks with gloo and torch 2.13.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 600
+
+# DeepSpeed's, stages 2 and 3 in fp32: the last three losses, and the last norm before clipping.
+ACCELERATE_LOSSES = [1.5538098812103271, 0.7038121223449707, 0.7791683077812195]
+ACCELERATE_NORM = 1.0579493045806885
+# DeepSpeed's, stage 2.
+TRAINER_LOSSES = [
+    4.5691118240356445,
+    4.580258846282959,
+    4.556103706359863,
+    4.571515083312988,
+    4.572039604187012,
+    4.587225914001465,
+]
+TRAINER_EVALS = [4.537005424499512, 4.483879089355469]
+TRAINER_TOKENS = [10, 56, 25, 3, 3, 3, 3, 3]
+# zerolite's.
+LORA_LOSSES = [
+    4.5691118240356445,
+    4.580258846282959,
+    4.556103706359863,
+    4.565469264984131,
+    4.567890167236328,
+    4.586223602294922,
+]
+TRL_LOSSES = {
+    "sft": [4.176846504211426, 4.158027648925781, 4.159029960632324],
+    "dpo": [0.6931471824645996, 0.6957588195800781, 0.7003217935562134],
+}
+
+
+def need(*modules: str) -> None:
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+
+
+def run(tmp_path: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> Any:
+    """Run a script on two ranks and return what rank 0 has written."""
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {key: value for key, value in os.environ.items() if key not in dropped}
+    environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    root = str(Path(__file__).resolve().parents[2])
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH", "")]))
+    start = launcher or ("-m", "zerolite.launcher.cli", "--nproc", "2", "--deepspeed-compat")
+    out = tmp_path / "out.json"
+    command = [sys.executable, *start, str(SCRIPTS / script), str(out), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(out.read_text())
+
+
+def test_accelerate_at_every_stage_and_precision(tmp_path: Path) -> None:
+    """Accumulation, clipping, a schedule of the user's, save and load."""
+    need("accelerate")
+    cases = [f"{stage},{precision}" for precision in ("fp32", "bf16") for stage in range(4)] + ["2,fp16"]
+    for case, result in run(tmp_path, "accelerate_loop.py", *cases).items():
+        close = 1e-6 if case.endswith("fp32") else 3e-2
+        assert result["losses"][-3:] == pytest.approx(ACCELERATE_LOSSES, rel=close), case
+        assert result["norms"][-1] == pytest.approx(ACCELERATE_NORM, rel=close), case
+        assert result["moved"] > 0.0 and result["difference"] == 0.0, case
+        assert "scale" in result["names"] and result["lr"] == pytest.approx(1e-2 / 17)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trainer_trains_evaluates_resumes_and_generates(tmp_path: Path, stage: int) -> None:
+    need("accelerate", "transformers")
+    result = run(tmp_path, "trainer_loop.py", "full", str(stage))
+    assert result["losses"] == pytest.approx(TRAINER_LOSSES, rel=1e-6)
+    assert result["evals"] == pytest.approx(TRAINER_EVALS, rel=1e-6)
+    assert result["resumed"] == result["losses"][3:]
+    assert result["tokens"] == [TRAINER_TOKENS]
+    assert {"global_step3", "latest", "zero_to_fp32.py", "model.safetensors"} <= set(result["files"])
+    assert {"config.json", "model.safetensors"} <= set(result["model"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_with_lora(tmp_path: Path, stage: int) -> None:
+    need("accelerate", "transformers", "peft")
+    result = run(tmp_path, "trainer_loop.py", "lora", str(stage))
+    assert result["losses"] == pytest.approx(LORA_LOSSES, rel=1e-6)
+    assert result["resumed"] == result["losses"][3:]
+    assert "adapter_model.safetensors" in result["files"] and "adapter_model.safetensors" in result["model"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trl(tmp_path: Path, kind: str, stage: int) -> None:
+    """DPO has a reference model: a second engine, without an optimizer."""
+    need("accelerate", "transformers", "datasets", "trl")
+    assert run(tmp_path, "trl_loop.py", kind, str(stage))["losses"] == pytest.approx(TRL_LOSSES[kind], rel=1e-5)
+
+
+def test_models_made_under_zero_init(tmp_path: Path) -> None:
+    need("accelerate", "transformers")
+    result = run(tmp_path, "pretrained.py")
+    for name in ("partitioned", "loaded", "tied", "names", "same"):
+        assert result[name], name
+    assert 0.015 < result["spread"] < 0.025  # transformers' initialisation, 0.02
+    assert result["worst"] < 1e-6
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """accelerate's own launcher, which looks for DeepSpeed itself and hands the config to the script."""
+    need("accelerate")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
+    launch = ("-m", "zerolite.compat.deepspeed", "-m", "accelerate.commands.launch", "--use_deepspeed")
+    options = ("--num_processes", "2", "--num_machines", "1", "--main_process_port", "0")
+    config = ("--deepspeed_config_file", str(tmp_path / "ds.json"), "--mixed_precision", "no")
+    result = run(tmp_path, "accelerate_loop.py", "2,fp32", launcher=(*launch, *options, *config))
+    assert result["2,fp32"]["losses"][-3:] == pytest.approx(ACCELERATE_LOSSES, rel=1e-6)

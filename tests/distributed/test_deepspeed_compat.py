@@ -1,0 +1,51 @@
+"""`zerolite.compat.deepspeed`: loops written for DeepSpeed give plain PyTorch's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pool import Pools
+
+CASES = "tests.distributed.cases.deepspeed_compat"
+_FAST = {(1, "engine"), (2, "plain"), (3, "by hand")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        pytest.param(stage, kind, marks=() if (stage, kind) in _FAST else pytest.mark.slow)
+        for stage in range(4)
+        for kind in ("engine", "plain", "by hand")
+    ],
+)
+def test_a_loop_trains_as_plain_pytorch(pools: Pools, stage: int, kind: str) -> None:
+    for rank in pools(2).run(f"{CASES}:parity", {"stage": stage, "kind": kind}):
+        assert rank["worst"] < 2e-6
+        assert rank["norms"][0] == pytest.approx(rank["norms"][1], rel=1e-5)
+        assert (rank["steps"], rank["batch"], rank["config"]) == (3, (16, 4, 2), stage)
+        assert rank["prefixed"] and rank["applied"] and rank["lr"] and rank["note"] == "of the module"
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_checkpoint_continues_and_is_exported(pools: Pools, tmp_path: Path, stage: int) -> None:
+    for rank in pools(2).run(f"{CASES}:resume", {"stage": stage, "folder": str(tmp_path)}):
+        assert rank["path"] and rank["same"] and rank["exported"]
+        assert rank["client_state"] == {"epoch": 4} and rank["missing"] == (None, {})
+    assert (tmp_path / "latest").read_text().strip() == "global_step2"
+    assert (tmp_path / "zero_to_fp32.py").stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_model_without_an_optimizer_and_a_second_engine(pools: Pools, stage: int) -> None:
+    for rank in pools(2).run(f"{CASES}:reference_model", {"stage": stage}):
+        assert rank == {"none": True, "same": True, "again": 1}
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_deepspeed_is_loaded(pools: Pools, tmp_path: Path, stage: int) -> None:
+    for rank in pools(2).run(f"{CASES}:load_deepspeeds", {"stage": stage, "folder": str(tmp_path)}):
+        assert rank["same"] and rank["exported"] and rank["tied"]
+        assert rank["state"] == ("global_step6", {"epoch": 3}, [0.5], 6)
+        assert rank["left"] == []

@@ -1,0 +1,185 @@
+"""`zerolite.compat.deepspeed` in one process: the config as DeepSpeed reads it, and what `import deepspeed` finds."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerolite.compat.deepspeed as deepspeed
+from zerolite.compat.as_deepspeed import FOLDER, SWITCH, variables
+from zerolite.compat.deepspeed.runtime.config import read_config
+from zerolite.compat.deepspeed.utils import logging as log
+from zerolite.config import ConfigError, load_config
+
+
+def test_left_over_auto_and_unknown_keys_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    log._said.clear()
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.98]}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "allgather_bucket_size": 5e8},
+        "zero_optimization.reduce_bucket_size": 1024.0,
+        "my_own_key": {"a": 1},
+        "steps_per_print": float("inf"),
+    }
+    before = json.dumps(given)
+    with caplog.at_level(logging.WARNING, logger="zerolite"):
+        config = read_config(given)
+        read_config(given)
+    assert config.raw is given and json.dumps(given) == before
+    assert config.zerolite == {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.98], "weight_decay": 0.0}},
+        "zero_optimization": {"stage": 2, "allgather_bucket_size": 5e8},
+        "steps_per_print": float("inf"),
+    }
+    load_config(config.zerolite)
+    assert [record.args or record.message for record in caplog.records] == [
+        "config: zero_optimization.reduce_bucket_size is no key of the config, and is ignored as DeepSpeed does",
+        "config: my_own_key is no key of the config, and is ignored as DeepSpeed does",
+    ]
+
+
+def test_deprecated_spellings_are_read() -> None:
+    zero = {
+        "stage": 3,
+        "cpu_offload": True,
+        "cpu_offload_params": False,
+        "stage3_gather_fp16_weights_on_model_save": True,
+        "prefetch_bucket_size": 100,
+    }
+    assert read_config({"zero_optimization": zero}).zerolite["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_prefetch_bucket_size": 100,
+    }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}},
+        {"autotuning": {"enabled": True}, "compile": {"deepcompile": True}},
+        {"checkpoint": {"use_node_local_storage": True}, "aio": {"use_gds": True}},
+    ],
+)
+def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    log._said.clear()
+    with pytest.raises(ConfigError):
+        load_config(given)
+    with caplog.at_level(logging.WARNING, logger="zerolite"):
+        load_config(read_config(given).zerolite)
+    assert "has no effect here" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+        {"zero_optimization": {"stage": 2, "no_such_key": 1}},
+        {"sparse_gradients": True},
+        {"amp": {"enabled": True}},
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "fp16": {"enabled": "yes"}},
+    ],
+)
+def test_what_would_change_numbers_is_an_error(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        load_config(read_config(given).zerolite)
+
+
+def test_infinity_stands_for_never_alone() -> None:
+    with pytest.raises(ValueError, match="expected a finite number for gradient_clipping, got inf"):
+        read_config({"gradient_clipping": float("inf")})
+
+
+def test_a_config_is_a_dict_a_file_or_text(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 4, "bf16": {"enabled": true}}')
+    encoded = base64.urlsafe_b64encode(path.read_bytes()).decode()
+    for source in (path, str(path), path.read_text(), encoded):
+        config = read_config(source)
+        assert config.raw["train_batch_size"] == 4
+        assert config.zerolite["bf16"] == {"enabled": True, "output_dtype": "bf16"}
+
+
+def test_optimizers_are_those_that_the_kernels_know() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    adam = deepspeed.ops.adam
+    assert type(adam.FusedAdam(parameters)) is torch.optim.AdamW
+    assert type(adam.FusedAdam(parameters, adam_w_mode=False)) is torch.optim.Adam
+    group = {"params": parameters, "lr": 0.5}
+    assert adam.DeepSpeedCPUAdam([group], weight_decay=0.1).param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="bias_correction"):
+        adam.FusedAdam(parameters, bias_correction=False)
+
+
+def test_leaf_modules_are_marked() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    assert deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.Linear]) == [model[0]]
+    assert deepspeed.utils.z3_leaf_module(model[0]) and not deepspeed.utils.z3_leaf_module(model[1])
+    with pytest.raises(ValueError, match="found none"):
+        deepspeed.utils.set_z3_leaf_modules(model, ["LSTM"])
+
+
+def test_what_is_absent_is_said_in_a_sentence() -> None:
+    with pytest.raises(AttributeError, match="no inference engine"):
+        _ = deepspeed.init_inference
+    with pytest.raises(AttributeError, match="ops"):
+        _ = deepspeed.no_such_name
+
+
+SCRIPT = """\
+import importlib.metadata, importlib.util, subprocess, sys
+spec = importlib.util.find_spec("deepspeed")
+assert spec is not None and "torch" not in sys.modules, spec
+import deepspeed
+assert importlib.metadata.version("deepspeed") == deepspeed.__version__ == deepspeed.version.__version__
+assert importlib.util.find_spec("deepspeed") is not None and "torch" not in sys.modules
+if sys.argv[1:] != ["parent"]:
+    sys.exit()
+import deepspeed.runtime.engine
+from deepspeed.runtime.engine import DeepSpeedEngine
+import zerolite.compat.deepspeed.runtime.engine as ours
+assert DeepSpeedEngine is ours.DeepSpeedEngine is deepspeed.DeepSpeedEngine
+assert ours.__spec__.name == ours.__name__ == "zerolite.compat.deepspeed.runtime.engine"
+try:
+    import deepspeed.moe
+except ImportError as error:
+    assert "docs/deepspeed.md" in str(error)
+else:
+    raise AssertionError("deepspeed.moe")
+subprocess.run([sys.executable, __file__], check=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["module", pytest.param("launcher", marks=pytest.mark.slow)])
+def test_import_deepspeed_finds_ours_where_it_was_asked_for(tmp_path: Path, way: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environ = {**os.environ, "RANK": "0"}
+    launcher = ["-m", "zerolite.launcher.cli", "--nproc", "1", "--deepspeed-compat"]
+    command = [sys.executable, *(["-m", "zerolite.compat.deepspeed"] if way == "module" else launcher)]
+    done = subprocess.run(
+        [*command, str(script), "parent"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "zerolite.compat.deepspeed" in line]
+    assert len(said) == 2, done.stderr  # one for each process
+
+
+def test_variables_of_child_processes() -> None:
+    found = variables({"PYTHONPATH": os.pathsep.join(["/a", FOLDER, "/b"])})
+    assert found == {SWITCH: "1", "PYTHONPATH": os.pathsep.join([FOLDER, "/a", "/b"])}
+    metadata = Path(FOLDER, "deepspeed-0.16.3.dist-info", "METADATA").read_text()
+    assert f"\nVersion: {deepspeed.__version__}\n" in metadata
