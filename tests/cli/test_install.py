@@ -114,7 +114,7 @@ def test_a_variable_lets_import_deepspeed_find_ours(installed: Path, tmp_path: P
         f"import site; site.addsitedir({str(installed)!r}); import importlib.util; "
         "print(importlib.util.find_spec('deepspeed').origin)"
     )
-    found = run(sys.executable, "-c", code, cwd=tmp_path, ZEROLITE_DEEPSPEED_COMPAT="1")
+    found = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed), ZEROLITE_DEEPSPEED_COMPAT="1")
     assert found == f"{installed / 'zerolite' / 'compat' / 'alias' / 'deepspeed' / '__init__.py'}\n"
 
 
