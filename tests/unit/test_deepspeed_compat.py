@@ -90,6 +90,7 @@ def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: p
         {"zero_optimization": {"stage": 2, "no_such_key": 1}},
         {"sparse_gradients": True},
         {"amp": {"enabled": True}},
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
         {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "fp16": {"enabled": "yes"}},
     ],
 )
