@@ -22,7 +22,7 @@ _one_thread = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """In the child of a fork the thread that held the lock does not exist."""
+    """Make a new lock in the child of a fork, where the thread that held the lock does not exist."""
     global _one_thread
     _one_thread = threading.Lock()
 

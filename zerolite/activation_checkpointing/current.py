@@ -28,7 +28,7 @@ _group: Communicator | None = None
 
 
 def current() -> Checkpointing:
-    """For a call from here."""
+    """Return the settings for a call from here."""
     if running.stack:
         return running.stack[-1]
     if _configured is not None:

@@ -48,7 +48,7 @@ class ActivationShards:
         return wholes
 
     def check(self) -> None:
-        """Raises RuntimeError for unequal inputs that are known of by now."""
+        """Raise RuntimeError for unequal inputs that are known of by now."""
         while self._unread and self._unread[0].known():
             flags = self._unread.pop(0)
             different = flags.ranks()

@@ -63,7 +63,7 @@ class _Ahead:
 
 
 class Keeper:
-    """Keeps inputs of checkpoints: on the host (``source``'s place), in parts (``cut``), or both."""
+    """Keeper of checkpoints' inputs: on the host (``source``'s place), sharded (``cut``), or both."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class BorrowedMemory:
 
 
 class MemorySource(Protocol):
-    """Gives out memory. Copies to and from it run in the order in which they are launched, so what has gone back may be
+    """Give out memory. Copies to and from it run in the order in which they are launched, so what has gone back may be
     given out at once."""
 
     place: str

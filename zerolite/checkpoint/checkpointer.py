@@ -59,7 +59,7 @@ class Checkpointer:
         return self._saver.nbytes()
 
     def wait(self) -> None:
-        """Until what is saved in the background is on the disk. Raises CheckpointError if that went wrong."""
+        """Wait until what is saved in the background is on the disk. Raises CheckpointError if that went wrong."""
         self._saver.wait()
 
 
@@ -76,7 +76,7 @@ def _nothing() -> UserState:
 
 
 def directory_of(path: str | os.PathLike[str], what: str) -> str:
-    """Raises ValueError, calling it ``what``, for anything but a path."""
+    """Raise ValueError, calling it ``what``, for anything but a path."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ValueError(f"expected {what} to be a directory, got {path!r}")
     return os.path.abspath(os.fspath(path))

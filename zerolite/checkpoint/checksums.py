@@ -30,7 +30,7 @@ class BlockChecksums:
         self._work.put(parts)
 
     def wait(self) -> None:
-        """For what was added."""
+        """Return the checksums of what was added."""
         self._done.get()
 
     def finish(self) -> FileEntry:

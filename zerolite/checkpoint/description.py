@@ -52,7 +52,7 @@ def of_earlier_stages(stages: Sequence[ModelFacts], stage: int) -> frozenset[str
 
 
 def first_with(names_by_rank: Iterable[Iterable[str]]) -> dict[str, int]:
-    """For each name the first rank that has it."""
+    """Return for each name the first rank that has it."""
     found: dict[str, int] = {}
     for rank, names in enumerate(names_by_rank):
         for name in names:

@@ -38,7 +38,7 @@ def default_tag(global_steps: int) -> str:
 
 
 def check_tag(tag: object) -> str:
-    """Raises ValueError for what cannot be the name of a checkpoint."""
+    """Raise ValueError for what cannot be the name of a checkpoint."""
     plain = isinstance(tag, str) and tag == os.path.basename(tag).strip() and tag.isprintable()
     if not isinstance(tag, str) or not plain or not tag or tag.startswith(".") or tag == LATEST:
         raise ValueError(
@@ -59,7 +59,7 @@ class Complete:
 
 
 def complete_checkpoints(directory: Path) -> list[Complete]:
-    """In order; [] if there is no such directory."""
+    """List the checkpoints in order; [] if there is no such directory."""
     try:
         candidates = _candidates(directory)
     except OSError:
@@ -94,7 +94,7 @@ def _read_head(path: Path, tag: str) -> Complete | None:
 
 
 def newest_complete(directory: Path) -> str:
-    """For messages: which checkpoint could be loaded instead."""
+    """Describe, for messages, which checkpoint could be loaded instead."""
     found = complete_checkpoints(directory)
     return f"The newest complete checkpoint there is '{found[-1].tag}'" if found else "There is no complete one there"
 

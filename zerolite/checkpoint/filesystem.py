@@ -29,7 +29,7 @@ where tests let a process die or a disk be full."""
 
 
 def make_directory(path: Path, exist_ok: bool = False) -> None:
-    """With its parents; on the disk when this returns."""
+    """Make a directory with its parents; on the disk when this returns."""
     if not (exist_ok and path.is_dir()):
         new = [made for made in (path, *path.parents) if not made.exists()]
         before_operation("mkdir", path)
@@ -120,7 +120,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """On the disk when this returns. Returns ``target``."""
+    """Write a file that is on the disk when this returns. Returns ``target``."""
     before_operation("rename", target)
     os.rename(source, target)
     sync_directory(target.parent)

@@ -174,7 +174,7 @@ class Loader:
     def _match_groups(
         self, reader: CheckpointReader, state: SavedState, model: ModelFacts, trains: Mapping[str, str]
     ) -> list[int | None]:
-        """Raises CheckpointError for values of other types."""
+        """Raise CheckpointError for values of other types."""
         saved = state.optimizer.groups
         groups = match_groups(model.groups, saved, trains)
 

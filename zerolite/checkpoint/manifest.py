@@ -104,12 +104,12 @@ class About:
 
 
 def library_versions() -> dict[str, str]:
-    """For :class:`About`."""
+    """Return the versions for :class:`About`."""
     return {"zerolite": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def count_parameters(described: Mapping[str, ParameterFacts]) -> dict[str, int]:
-    """For :class:`About`, of state.json's "parameters"."""
+    """Return the numbers of parameters for :class:`About`, of state.json's "parameters"."""
     numels = {name: math.prod(entry.shape) for name, entry in described.items()}
     trained = [name for name, entry in described.items() if entry.trained]
     return {
@@ -232,7 +232,7 @@ def index_to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def index_from_json(file: Path, content: bytes, files: Mapping[str, FileEntry]) -> dict[str, StoredTensor]:
-    """Raises CheckpointError for anything that :func:`index_to_json` does not write."""
+    """Raise CheckpointError for anything that :func:`index_to_json` does not write."""
     try:
         body = validated(lambda: _Index.model_validate_json(content))
         tensors = {key: entry.stored(body.files) for key, entry in body.tensors.items()}

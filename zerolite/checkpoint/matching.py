@@ -62,7 +62,7 @@ def _match_adapted(here: Iterable[str], stored: Iterable[str]) -> dict[str, str]
 
 
 def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Raises CheckpointError if a strict load cannot be one."""
+    """Raise CheckpointError if a strict load cannot be one."""
     problems = []
     if missing:
         problems.append(f"it has no {what} {listed(missing)}")
@@ -86,8 +86,8 @@ def listed(names: Sequence[str]) -> str:
 def match_groups(
     here: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]
 ) -> list[int | None]:
-    """For each param group here, the stored one that has the same parameters, as far as both models have them; None if
-    there is none. A group without any parameter matches one without any in the same place.
+    """Find for each param group here the stored one that has the same parameters, as far as both models have them; None
+    if there is none. A group without any parameter matches one without any in the same place.
 
     here: names of parameters. names: of those that are trained in both, stored by here.
     """

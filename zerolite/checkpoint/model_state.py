@@ -98,7 +98,7 @@ class ModelState:
         return ((n, m) for n, m in self.model.named_modules() if type(m).get_extra_state is not plain)
 
     def index_of(self) -> dict[int, int]:
-        """From the id of a trained parameter to its index in the layout."""
+        """Return the index in the layout of each trained parameter, by its id."""
         return {id(parameter): index for index, parameter in enumerate(self.buffer.parameters)}
 
     def names_by_index(self) -> list[str]:

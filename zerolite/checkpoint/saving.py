@@ -162,7 +162,7 @@ class Saver:
         return sum(shard.nbytes for shard in self._parts.model.shards(exclude_frozen=False)[0])
 
     def wait(self) -> None:
-        """Until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
+        """Wait until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
         if self._running is not None:
             self._running.join()
             self._running = None
@@ -172,7 +172,7 @@ class Saver:
             raise failure
 
     def close(self) -> None:
-        """Before the process group is destroyed."""
+        """Close before the process group is destroyed."""
         self.wait()
 
     def wait_for_all(self) -> None:

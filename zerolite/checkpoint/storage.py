@@ -67,7 +67,7 @@ class _Written:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint. Only the coordinator needs ``commit``, and must :meth:`close`."""
+    """Writer of one checkpoint. Only the coordinator needs ``commit``, and must :meth:`close`."""
 
     def __init__(self, commit: Commit | None) -> None:
         self._commit = commit
@@ -248,7 +248,7 @@ def _index(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict
 
 
 class CheckpointStorageReader(StorageReader):
-    """Reads a checkpoint of ours, with whichever planner."""
+    """Reader of our checkpoints, with whichever planner."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader

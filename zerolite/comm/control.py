@@ -100,6 +100,6 @@ def largest(
 
 
 def rounds(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """For each round, the ranks to which ``rank`` sends and from which it receives."""
+    """Return for each round the ranks to which ``rank`` sends and from which it receives."""
     steps = [1 << k for k in range((world_size - 1).bit_length())]
     return [((rank + step) % world_size, (rank - step) % world_size) for step in steps]

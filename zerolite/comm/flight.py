@@ -154,7 +154,7 @@ def raise_explained(error: RuntimeError) -> None:
 
 @contextlib.contextmanager
 def blocked(entry: Raw) -> Iterator[None]:
-    """Around a call that waits for the other ranks."""
+    """Context of a call that waits for the other ranks."""
     WAIT.number += 1
     WAIT.entry, WAIT.works = entry, (_Blocked(),)
     try:

@@ -95,7 +95,8 @@ def _numbers(file: Loaded, settings: Any, count: int) -> list[int]:
 
 
 def _states(saved: Any, count: int) -> list[Mapping[str, Any]]:
-    """By flat group: a list in an elastic checkpoint, else as torch numbers parameters; {} before the first step."""
+    """Return the states by flat group: a list in an elastic checkpoint, else numbered as torch numbers parameters; {}
+    before the first step."""
     if isinstance(saved, list):
         return saved
     return [saved["state"].get(i, {}) for i in range(count)]

@@ -30,7 +30,7 @@ from zerolite.checkpoint.errors import CheckpointError
 
 
 class Inert:
-    """In place of an object of a class, or the result of a function, that is not called.
+    """Stand-in for an object of a class, or the result of a function, that is not called.
 
     arguments: what it would have been called with. state: what it would have been given afterwards, or None.
     """

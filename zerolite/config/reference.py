@@ -138,7 +138,7 @@ def _table(prefix: str, model: type[BaseModel]) -> str:
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """By field, the string that stands below it in the source."""
+    """Return the string below each field in the source, by field."""
     found: dict[str, str] = {}
     for parent in reversed(model.__mro__):
         if issubclass(parent, BaseModel) and parent is not BaseModel:

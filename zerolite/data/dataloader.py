@@ -63,7 +63,7 @@ class RepeatingLoader:
 
 
 class Loaders:
-    """Makes the loaders of one engine and knows which batch is in hand."""
+    """Maker of the loaders of one engine, which knows the batch in hand."""
 
     def __init__(
         self, rank: int, world_size: int, device_type: str, micro_batch_size: int | None, drop_last: bool

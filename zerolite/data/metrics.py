@@ -160,7 +160,7 @@ def _int64(path: str, number: Any) -> int:
 
 
 def _reduce_tensors(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    """In rank order, so that all ranks get the same bits. Floats in float64, integers in int64."""
+    """Combine in rank order, so that all ranks get the same bits. Floats in float64, integers in int64."""
     dtype = parts[0].dtype
     inexact = dtype.is_floating_point or dtype.is_complex
     if inexact or op == "mean":
@@ -297,7 +297,7 @@ def _some(parts: list[str], separator: str) -> str:
 def _exchange(
     sent: Sequence[torch.Tensor], nbytes: int, present: Sequence[int], comm: Communicator, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """For each tensor, that of every rank that is ``present``. ``nbytes``: of the longest rank."""
+    """Gather, for each tensor, that of every rank that is ``present``. ``nbytes``: of the longest rank."""
     packed = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     counts = torch.tensor([tensor.shape[0] for tensor in sent], dtype=torch.int64, device=device)
     start = 0

@@ -113,7 +113,7 @@ def _parting(of_rank: Mapping[int, Entries], what: str, where: str) -> list[Part
 
 
 def _cause(positions: Sequence[Position], absent: Mapping[int, Absent], parted: Sequence[Parting]) -> tuple[str, str]:
-    """In sentences: the likely cause, and the remedy."""
+    """Describe in sentences the likely cause, and the remedy."""
     if len(positions) == 1 and not absent:
         return (
             "the other ranks have ended or are stuck, or their host has gone.",

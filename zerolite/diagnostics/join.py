@@ -81,7 +81,7 @@ class Join:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the user's loop."""
+        """Context of the user's loop."""
         self._install()
         try:
             yield
@@ -94,7 +94,7 @@ class Join:
 
     @contextlib.contextmanager
     def announce(self, command: Command, *numbers: int) -> Iterator[None]:
-        """Around what the command is; commands inside it are part of it."""
+        """Context of a command; commands inside it are part of it."""
         within = command in _STAGE3 and not (self._finished and self._owner.coordinator is not None)
         if not (self._depth or self._serving or within):
             self._tell(command, numbers)

@@ -84,7 +84,7 @@ class Position:
         return cls(**json.loads(text))
 
     def place(self) -> str:
-        """In half a sentence."""
+        """Describe the position in half a sentence."""
         doing = (
             f"in {self.call}" + (f" of {self.engine}" if self.engine else "")
             if self.call

@@ -98,7 +98,7 @@ def _plain_parameters(params: Any) -> list[torch.nn.Parameter]:
 
 
 def check_not_wrapped(model: torch.nn.Module) -> None:
-    """Raises ValueError for a model in which another wrapper averages gradients or partitions parameters."""
+    """Raise ValueError for a model in which another wrapper averages gradients or partitions parameters."""
     for name, module in model.named_modules():
         kind = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
         if kind is not None and type(module).__module__.startswith("torch."):

@@ -104,7 +104,7 @@ logger = logging.getLogger("zerolite")
 
 
 def check_model(model: Any) -> None:
-    """Raises ValueError for what is no model that an engine can be made of."""
+    """Raise ValueError for what is no model that an engine can be made of."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
     check_not_wrapped(model)
@@ -329,7 +329,7 @@ class _Assembly:
         return Loaders(self.comm.rank, self.comm.world_size, self.device.type, size, drops)
 
     def _end_with(self, engine: Engine, offload: StateOffload, hooks: list[Any]) -> None:
-        """Undo the installations of ``engine`` when it has gone."""
+        """Register the clean-up that follows when ``engine`` has gone."""
         for parameter in self.owned:
             OWNERS[parameter] = self.reference
         weakref.finalize(engine, offload.restore).atexit = False

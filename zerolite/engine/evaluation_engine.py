@@ -29,7 +29,7 @@ class EvaluationPipeline(StepPipeline):
             notify()
 
     def end_backward(self, complete: bool) -> None:
-        """Nothing has been opened."""
+        """Do nothing: no backward has begun."""
 
     def agree_on_trace(self) -> None:
         """Let stage 3 follow its recorded trace if all ranks have the same; the host waits for the answer. Called on

@@ -315,7 +315,7 @@ def load_full_state_dict(
 
 
 def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """By the key of a state dict, the modules that add something else to it."""
+    """Return the modules that add something else to a state dict, by its key."""
     plain = torch.nn.Module.get_extra_state
     return {
         f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module

@@ -185,7 +185,7 @@ class PendingGradients:
     # ---------------------------------------------------------------- whether it may be used
 
     def _check(self, indices: Sequence[int]) -> None:
-        """Raises RuntimeError where there is no gradient to be used."""
+        """Raise RuntimeError where there is no gradient to be used."""
         why = self._refusal or self._pipeline.why_no_gradients()
         for index in indices:
             if why or not self._reducer.shown.is_shown(index):

@@ -83,7 +83,7 @@ def owners_of(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, tor
 
 
 def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """By the id of a tensor, the first name that it has."""
+    """Return the first name of each tensor, by its id."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)

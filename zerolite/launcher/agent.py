@@ -242,7 +242,7 @@ class Agent(LocalElasticAgent):
         return self.board is None or self.board.all_done
 
     def _exit_barrier(self) -> None:
-        """Nothing to wait for: this node succeeds when all have succeeded."""
+        """Return at once: this node succeeds when all have succeeded."""
 
     def outcome(self) -> NodeOutcome:
         """Return the outcome of the job, as this node knows it."""

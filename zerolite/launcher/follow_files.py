@@ -43,7 +43,7 @@ class _Follower:
 
 
 class FileFollower:
-    """Follows several files until :meth:`stop`.
+    """Follow several files until :meth:`stop`.
 
     Args:
         files: by rank; they may not be there yet.

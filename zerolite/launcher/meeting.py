@@ -40,7 +40,7 @@ class MeetingError(RuntimeError):
 
 
 class _StateReader(pickle.Unpickler):
-    """Reads the state of torch's rendezvous, which torch keeps in the store by pickle, and nothing else."""
+    """Unpickler of the state of torch's rendezvous, which torch keeps in the store by pickle, and of nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _STATE_CLASSES:

@@ -100,7 +100,7 @@ _IGNORED = ("--no-local-rank", "--force-multi")  # what they ask for is the case
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says which option was probably meant."""
+    """Parser that names the option which was probably meant."""
 
     def known(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings]

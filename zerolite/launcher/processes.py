@@ -151,7 +151,7 @@ def send_to_groups(leaders: Iterable[int], number: signal.Signals) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on, descendants of this process whose parents end become its own children, not init's."""
+    """Make descendants of this process whose parents end its own children, not init's, from now on."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

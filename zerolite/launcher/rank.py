@@ -89,7 +89,7 @@ def report(error: BaseException) -> int:
 
 
 def note_thread_errors() -> None:
-    """From now on, leave a record of an error that ends a thread. Python prints it, and the process goes on."""
+    """Leave a record of an error that ends a thread, from now on. Python prints it, and the process goes on."""
     show = threading.excepthook
 
     def note(args: threading.ExceptHookArgs) -> None:

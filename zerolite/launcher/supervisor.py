@@ -141,7 +141,7 @@ class Supervisor:
         return exit_status(outcome.failures)
 
     def _wait(self) -> None:
-        """Until something happens, half a second at most."""
+        """Wait until something happens, half a second at most."""
         descriptors = [self._woken, self._outcome]
         if self._stdin_open:
             descriptors.append(0)
@@ -180,7 +180,7 @@ class Supervisor:
                     self._agent.returncode = os.waitstatus_to_exitcode(status)
 
     def _react(self) -> int | None:
-        """React to signals and silence. The exit status if that is the job's end, None if it goes on."""
+        """React to signals and silence. Return the exit status if that is the job's end, None if it goes on."""
         if self._agent.returncode is not None:
             return None
         if self._signals:

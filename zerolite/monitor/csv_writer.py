@@ -30,7 +30,7 @@ class CsvWriter:
         return f"csv_monitor ({self._folder})"
 
     def write(self, events: Sequence[Event]) -> None:
-        """Raises ValueError if two names would share a file; all others are written first."""
+        """Raise ValueError if two names would share a file; all others are written first."""
         rows: dict[str, list[tuple[int, float]]] = {}
         clash = ""
         for name, value, step in events:

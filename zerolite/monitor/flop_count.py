@@ -108,7 +108,7 @@ class FlopCount:
             self._handles.append(module.register_forward_hook(_LeaveModule(self), always_call=True))
 
     def stop(self) -> None:
-        """Nothing is counted or hooked any more. May be called twice."""
+        """Stop counting and remove the hooks. May be called twice."""
         if self._open:
             self._open = False
             engine = self._engine()

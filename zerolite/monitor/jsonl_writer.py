@@ -31,7 +31,7 @@ class JsonlWriter:
         return f"jsonl_monitor ({self._path})"
 
     def write(self, events: Sequence[Event]) -> None:
-        """Raises ValueError, after the others are written, for a value that is named like the x axis."""
+        """Raise ValueError, after the others are written, for a value that is named like the x axis."""
         lines = []
         for step, values in by_step([event for event in events if event[0] != _STEP]).items():
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -117,7 +117,7 @@ class PhaseClock:
 
 
 class PhaseObserver(StepObserver):
-    """Tells a clock of the phases of an engine's steps."""
+    """Tell a clock of the phases of an engine's steps."""
 
     def __init__(self, clock: PhaseClock) -> None:
         self._clock = clock

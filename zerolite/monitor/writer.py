@@ -22,7 +22,7 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is written afterwards. May be called twice."""
+        """Close the writer. May be called twice."""
         ...
 
 

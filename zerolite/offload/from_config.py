@@ -80,7 +80,7 @@ def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) ->
 
 
 class _Disk:
-    """Makes the files of a rank, which share what reads and writes them: ``aio`` is of the rank."""
+    """Make the files of a rank, which share their reader and writer: ``aio`` is of the rank."""
 
     def __init__(self, aio: AioConfig, rank: int) -> None:
         self._aio = aio

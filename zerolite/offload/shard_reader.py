@@ -117,12 +117,12 @@ class Arrival:
         self._reads = reads
 
     def behind_copies(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the launch of the collective. On CUDA it begins when the copies have ended, which have begun when all
-        had that was launched before them; the current stream does not wait."""
+        """Surround the launch of the collective. On CUDA it begins when the copies have ended, which have begun when
+        all had that was launched before them; the current stream does not wait."""
         return self._reader.arriving() if self._copies else contextlib.nullcontext()
 
     def wait(self) -> None:
-        """For the copies: on CUDA the current stream does, not the host."""
+        """Wait for the copies: on CUDA the current stream does, not the host."""
         for copy in self._copies:
             copy.wait()
 

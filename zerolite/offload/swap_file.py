@@ -147,7 +147,7 @@ class SwapFile:
                 self._sums.forget_all()
 
     def close(self) -> None:
-        """Until every transfer has ended. What tensors of this file still exist keep their memory, and with it the
+        """Wait until every transfer has ended. What tensors of this file still exist keep their memory, and with it the
         space on the disk; nothing else can be done with them. May be called several times."""
         if self._pid != os.getpid():
             return
@@ -210,7 +210,7 @@ class SwapFile:
                 self._released.append((offset, nbytes, clean))
 
     def _reclaim(self, offset: int, nbytes: int, clean: bool) -> None:
-        """Reclaim the space that _release has noted, which the collector may call in the middle of anything."""
+        """Reclaim the space that _release leaves: the collector may call that in the middle of anything."""
         self._space.give_back(offset, nbytes, clean)
         os.ftruncate(self._fd, self._space.end)  # what comes there next reads as zeros, also where no holes are made
         if self._sums is not None:
@@ -265,8 +265,8 @@ class SwapTransfer:
         self._check = check
 
     def wait(self) -> None:
-        """Until it has ended. Raises OSError with the file, the position and the bytes if it failed, or if a checksum
-        is not what it was. May be called several times."""
+        """Wait until the transfer has ended. Raises OSError with the file, the position and the bytes if it failed, or
+        if a checksum is not what it was. May be called several times."""
         if self._request is not None:
             self._request.wait()
         self._resting = None

@@ -26,8 +26,8 @@ class FileTransfer(Protocol):
     """A copy under way."""
 
     def wait(self) -> None:
-        """Until it has ended. Raises OSError with the file, the position and the bytes if it failed. May be called
-        several times."""
+        """Wait until the transfer has ended. Raises OSError with the file, the position and the bytes if it failed. May
+        be called several times."""
         ...
 
 

@@ -112,7 +112,7 @@ class IOTask:
 
 
 class AsyncIO:
-    """Reads and writes in blocks, several of them in flight at once.
+    """Reader and writer in blocks, several of them in flight at once.
 
     block_size: bytes of a block; what is longer is divided. queue_depth: most blocks in flight, of all requests
     together. thread_count: threads that hand blocks to io_uring and take them back, each with a ring and a part of the

@@ -38,7 +38,7 @@ class CudaKernels:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Raises RuntimeError for a library of another version of the interface."""
+        """Raise RuntimeError for a library of another version of the interface."""
         check_abi(library, "CUDA")
         self._update = _entry(library, "update", Update)
         self._norm = _entry(library, "norm", Norm)

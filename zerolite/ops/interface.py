@@ -60,7 +60,7 @@ class Norm(Structure):
 
 
 def check_abi(library: ctypes.CDLL, kind: str) -> None:
-    """Raises RuntimeError for a library of another version of the interface."""
+    """Raise RuntimeError for a library of another version of the interface."""
     library.zl_abi.restype = c_int32
     if library.zl_abi() != ABI:
         raise RuntimeError(

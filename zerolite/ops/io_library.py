@@ -42,7 +42,7 @@ class LibraryIO:
         overlap_events: bool,
         backend: str,
     ) -> None:
-        """Raises RuntimeError if the system refuses its threads, or the io_uring that is asked for."""
+        """Raise RuntimeError if the system refuses its threads, or the io_uring that is asked for."""
         library = _load()
         if isinstance(library, str):
             raise RuntimeError(library)
@@ -84,7 +84,7 @@ class LibraryIO:
         return bool(answer)
 
     def stop(self) -> None:
-        """Until everything has ended. How it ended can be asked for still."""
+        """Wait until everything has ended. How it ended can be asked for still."""
         self._library.zl_aio_stop(self._handle)
 
     def __del__(self) -> None:

@@ -57,7 +57,7 @@ class PythonIO:
         return all(future.done() for future in self._requests[ticket])
 
     def stop(self) -> None:
-        """Until everything has ended. How it ended can be asked for still."""
+        """Wait until everything has ended. How it ended can be asked for still."""
         self._pool.shutdown()
 
 

@@ -146,7 +146,7 @@ class _ClosedForm(LRScheduler):
 
 
 class WarmupLR(_ClosedForm):
-    """From `warmup_min_lr` up to `warmup_max_lr`, then constant.
+    """Warm-up from `warmup_min_lr` to `warmup_max_lr`, then constant.
 
     Update n (from 1) with i = n - 2 and W = `warmup_num_steps` has the learning rate min + (max - min) * f, where f
     is log(i + 1) / log(W) ("log") or i / W ("linear") while i < W, and 1 afterwards. The first two updates therefore

@@ -51,7 +51,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError for a parameter with ``use_muon`` that is no matrix."""
+        """Raise ValueError for a parameter with ``use_muon`` that is no matrix."""
         group = dict(param_group)
         given = group["params"]
         group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)

@@ -183,7 +183,7 @@ def needs_whole(optimizer: Optimizer | type[Optimizer]) -> bool:
 
 
 def check_usable(optimizer: Optimizer | type[Optimizer]) -> None:
-    """Raises ValueError for what never works with an engine, at no stage."""
+    """Raise ValueError for what never works with an engine, at no stage."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     for base in cls.__mro__:
         why = _UNUSABLE.get(base.__name__.lower()) if base in NOT_ELEMENTWISE else None
@@ -215,7 +215,7 @@ def _find_class(type_name: str) -> type[Optimizer]:
 
 
 def _take_adam_keys(name: str, rest: dict[str, Any], errors: Errors) -> type[Optimizer]:
-    """Takes DeepSpeed's own keys out of `rest`; returns the class they mean."""
+    """Take DeepSpeed's own keys out of `rest`; return the class they mean."""
     _take_switches(tuple(_DEEPSPEED_SWITCHES), rest, errors)
     _take_bool("torch_adam", True, rest, errors)
     decoupled = _take_bool("adam_w_mode", True, rest, errors)
@@ -268,7 +268,7 @@ def _config_defaults(name: str, cls: type[Optimizer]) -> dict[str, Any]:
 
 
 def _try_to_make(cls: type[Optimizer], defaults: dict[str, Any]) -> None:
-    """Lets the class check its arguments on a tiny parameter, so that an error names the block it stands in."""
+    """Let the class check its arguments on a tiny parameter, so that an error names the block it stands in."""
     try:
         cls([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **defaults)
     except Exception as error:  # torch checks few of these values: any exception is about them

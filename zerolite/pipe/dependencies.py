@@ -71,8 +71,8 @@ _SHAPE_ONLY |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_str
 
 
 class Labelling(TorchDispatchMode):
-    """Knows for each tensor the labels of what it was computed from. By storage, so that views and writes into views
-    are one with what they show."""
+    """Labels of what each tensor was computed from. By storage, so that views and writes into views are one with what
+    they show."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,13 +59,13 @@ def learn_boundaries(runners: Sequence[Any], batches: Iterator[Any]) -> None:
 
 
 class _Message(NamedTuple):
-    """In place of one of torch's point-to-point operations, and of the work that it becomes: held as long as that."""
+    """Stand-in for one of torch's point-to-point operations, and for the work that it becomes: held as long as that."""
 
     tensor: torch.Tensor
     peer: int  # by which torch's schedules sort them
 
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Return at once: no message is under way."""
 
 
 def _launch(ops: list[_Message], desc: str | None = None) -> Launched:
@@ -73,7 +73,8 @@ def _launch(ops: list[_Message], desc: str | None = None) -> Launched:
 
 
 class _One:
-    """For a tensor with this value, which torch's schedule reads, and which tensors without memory do not have."""
+    """Stand-in for a tensor with this value, which torch's schedule reads, and which tensors without memory do not
+    have."""
 
     def item(self) -> int:
         return 1

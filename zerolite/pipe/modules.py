@@ -308,7 +308,7 @@ def trained_numel(layer: Any) -> int:
 
 
 def _first_places(layers: Sequence[Any]) -> list[int]:
-    """For each place, the first one with the same layer."""
+    """Return for each place the first one with the same layer."""
     seen: dict[Any, int] = {}
     places = []
     for place, layer in enumerate(layers):

@@ -63,7 +63,7 @@ class Splitting:
         self._hooked = False
 
     def check_running(self, model: nn.Module, args: Any) -> None:
-        """Raises RuntimeError if other code calls the model."""
+        """Raise RuntimeError if other code calls the model."""
         if self.running is None:
             raise RuntimeError(NOT_WHOLE)
 
@@ -214,7 +214,7 @@ def _left_out(splitting: Splitting, prefix: Prefix) -> Iterator[None]:
 
 
 def _stand_in(templates: Sequence[Any], device: torch.device, path: str) -> Callable[..., Any]:
-    """In place of a module's call."""
+    """Stand-in for a module's call."""
     rest = iter(templates)
 
     def call(*args: Any, **kwargs: Any) -> Any:

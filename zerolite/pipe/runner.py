@@ -248,7 +248,7 @@ class StepBarrier:
         return number_of(repr([sampled_hash(tensor) for tensor in find_tensors(batches)]))
 
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
-        """Raises on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""
+        """Raise on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""
         pipe, *others = self._maxima
         worst, best, *extremes = pipe.of([status, -status, shapes, -shapes, content, -content])
         found = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
@@ -286,7 +286,7 @@ class StepBarrier:
             )
 
     def end(self, call: str, failure: Exception | None) -> None:
-        """Raises on all ranks if the computations of one have failed."""
+        """Raise on all ranks if the computations of one have failed."""
         found = [int(failure is not None)]
         for maximum in self._maxima:
             found = maximum.of(found)

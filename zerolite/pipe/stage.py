@@ -88,7 +88,7 @@ class Step:
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Around a schedule: what is no computation waits for other ranks, until one fails."""
+        """Context of a schedule: what is no computation waits for other ranks, until one fails."""
         self.pause(False)
         try:
             yield

@@ -112,7 +112,7 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def measure_rank(directory: Path) -> None:
-    """In a process of the job: measure what the request in ``directory`` says, and write it there. Called on all
+    """Measure in a process of the job what the request in ``directory`` says, and write it there. Called on all
     ranks."""
     request = json.loads((directory / _REQUEST).read_text(encoding="utf-8"))
     batch, loss = request["batch"], request["loss"]

@@ -374,7 +374,7 @@ def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
 
 
 def _print(text: str) -> None:
-    """On standard output, with "?" for what its encoding lacks."""
+    """Print to standard output, with "?" for what its encoding lacks."""
     encoding = sys.stdout.encoding or "ascii"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
 

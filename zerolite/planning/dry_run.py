@@ -304,7 +304,7 @@ class _Run:
         return engine
 
     def _prepare_chunks(self, engine: Engine) -> None:
-        """Run the pipeline's parts once, as they do for new shapes: in a real job this takes no memory."""
+        """Prepare the pipeline's parts for the shapes of the micro-batches, which takes no memory in a real job."""
         if not isinstance(engine, PipelineEngine):
             return
         with explained("the model's forward"):

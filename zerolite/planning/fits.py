@@ -129,7 +129,7 @@ def check_memory(
     device: torch.device,
     made: Plan | None = None,
 ) -> None:
-    """Raises MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
+    """Raise MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
     engine will need without activations, on its device or, with offload, on its host and disk. model: this rank's part
     of it. made: the plan, where :func:`choose_stage` has made it. Called on all ranks; one small all-reduce while all
     is well."""

@@ -137,7 +137,7 @@ class _Search:
         return Comparison(rows=self._rows, chosen=chosen, left_out=notes, speeds=self._speeds)
 
     def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Gives those that cannot be faster than the best."""
+        """Try all, and return those that cannot be faster than the best."""
         waiting, slower = list(candidates), []
         while waiting:
             one = min(waiting, key=lambda one: (self._bound(one), one.stage))

@@ -119,7 +119,7 @@ class _Fresh(NamedTuple):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows every storage that operators make, until it dies.
+    """Tracker of every storage that operators make, until it dies.
 
     ``item`` is what new storages belong to and ``place`` where they are, unless a part of the engine says otherwise
     (memory_items.py), and ``phase`` what is going on; the caller sets all three. Memory inside an operator is not seen.

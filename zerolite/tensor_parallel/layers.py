@@ -270,7 +270,7 @@ class VocabParallelEmbedding(CutLayer, nn.Embedding):
         cut_embedding(self, comm)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Raises IndexError (on CUDA: a device assertion) for indices outside of the whole vocabulary."""
+        """Raise IndexError (on CUDA: a device assertion) for indices outside of the whole vocabulary."""
         local = indices - self.start
         here = (local >= 0) & (local < self.rows)
         elsewhere = (indices >= 0) & (indices < self.vocabulary)

@@ -237,7 +237,7 @@ def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
 
 
 def _share(where: str, name: str, value: int, size: int) -> int:
-    """Raises TensorPlanError if ranks cannot have equal ones."""
+    """Raise TensorPlanError if ranks cannot have equal ones."""
     if value % size:
         raise TensorPlanError(
             f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank has "

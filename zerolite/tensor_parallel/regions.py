@@ -204,7 +204,7 @@ def seen_input(x: Tensor) -> Tensor:
 
 
 class SeenInputs:
-    """Gives a module that splits its input into heads the shape of this rank's part: of the width, and with sequence
+    """Give a module that splits its input into heads the shape of this rank's part: of the width, and with sequence
     parallelism of the whole sequence, which its layers gather."""
 
     def __init__(self, width: int, narrower: int, longer: int, dim: int) -> None:

@@ -46,7 +46,7 @@ class _HostMoment:
 
 
 class Moments:
-    """Makes moments of ``device``: of its current stream on CUDA, of the host's clock elsewhere."""
+    """Make moments of ``device``: of its current stream on CUDA, of the host's clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -51,7 +51,7 @@ _told: list[int] = []  # of a failure, once
 
 
 def _huge(nbytes: int) -> mmap.mmap:
-    """In huge pages where the kernel has them: a first touch costs a fifth."""
+    """Use huge pages where the kernel has them: a first touch costs a fifth."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with contextlib.suppress(AttributeError, OSError):

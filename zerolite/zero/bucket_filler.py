@@ -100,7 +100,7 @@ def many_small(bucket: Bucket) -> bool:
 
 
 class BucketFiller:
-    """Writes a whole sliced bucket from the gradients of all its slots, zeros in between, in one call."""
+    """Write a whole sliced bucket from the gradients of all its slots, zeros in between, in one call."""
 
     def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
         filled = [slot for slot in bucket.slots if slot.numel]

@@ -31,7 +31,7 @@ class Command(enum.IntEnum):
 
 
 class Announce(Protocol):
-    """Tells the other ranks of a command, around which it is a context."""
+    """Tell the other ranks of a command, around which this is a context."""
 
     def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]: ...
 

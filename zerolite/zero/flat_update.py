@@ -204,7 +204,7 @@ class FlatUpdate:
         return [flat for flats in self._states or () for flat in flats]
 
     def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
-        """Takes a state in torch's form; an empty one is that of a parameter which was never updated."""
+        """Take a state in torch's form; an empty one is that of a parameter which was never updated."""
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
         places = self.make_state(piece, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
         for name, place in places.items():

@@ -287,7 +287,7 @@ class GradReducer:
         self._wait_for_all()
 
     def wait(self) -> None:
-        """For the reductions that are under way, and for gradients on their way to where they rest."""
+        """Wait for the reductions that are under way, and for gradients on their way to their storage."""
         self._wait_for_all()
         if self._resting is not None:
             self._resting.wait_all()

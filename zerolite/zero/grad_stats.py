@@ -53,7 +53,7 @@ class GradStats:
         return math.isfinite(self.norm)
 
     def check_inputs(self) -> None:
-        """Raises RuntimeError, on all ranks, if there is no right gradient of these inputs."""
+        """Raise RuntimeError, on all ranks, if there is no right gradient of these inputs."""
         if not self.inputs_agree:
             raise RuntimeError(
                 "expected the same batches on all ranks that hold parts of one copy of the model (tensor_parallel, "

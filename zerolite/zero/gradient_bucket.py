@@ -74,7 +74,7 @@ class Pass:
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """Around the filling of a bucket that is launched next."""
+        """Context of the filling of a bucket that is launched next."""
         self.launching = True
         try:
             yield

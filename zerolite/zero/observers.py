@@ -92,7 +92,7 @@ class Observers:
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
-        """Around gathers that a user's call asks for."""
+        """Context of gathers that a user's call asks for."""
         for notify in self.on_gather_begin:
             notify()
         try:

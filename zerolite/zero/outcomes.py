@@ -115,7 +115,7 @@ class Outcomes:
         self._raise_if_hopeless(outcome)
 
     def check_used(self, outcome: GradStats) -> None:
-        """Raises RuntimeError, on all ranks, for parameters without a gradient where that is an error."""
+        """Raise RuntimeError, on all ranks, for parameters without a gradient where that is an error."""
         self._unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
 
     def raise_failure(self) -> None:

@@ -487,7 +487,7 @@ class StepPipeline:
         return scale.divisor(self.stats()) if self._window.weighted else scale.own_divisor()
 
     def check_here(self) -> None:
-        """Raises RuntimeError while what is worked on here is away."""
+        """Raise RuntimeError while what is worked on here is away."""
         if self.away:
             raise RuntimeError(
                 "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() "
@@ -495,5 +495,5 @@ class StepPipeline:
             )
 
     def check_whole(self) -> None:
-        """Raises RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
+        """Raise RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
         self._step_update.check_whole()

@@ -141,7 +141,7 @@ class StepUpdate:
         self.unpublished = False
 
     def check_whole(self) -> None:
-        """Raises RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
+        """Raise RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
         if self.torn:
             raise RuntimeError(
                 f"an update has failed in its middle ({self.torn}), so some weights are a step ahead of others; they "

@@ -19,7 +19,7 @@ _LONGEST = 1 << 20  # events that are recorded: forwards that no backward follow
 
 
 class FetchSchedule:
-    """Answers the events of a step; see the module.
+    """Schedule that answers the events of a step; see the module.
 
     units: the parameter ids of each unit, by unit id; a parameter may belong to several. numels: elements of each
     parameter, by parameter id. persistent: ids of the parameters that always stay whole. Raises ValueError for an id
@@ -107,7 +107,7 @@ class FetchSchedule:
         self.gathers = hash((self.gathers, first, count))  # of integers: the same in every process
 
     def begin_step(self, kind: str) -> None:
-        """Before the first event of a step. Every kind of step has a trace and a plan of its own.
+        """Begin a step, before its first event. Every kind of step has a trace and a plan of its own.
 
         A step that begins with something live (held, or left by a step that was not ended) is served on demand.
         """

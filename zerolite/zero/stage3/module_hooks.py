@@ -43,7 +43,7 @@ class Unit:
         self.inside = module
 
     def need_values(self) -> None:
-        """From now on the backward needs values."""
+        """Note that the backward needs values from now on."""
         self.is_table = False
 
     def end_use(self) -> None:

@@ -120,7 +120,7 @@ class ParamGroup:
         return self._copies
 
     def read_with(self, reader: ShardReader | None) -> None:
-        """From now on ``reader`` brings the shards."""
+        """Let ``reader`` bring the shards from now on."""
         self.reader = reader
 
     def listen(self, listener: GatherListener | None) -> None:

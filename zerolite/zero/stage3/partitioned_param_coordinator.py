@@ -204,7 +204,7 @@ class PartitionedParameterCoordinator:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Around the engine's call of the model, with the user's hooks on it."""
+        """Context of the engine's call of the model, with the user's hooks on it."""
         if self._stack or self._tasks:
             self.drop_failed()
         self.calls += 1
@@ -487,7 +487,7 @@ class PartitionedParameterCoordinator:
             self.handles[index].release()
 
     def where(self) -> str:
-        """At which use of which module this rank stands, for people."""
+        """Describe for people at which use of which module this rank is."""
         forward = [use.unit.name or "the model" for use in self._stack]
         backward = [use.unit.name or "the model" for use in self._backward]
         return (

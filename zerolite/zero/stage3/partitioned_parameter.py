@@ -157,7 +157,7 @@ class PartitionedParameter:
         self.name = name
 
     def stay_whole(self) -> None:
-        """From now on the parameter is not released."""
+        """Keep the parameter whole from now on."""
         self.persistent = True
 
     def _expose(self, parameter: torch.nn.Parameter) -> None:
