@@ -14,7 +14,7 @@ from zerolite.zero.step_update import StepUpdate
 
 
 class Shards(Protocol):
-    """What is known here of a model at stage 3."""
+    """The part of a stage-3 model that is used here."""
 
     def collect_writes(self) -> None:
         """Copy what has been written into whole parameters to their shards."""

@@ -39,7 +39,8 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """As :func:`FusedAdam`. Where the update runs follows from ``offload_optimizer`` in the config."""
+    """Make the optimizer that :func:`FusedAdam` makes. Where the update runs follows from ``offload_optimizer`` in the
+    config."""
     if not fp32_optimizer_states:
         raise ValueError("DeepSpeedCPUAdam: expected fp32_optimizer_states=True, got False; see bf16_optimizer_states")
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

@@ -31,7 +31,7 @@ class DeepSpeedOptimizer:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite. Waits for the step."""
+        """True if the last step was skipped because a gradient was not finite. Waits for the step."""
         norm = self._engine.get_global_grad_norm()
         return norm is not None and not math.isfinite(norm)
 
@@ -66,7 +66,7 @@ class DeepSpeedOptimizer:
         return self.optimizer.defaults
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """As ``engine.backward`` without the division by gradient_accumulation_steps. Called on all ranks."""
+        """Run ``engine.backward`` without the division by gradient_accumulation_steps. Called on all ranks."""
         self._engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
