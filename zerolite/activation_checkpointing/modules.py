@@ -78,14 +78,14 @@ def attach(
 
 
 class _Enter(WeakHook[Checkpointing]):
-    """Before the model's forward."""
+    """Hook before the model's forward."""
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         running.stack.append(self.owner() or current())
 
 
 class _Leave(ModuleHook):
-    """After the model's forward."""
+    """Hook after the model's forward."""
 
     def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
         if running.stack:

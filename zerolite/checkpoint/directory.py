@@ -238,7 +238,7 @@ def _remove(path: Path) -> None:
 
 
 def set_latest(directory: Path, tag: str) -> None:
-    """Called by one rank, with the lock."""
+    """Write the file `latest`; called by one rank, with the lock."""
     filesystem.replace_file(directory / LATEST, f"{tag}\n".encode())
 
 

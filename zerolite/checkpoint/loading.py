@@ -78,8 +78,9 @@ class Loader:
         self._together = together(parts.host, _CALL)
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
-        """Called on all ranks. Returns the checkpoint's directory and the client state; (None, {}) if there is none and
-        that is fine. Raises CheckpointError: until the tensors are read, before anything is changed."""
+        """Load a checkpoint; called on all ranks. Returns the checkpoint's directory and the client state; (None, {})
+        if there is none and that is fine. Raises CheckpointError: until the tensors are read, before anything is
+        changed."""
         meet(self._host, self._parts.config.checkpoint.timeout_s, _CALL)
         one_request(_CALL, dict(enumerate(self._together.gather(lambda: request))))
         path = self._find(request)

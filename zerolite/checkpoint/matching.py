@@ -29,8 +29,8 @@ class NameMatch:
 def match_parameters(
     here: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], loose: bool
 ) -> NameMatch:
-    """By name, or by any of the names of tied parameters. ``loose``: also where an adapter has been put around a module
-    or taken away (``q_proj.weight`` is ``base_model.model.q_proj.base_layer.weight``).
+    """Match parameters by name, or by any of the names of tied parameters. ``loose``: also where an adapter has been
+    put around a module or taken away (``q_proj.weight`` is ``base_model.model.q_proj.base_layer.weight``).
 
     Raises CheckpointError for other shapes.
     """

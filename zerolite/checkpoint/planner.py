@@ -72,7 +72,7 @@ class ShardSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: the shards are the state."""
+        """Do nothing: the shards are the state."""
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -146,7 +146,7 @@ class TargetLoadPlanner(LoadPlanner):
         self._stored = stored
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing: the targets are the state."""
+        """Do nothing: the targets are the state."""
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
@@ -191,7 +191,7 @@ class TargetLoadPlanner(LoadPlanner):
         return part_of(self._targets[number].place, (tuple(read_item.dest_offsets), tuple(read_item.lengths)))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: what :meth:`resolve_tensor` gives is the place itself."""
+        """Do nothing: what :meth:`resolve_tensor` gives is the place itself."""
 
 
 def _relative(box: Box, origin: Box) -> torch.Size:

@@ -103,8 +103,8 @@ class Saver:
         keep_track(self)
 
     def save(self, request: SaveRequest | None, user: Callable[[], UserState], scheduler: Any) -> str:
-        """Called on all ranks; ``request`` is None on those that have finished their batches. Returns the checkpoint's
-        directory."""
+        """Save a checkpoint; called on all ranks; ``request`` is None on those that have finished their batches.
+        Returns the checkpoint's directory."""
         self.wait_for_all()
         meet(self._host, self._parts.config.checkpoint.timeout_s, _CALL)
         self._parts.wake()

@@ -161,7 +161,7 @@ class CheckpointWriter(StorageWriter):
 
 
 def now() -> str:
-    """For a manifest."""
+    """Return the time for a manifest."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 

@@ -42,8 +42,8 @@ def together(host: HostGroup, call: str) -> RaiseTogether:
 
 @contextlib.contextmanager
 def storage_errors(what: str, remedy: Callable[[], str]) -> Iterator[None]:
-    """Around torch.distributed.checkpoint: what went wrong on some rank, raised on all, as a CheckpointError. remedy:
-    what else there is."""
+    """Context of torch.distributed.checkpoint: raises what went wrong on some rank on all of them, as a
+    CheckpointError. remedy: what else there is."""
     try:
         yield
     except CheckpointException as failed:

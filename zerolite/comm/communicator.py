@@ -76,7 +76,7 @@ with torch.inference_mode(False):
 
 
 class Watcher(Protocol):
-    """Is given every collective of a communicator that it watches: to compare, count or time it."""
+    """Observer of every collective of a communicator: to compare, count or time it."""
 
     def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
         """Launch the collective by ``start()``, called once; returns what that gave, or a Pending that waits for it.

@@ -72,8 +72,8 @@ class HostMaximum:
         self._rounds = [(ranks[to], ranks[source]) for to, source in rounds(comm.rank, comm.world_size)]
 
     def of(self, numbers: Sequence[int]) -> list[int]:
-        """For each of ``numbers``, integers of 64 bits, the largest that any rank gives in its place. Called on all
-        ranks, with equally many."""
+        """Return for each of ``numbers``, integers of 64 bits, the largest that any rank gives in its place. Called on
+        all ranks, with equally many."""
         known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         recorder.note("all_reduce", known, TAG, self._comm.dimension, self._comm.world_size)
         if self._group is None:
@@ -89,8 +89,8 @@ class HostMaximum:
 def largest(
     numbers: Sequence[T], comm: Communicator, device: torch.device, tag: str, dtype: torch.dtype = torch.int64
 ) -> list[T]:
-    """For each of ``numbers``, the largest that any rank gives in its place: one small all-reduce on ``device``, for
-    which the host waits. Called on all ranks of ``comm``, with equally many."""
+    """Return for each of ``numbers`` the largest that any rank gives in its place: one small all-reduce on ``device``,
+    for which the host waits. Called on all ranks of ``comm``, with equally many."""
     if comm.world_size == 1:
         return list(numbers)
     values = torch.tensor(numbers, dtype=dtype, device=device)

@@ -83,9 +83,9 @@ class Wait:
         return bool(works) and self.number != self._done and not all(work.is_completed() for work in works)
 
     def look(self, longest_s: float = math.inf) -> float:
-        """For how many seconds earlier looks have seen the same wait; 0 if nothing is waited for. Called again and
-        again, so that waiting itself needs no clock. More than ``longest_s`` seconds between two looks are not counted:
-        the process, and most likely the others too, stood still (a suspended job) and did not wait."""
+        """Return for how many seconds earlier looks have seen the same wait; 0 if nothing is waited for. Called again
+        and again, so that waiting itself needs no clock. More than ``longest_s`` seconds between two looks are not
+        counted: the process, and most likely the others too, stood still (a suspended job) and did not wait."""
         number, now = self.number, time.monotonic()
         since, self._looked = now - self._looked, now
         if not self.under_way():

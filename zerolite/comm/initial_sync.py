@@ -66,7 +66,7 @@ def _odd(count: int, device: torch.device) -> torch.Tensor:
 
 
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:
-    """For each tensor, whether its bytes differ between ranks: one small all-reduce. Called on all ranks with as
+    """Return for each tensor whether its bytes differ between ranks: one small all-reduce. Called on all ranks with as
     many tensors."""
     if comm.world_size == 1 or not tensors:
         return [False] * len(tensors)

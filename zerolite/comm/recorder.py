@@ -81,7 +81,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0) -> None:
-    """Called by the communicator, once per logical collective."""
+    """Record a collective; called by the communicator, once per logical collective."""
     if active:
         nbytes = tensor.numel() * tensor.element_size()
         unaligned = _unaligned(tensor, ranks if op in _DIVIDED else 1)
@@ -98,7 +98,7 @@ def note_gather(
     ranks: int = 1,
     key: int = 0,
 ) -> None:
-    """Called by the communicator for a gather of several tensors; one without any element is none."""
+    """Record a gather of several tensors; one without any element is none."""
     if active and (numel := sum(full.numel() for full in fulls)):
         nbytes = sum(full.numel() * full.element_size() for full in fulls)
         unaligned = sum(_unaligned(full, ranks) for full in fulls) + sum(_unaligned(shard, 1) for shard in shards)

@@ -137,7 +137,7 @@ class _Made:
         return self
 
     def close(self) -> None:
-        """Before the process group is destroyed."""
+        """Forget the groups before the process group is destroyed."""
         self.world = None
         self.grids.clear()
         self.of_ranks.clear()

@@ -21,15 +21,16 @@ class Work(Protocol):
     """Handle of a launched operation."""
 
     def wait(self) -> object:
-        """On CUDA the current stream waits, not the host. Raises RuntimeError if it failed."""
+        """Wait until the work has ended: on CUDA the current stream waits, not the host. Raises RuntimeError if it
+        failed."""
         ...
 
     def is_completed(self) -> bool: ...
 
 
 class Wire(Protocol):
-    """Between the ranks of one group, which are numbered from 0. Calls return at once; their tensors are contiguous,
-    and kept alive by the caller until the work has been waited for.
+    """Operations between the ranks of one group, which are numbered from 0. Calls return at once; their tensors are
+    contiguous, and kept alive by the caller until the work has been waited for.
 
     All methods but ``send`` and ``receive`` are called on all ranks, in the same order.
 

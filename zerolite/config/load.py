@@ -230,7 +230,7 @@ class _Loader:
                 self.errors.append((here, _not_yet(entry.note, entry.off, entry.switch)))
 
     def _names(self, entry: Block, value: Mapping[Any, Any], path: str, prefix: str) -> None:
-        """Only that every key exists, at every depth that the table describes."""
+        """Check only that every key exists, at every depth that the table describes."""
         for key, item in value.items():
             name = prefix + _name(key)
             holds_keys = any(other.startswith(f"{name}.") for other in entry.names)

@@ -195,8 +195,8 @@ class ConsistencyCheck:
     # ---------------------------------------------------------------- weights
 
     def before_update(self, numbers: UpdateNumbers) -> None:
-        """Called in the same place of every step, with the numbers of the coming update, when parameters are those of
-        the step before. Raises RuntimeError on all ranks if weights differ."""
+        """Compare the ranks before an update: called in the same place of every step, with the numbers of the coming
+        update, when parameters are those of the step before. Raises RuntimeError on all ranks if weights differ."""
         self._finish()
         self.numbers = numbers
         self._updates += 1  # calls, which are the same on all ranks; a counter that is loaded might not be

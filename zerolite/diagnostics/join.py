@@ -254,7 +254,7 @@ class Join:
         self._note(Command.EXTERNAL, unit, index)
 
     def _guard(self, op: str) -> None:
-        """Before a collective of the engine's communicators."""
+        """Note a command before a collective of the engine's communicators."""
         if not self._reducer.pass_open:
             self._note(Command.OTHER)
 

@@ -345,7 +345,8 @@ def stacks(main: int | None) -> str:
 
 
 def _stack(innermost: FrameType) -> str:
-    """Without the frames in which torch calls a module and those that ask for the stack, which say nothing."""
+    """Return the stack without the frames in which torch calls a module and those that ask for the stack, which say
+    nothing."""
     told = [
         entry
         for entry in traceback.extract_stack(innermost)

@@ -22,7 +22,8 @@ class SameInputs:
         self._pipeline, self._comm, self._channel = pipeline, comm, channel
 
     def compare(self, tensors: list[torch.Tensor]) -> None:
-        """Called on all these ranks, before a forward. Raises RuntimeError on all of them if shapes differ."""
+        """Compare the inputs; called on all these ranks, before a forward. Raises RuntimeError on all of them if shapes
+        differ."""
         if self._channel is not None:
             shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
             rows = self._channel.exchange([shapes])

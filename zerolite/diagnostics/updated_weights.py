@@ -62,7 +62,7 @@ class UpdatedWeights:
         self._announced = numbers
 
     def begin(self) -> None:
-        """Before the first call of an update."""
+        """Look before the first call of an update."""
         self.numbers, self._told = self._announced, False
         count = self._more + len(self._groups())
         self._known = self._known and count == self._count
@@ -78,7 +78,7 @@ class UpdatedWeights:
         self._add(self._after, spans, masters)
 
     def end(self) -> None:
-        """After the last call of an update."""
+        """Look after the last call of an update."""
         self._known = True
 
     @torch.no_grad()

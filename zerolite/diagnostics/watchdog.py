@@ -169,7 +169,8 @@ class Watchdog:
 
     @property
     def _pause_s(self) -> float:
-        """Between two looks of a rank at a key that all wait for: the store answers some 10 000 a second of all."""
+        """Pause between two looks of a rank at a key that all wait for: the store answers some 10 000 a second of
+        all."""
         return min(0.02 + self._world_size / 4000, 1.0)
 
     def _run(self) -> None:

@@ -45,7 +45,7 @@ class EngineRef:
         self._known: weakref.ref[Engine] | None = None
 
     def bind(self, engine: Engine) -> None:
-        """Called by the engine's constructor."""
+        """Bind the components; called by the engine's constructor."""
         self._known = weakref.ref(engine)
 
     def __call__(self) -> Engine | None:

@@ -182,7 +182,7 @@ class Engine:
 
     @contextlib.contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
-        """Around a loop in which ranks may have different numbers of batches, 0 included: those that have finished
+        """Context of a loop in which ranks may have different numbers of batches, 0 included: those that have finished
         serve the others until all have, with gradients of zero, and end with the same parameters and counters.
 
         divide_by_initial_world_size: gradients are divided by the number of all ranks to the end, as
@@ -530,7 +530,7 @@ class Engine:
             self._pipeline.outcomes.settle()
 
     def step_scheduler(self) -> None:
-        """After an update that was not skipped. Called by the pipeline."""
+        """Step the schedule after an update that was not skipped. Called by the pipeline."""
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
 

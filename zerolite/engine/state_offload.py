@@ -161,7 +161,7 @@ class _Refusal:
         self._pipeline.check_here()
 
     def before_external(self, unit: int, index: int) -> None:
-        """Nothing is gathered for it yet."""
+        """Do nothing: no gather is under way for it yet."""
 
 
 def _kinds(include: Iterable[Any] | None) -> list[str]:

@@ -163,6 +163,6 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def _prctl(option: int, value: int) -> None:
-    """Nothing happens on systems other than Linux."""
+    """Call prctl; do nothing on systems other than Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -157,7 +157,7 @@ class FlopCount:
             self._thread.places.append(place)
 
     def leave_module(self, module: torch.nn.Module, outputs: Any) -> None:
-        """After its forward; ``outputs`` is None if it raised."""
+        """Close a module after its forward; ``outputs`` is None if it raised."""
         places = self._thread.places
         if not (self._counting() and places and places[-1].is_forward):
             return

@@ -76,7 +76,7 @@ def cover(span: TensorSpan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def places(span: TensorSpan, tensors: Sequence[torch.Tensor], copied: torch.Tensor) -> dict[int, torch.Tensor]:
-    """By index, where the tensors of ``span`` are in ``copied``, a copy of its memory."""
+    """Return by index where the tensors of ``span`` are in ``copied``, a copy of its memory."""
     return {
         index: copied.narrow(0, tensors[index].storage_offset() - span.start, tensors[index].numel())
         for index in span.indices

@@ -111,7 +111,7 @@ class Tiers:
 
     @classmethod
     def on(cls, device: torch.device) -> Tiers:
-        """Nothing is offloaded."""
+        """Return the placement on one device: nothing is offloaded."""
         tier = Tier(device)
         return cls(device, tier, tier)
 

@@ -46,7 +46,7 @@ def whole_blocks(nbytes: int) -> int:
 
 
 class _Done:
-    """Nothing is under way."""
+    """Transfer that has ended."""
 
     def wait(self) -> None:
         return
@@ -194,7 +194,7 @@ class Transfers:
         return _TwoHops(copied, lambda: _Returning(_FileCopy(file.write(resting, through)), self.pool, through))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Between any two tensors on device and host."""
+        """Copy between any two tensors on device and host."""
         if target.device == source.device or self._to_host is None or self._to_device is None:
             target.copy_(source)
             return DONE

@@ -67,7 +67,8 @@ class IOTask:
         self._ticket = backend.submit(write, fd, tensor.data_ptr(), self._nbytes, offset)
 
     def wait(self) -> None:
-        """Until it has ended; sleeps, and lets other threads run. May be called several times, by any thread.
+        """Wait until the request has ended; sleep, and let other threads run. May be called several times, by any
+        thread.
 
         Raises:
             UnexpectedEnd: of a read, the file ends too early.
@@ -182,7 +183,7 @@ class AsyncIO:
         return IOTask(self._backend, write, fd, (tensor, size), offset, file or f"file {fd}")
 
     def close(self) -> None:
-        """Until all requests have ended; nothing can be submitted afterwards. May be called several times."""
+        """Wait until all requests have ended; nothing can be submitted afterwards. May be called several times."""
         if not self._closed and self._pid == os.getpid():
             self._closed = True
             self._backend.stop()

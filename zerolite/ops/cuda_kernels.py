@@ -60,8 +60,8 @@ class CudaKernels:
         self._launch(self._norm, arguments, sums.device)
 
     def _launch(self, entry: _Entry, arguments: Structure, device: torch.device) -> None:
-        """On the current stream of ``device``. Memory that is let go of here is used again by later work on that stream
-        only, so the launch comes first."""
+        """Launch on the current stream of ``device``. Memory that is let go of here is used again by later work on that
+        stream only, so the launch comes first."""
         call = ctypes.byref(arguments)
         filled = copied = None
         size = entry.bytes(arguments.segments)

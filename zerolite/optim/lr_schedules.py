@@ -73,7 +73,7 @@ class _Scratch(Optimizer):
         super().__init__(own, copy.deepcopy(like.defaults))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: the schedule only looks whether it was called."""
+        """Do nothing: the schedule only looks whether it was called."""
 
 
 def _try_a_step(cls: type[LRScheduler], kwargs: Mapping[str, Any], optimizer: Optimizer) -> None:

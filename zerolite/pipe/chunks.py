@@ -33,7 +33,7 @@ class Chunk(Protocol):
         ...
 
     def prepare(self, batch: MicroBatch) -> None:
-        """Before forwards with micro-batches of these shapes. Raises for what cannot be run as a pipeline."""
+        """Prepare for forwards with micro-batches of these shapes. Raises for what cannot be run as a pipeline."""
         ...
 
     def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:

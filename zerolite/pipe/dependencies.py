@@ -117,7 +117,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Zeros:
-    """In place of a tensor whose values do not matter."""
+    """Stand-in for a tensor whose values do not matter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

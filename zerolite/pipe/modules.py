@@ -199,7 +199,7 @@ class PipelineModule(nn.Module):
         return module
 
     def _build_if_alone(self) -> None:
-        """In a job of one process there is one stage."""
+        """Build the single stage of a job of one process."""
         if self.built:
             return
         ranks = ranks_of_job()

@@ -40,8 +40,8 @@ class Prefix:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """For micro-batches of some shapes. crossing: by part, where in its first module's arguments the tensors are that
-    come from the part before. prefixes: by part."""
+    """Plan for micro-batches of some shapes. crossing: by part, where in its first module's arguments the tensors are
+    that come from the part before. prefixes: by part."""
 
     crossing: list[tuple[str, ...]]
     prefixes: list[Prefix]
@@ -68,7 +68,7 @@ class Splitting:
             raise RuntimeError(NOT_WHOLE)
 
     def plan(self, batch: MicroBatch) -> ChunkPlan:
-        """For micro-batches like this one. Raises ValueError for a model that cannot be divided there."""
+        """Plan for micro-batches like this one. Raises ValueError for a model that cannot be divided there."""
         key = repr((shapes_of((batch.args, batch.kwargs, batch.target)), self.model.training))
         if key not in self._plans:
             self._plans[key] = _Rehearsal(self, self._skeleton).run(batch)

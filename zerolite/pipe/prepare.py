@@ -53,7 +53,7 @@ class Staged:
         return len(self.chunks)
 
     def runner(self, given: RunnerParts) -> PipelineRunner:
-        """Called on all ranks, in the same order."""
+        """Make the runner; called on all ranks, in the same order."""
         return PipelineRunner(self.chunks, self.parts, self.schedule, given)
 
 

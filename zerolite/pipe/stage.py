@@ -143,8 +143,8 @@ class _Flight:
 
 @dataclass
 class _Boundary:
-    """With one neighbour: what crosses, by the key of a step's shapes. None if the part before it has failed before
-    anybody knew: then nothing crosses."""
+    """Boundary with one neighbour: what crosses, by the key of a step's shapes. None if the part before it has failed
+    before anybody knew: then nothing crosses."""
 
     known: dict[Any, BoundarySpec] = field(default_factory=dict)
     dead: bool = False  # in this step
@@ -190,14 +190,15 @@ class ChunkStage(PipelineStage):
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks whether neighbours are neighbours
 
     def begin(self, step: Step) -> None:
-        """Before a schedule runs."""
+        """Begin a step before its schedule runs."""
         self.step = step
         self._flights.clear()
         self._before.dead = self._after.dead = False
         self.has_backward = step.work.training
 
     def end(self) -> None:
-        """When it has run, or was left by an exception. Micro-batches and losses are the runner's again."""
+        """End a step whose schedule has run, or was left by an exception. Micro-batches and losses are the runner's
+        again."""
         self._flights.clear()
         del self.step
 

@@ -91,7 +91,8 @@ class WithoutMemory(FakeMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a dry run: torch's guard against that would take its time with every operator."""
+        """Return False: nothing is compiled in a dry run, and torch's guard against that would take its time with every
+        operator."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -220,7 +220,7 @@ def _without(of_peers: int, peak: Peak) -> Peak:
 
 
 def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
-    """On the device, or else on the host."""
+    """Find the shortage on the device, or else on the host."""
     if not made.fits:
         piped = topology.pipe.world_size > 1
         higher = "" if piped else 'a higher zero_optimization.stage ("auto" chooses), '

@@ -47,7 +47,8 @@ def offloads(config: ZeroliteConfig) -> bool:
 
 
 def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator) -> Room:
-    """Called on all ranks. What ``model`` has on the host by now counts as free: the engine takes it over."""
+    """Find the room for the engine; called on all ranks. What ``model`` has on the host by now counts as free: the
+    engine takes it over."""
     ranks = _ranks_here(comm)
     zero = config.zero_optimization
     blocks = ((OPTIMIZER, zero.offload_optimizer), (PARAMETERS, zero.offload_param))

@@ -157,7 +157,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while memory is followed: torch's guard against that takes its time."""
+        """Return False: nothing is compiled while memory is followed, and torch's guard against that takes its time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

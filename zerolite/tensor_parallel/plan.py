@@ -61,7 +61,7 @@ def general(name: str) -> str:
 
 
 class NoPlan(TensorPlanError):
-    """Nothing is known of the model."""
+    """Error for a model of which nothing is known."""
 
 
 @dataclass(frozen=True)

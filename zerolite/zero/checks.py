@@ -28,7 +28,7 @@ class UpdateChecks(Extra, Protocol):
         """Raise on all ranks what the statistics have shown."""
 
     def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
-        """In every step before its statistics are needed. step: updates so far. gathers: a hash of stage 3's
+        """Run the checks of a step before its statistics are needed. step: updates so far. gathers: a hash of stage 3's
         schedule, 0 without one. Raises as :meth:`act` does."""
 
     def before_save(self, step: int, scale: float, max_norm: float) -> None:

@@ -40,8 +40,8 @@ NOTHING = contextlib.nullcontext()
 
 
 class Commands:
-    """Around anything in which all ranks take part: ``with commands(Command.STEP): ...``. One object for all parts of
-    an engine. Unless something announces them, all ranks do the same by themselves."""
+    """Contexts of operations in which all ranks take part: ``with commands(Command.STEP): ...``. One object for all
+    parts of an engine. Unless something announces them, all ranks do the same by themselves."""
 
     def __init__(self) -> None:
         self._announce: Announce | None = None

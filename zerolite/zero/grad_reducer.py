@@ -132,9 +132,9 @@ class GradReducer:
         return self._options.reduce_each_pass or self._pass_reduces()
 
     def begin_pass(self, reducing: bool, end_with_backward: bool = True, void: bool = False) -> None:
-        """Before the first gradient of a backward. ``reducing``: :meth:`will_reduce`. ``end_with_backward``: called
-        inside backward, which is to call :meth:`end_pass` when it ends; otherwise the caller does. ``void``: its
-        gradients are dropped, as if no parameter had got any, whatever their values."""
+        """Open the buckets before the first gradient of a backward. ``reducing``: :meth:`will_reduce`.
+        ``end_with_backward``: called inside backward, which is to call :meth:`end_pass` when it ends; otherwise the
+        caller does. ``void``: its gradients are dropped, as if no parameter had got any, whatever their values."""
         current = self._pass
         if current.open:
             return

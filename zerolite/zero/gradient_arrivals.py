@@ -258,7 +258,7 @@ class GradientArrivals:
         self._fires = [0] * len(self.parameters)
 
     def end_pass(self, complete: bool) -> None:
-        """After a backward, or (not ``complete``) one that was cut short."""
+        """End a backward, or (not ``complete``) one that was cut short."""
         self._seen_gradient = False
         self.close_all()
         if not complete:

@@ -25,8 +25,8 @@ _overlapping: weakref.WeakSet[Publisher] = weakref.WeakSet()
 
 
 def _end_all_gathers() -> None:
-    """Before this process forks. The threads that gather are not in its child (a worker of a DataLoader), which would
-    wait for ever."""
+    """End all gathers before this process forks. The threads that gather are not in its child (a worker of a
+    DataLoader), which would wait for ever."""
     for publisher in list(_overlapping):
         publisher.wait_all()
 
@@ -74,8 +74,9 @@ class Publisher:
         self._arriving: Any = type("ArrivingParameter", (ArrivingParameter,), {"wait_for": staticmethod(wait_for)})
 
     def publish_bucket(self, bucket: int, rounded: bool = False) -> None:
-        """Called for every bucket in one order by the update phase, on all ranks. ``rounded``: the update has already
-        written this rank's range of the compute parameters; it came after :meth:`wait`."""
+        """Launch the all-gather of a bucket: called for every bucket in one order by the update phase, on all ranks.
+        ``rounded``: the update has already written this rank's range of the compute parameters; it came after
+        :meth:`wait`."""
         self.wait([bucket])  # of the step before, if no forward has needed it since
         self._buffer.publish(bucket, rounded)
         if self._gather:
@@ -83,7 +84,8 @@ class Publisher:
             self._pending[bucket] = pending
 
     def end_step(self) -> None:
-        """After the last bucket: without ``overlap_forward`` the parameters are whole when this returns."""
+        """End the gathers after the last bucket: without ``overlap_forward`` the parameters are whole when this
+        returns."""
         if self.overlaps:
             with self._lock:
                 self._leave_in_flight()

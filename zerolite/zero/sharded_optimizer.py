@@ -43,15 +43,15 @@ class OptimizerPhases(Protocol):
 
 
 class _NoPhases:
-    """Before there is an engine."""
+    """Callbacks before there is an engine."""
 
     def step(self) -> None:
-        """Nothing, like the others."""
+        """Do nothing, like the others."""
 
     zero_grad = before_groups_are_read = settle = follow_writes = on_masters_loaded = step
 
     def add_group(self, group: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class ShardedOptimizer(Optimizer):

@@ -163,7 +163,7 @@ class StepPipeline:
     # ---------------------------------------------------------------- backward
 
     def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
-        """Before the first gradient of a backward.
+        """Begin a backward, before its first gradient.
 
         ``engine_scaled``: None inside a backward that the user called; otherwise ``engine.backward`` is about to
         call it, and has divided (or not) the loss by the number of micro-batches. ``weight``: by which it multiplies
@@ -212,7 +212,7 @@ class StepPipeline:
         self.outcomes.counters.micro_steps += 1
 
     def end_backward(self, complete: bool) -> None:
-        """After a backward, or when one is found to have been cut short by an exception."""
+        """End a backward, or one that is found to have been cut short by an exception."""
         self._reducer.end_pass(complete)
 
     def wait_for_reductions(self) -> None:

@@ -60,8 +60,8 @@ class StepCounters:
         )
 
     def raise_if_hopeless(self, said: str, limit: int, minimum: float | None) -> None:
-        """After a skipped step, which is described by ``said``. limit: skipped steps in a row, 0 for no limit. minimum:
-        the loss scale if it cannot fall further. Raises FloatingPointError."""
+        """Give up after too many skipped steps, the last of which is described by ``said``. limit: skipped steps in a
+        row, 0 for no limit. minimum: the loss scale if it cannot fall further. Raises FloatingPointError."""
         if minimum is not None:
             raise FloatingPointError(
                 f"{said}. The fp16 loss scale is at its minimum, {minimum:g}, and cannot fall further. Try bf16 "

@@ -33,7 +33,7 @@ class StepStatistics:
 
 
 class StepUpdate:
-    """Called by the step pipeline on all ranks.
+    """Update of a step; called by the step pipeline on all ranks.
 
     Attributes:
         torn: why masters are not all of one step; "" if they are.

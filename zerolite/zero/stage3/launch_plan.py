@@ -47,7 +47,7 @@ class LaunchPlan:
         self.arrivals = [-1] * len(units)  # ends before each bucket's last gradient in this pass; -1: no gradient
 
     def begin_pass(self) -> None:
-        """Before the first gradient of a backward."""
+        """Begin a pass, before the first gradient of a backward."""
         self._number, self._done = self._progress()[0], False
         self._due = self._learned.get(self._number)
         self._missing = list(self._all_missing)

@@ -60,7 +60,7 @@ class GatherListener(Protocol):
         """These parameters are about to be gathered, in one launch."""
 
     def before_external(self, unit: int, index: int) -> None:
-        """From now on ``unit`` gathers a parameter that it turns out to use."""
+        """Note that ``unit`` gathers, from now on, a parameter that it turns out to use."""
 
 
 class ParamGroup:

@@ -142,7 +142,7 @@ class PartitionedParameterCoordinator:
         self._execute(self.schedule.enter(unit.index))
 
     def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: Any) -> None:
-        """After the forward of the unit's module; ``outputs`` is None if it raised."""
+        """End a use, after the forward of the unit's module; ``outputs`` is None if it raised."""
         stack = self._stack
         if not stack or stack[-1].unit is not unit:
             if not any(use.unit is unit for use in stack):
