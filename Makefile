@@ -1,4 +1,5 @@
 # make train      the main job: a small language model, two processes
+# make unit       the tests of single parts, in a minute or two
 # make test       lint, types and the tests that are not marked slow
 # make test-all   lint, types and every test, with the packages that only some tests need
 # make test-torch TORCH=2.11.0   the tests that are not marked slow, with that version of torch, in an environment of its own
@@ -29,7 +30,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 TORCH_PIN := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-torch pytest lint types docs site bench clean
+.PHONY: help train unit test test-all test-torch pytest lint types docs site bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -74,6 +75,9 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS) tests/unit
 
 # pytest runs last, so that its summary is the last line.
 test: $(INSTALLED)

@@ -356,8 +356,17 @@ def test_names_are_those_from_before_compiling():
     assert len(modules.handles) == 3 and model.blocks[0].norm.weight.dtype is torch.float32
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("how", ["module", "wrapper", "inside"])
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("module", "before"),
+        ("inside", "after"),
+        *(
+            pytest.param(how, when, marks=pytest.mark.slow)
+            for how, when in (("module", "after"), ("wrapper", "before"), ("wrapper", "after"), ("inside", "before"))
+        ),
+    ],
+)
 def test_compiled_modules(how, when):
     """Eager as the backend: what dynamo makes of the casts is what matters here."""
     torch._dynamo.reset()
