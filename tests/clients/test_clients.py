@@ -18,6 +18,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 600
 
@@ -56,19 +57,30 @@ def need(*modules: str) -> None:
             pytest.skip(f"{name} is not installed")
 
 
-def run(tmp_path: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> Any:
-    """Run a script on two ranks and return what rank 0 has written."""
+LAUNCHER = ("-m", "zerolite.launcher.cli", "--nproc", "2", "--deepspeed-compat")
+
+
+def environment() -> dict[str, str]:
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {key: value for key, value in os.environ.items() if key not in dropped}
     environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    root = str(Path(__file__).resolve().parents[2])
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH", "")]))
-    start = launcher or ("-m", "zerolite.launcher.cli", "--nproc", "2", "--deepspeed-compat")
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
+    return environ
+
+
+def run(tmp_path: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> Any:
+    """Run a script on two ranks and return what rank 0 has written."""
+    environ = environment()
+    start = launcher or LAUNCHER
     out = tmp_path / "out.json"
-    command = [sys.executable, *start, str(SCRIPTS / script), str(out), *arguments]
+    start_script(tmp_path, environ, *start, str(SCRIPTS / script), str(out), *arguments)
+    return json.loads(out.read_text())
+
+
+def start_script(tmp_path: Path, environ: dict[str, str], *arguments: str) -> None:
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(out.read_text())
 
 
 def test_accelerate_at_every_stage_and_precision(tmp_path: Path) -> None:
@@ -130,3 +142,12 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     config = ("--deepspeed_config_file", str(tmp_path / "ds.json"), "--mixed_precision", "no")
     result = run(tmp_path, "accelerate_loop.py", "2,fp32", launcher=(*launch, *options, *config))
     assert result["2,fp32"]["losses"][-3:] == pytest.approx(ACCELERATE_LOSSES, rel=1e-6)
+
+
+def test_the_example_runs_twice_in_one_directory(tmp_path: Path) -> None:
+    """The second run replaces the checkpoints of the first, as with DeepSpeed."""
+    need("accelerate", "transformers", "peft")
+    script = str(ROOT / "examples" / "huggingface" / "train.py")
+    for option in ((), ("--lora",)):
+        start_script(tmp_path, environment(), *LAUNCHER, script, "--steps", "2", *option)
+    assert (tmp_path / "runs" / "huggingface" / "model" / "adapter_model.safetensors").is_file()

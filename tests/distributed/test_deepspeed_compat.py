@@ -31,7 +31,7 @@ def test_a_loop_trains_as_plain_pytorch(pools: Pools, stage: int, kind: str) -> 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_continues_and_is_exported(pools: Pools, tmp_path: Path, stage: int) -> None:
     for rank in pools(2).run(f"{CASES}:resume", {"stage": stage, "folder": str(tmp_path)}):
-        assert rank["path"] and rank["same"] and rank["exported"]
+        assert rank["path"] and rank["same"] and rank["exported"] and rank["overwrites"]
         assert rank["client_state"] == {"epoch": 4} and rank["missing"] == (None, {})
     assert (tmp_path / "latest").read_text().strip() == "global_step2"
     assert (tmp_path / "zero_to_fp32.py").stat().st_mode & 0o111

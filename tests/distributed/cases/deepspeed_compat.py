@@ -132,6 +132,7 @@ def resume(stage: int, folder: str) -> dict[str, Any]:
         "client_state": client_state,
         "same": all(torch.equal(one[name], two[name]) for name in one),
         "missing": missing,
+        "overwrites": engine.zerolite.config.checkpoint.overwrite,
         "exported": saved is None
         or (exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)),
     }

@@ -64,8 +64,10 @@ def initialize(
         values.pop("scheduler", None)
     if is_stage3(values):
         _add_leaf_modules(model, values)
-    # A plain loss.backward() is divided by gradient_accumulation_steps too.
+    # A plain loss.backward() is divided by gradient_accumulation_steps too, and a save replaces what another run has
+    # saved under the same tag.
     values.setdefault("divide_plain_backward", True)
+    values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
     engine = zerolite.initialize(
         model,
         values,
