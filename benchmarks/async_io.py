@@ -3,7 +3,7 @@
     python benchmarks/async_io.py                                  # 1 GiB in /tmp, 5 rounds
     python benchmarks/async_io.py --directory /mnt/nvme --nbytes 8GiB --queue-depth 32
 
-Everybody overwrites, and then reads, the same file, whose space is there from the start; in each round the order is
+All overwrite, and then read, the same file, whose space is there from the start; in each round the order is
 another one. fio has the same block size and queue depth, and io_uring as its engine; dd has one block under way at a
 time. "of fio" (or "of dd") is the median over rounds of the ratio within a round. "CPU" is the share of one core that
 the process is busy, waiting included.

@@ -178,9 +178,9 @@ def serve(pipe: Connection, rank: int, setting: Setting, job: Job) -> None:
         diary.clear()
         dist.barrier()
         step()
-        everybody: list[Any] = [None] * setting.world_size
-        dist.all_gather_object(everybody, diary.events)
-        pipe.send(Reply([event for events in everybody for event in events], diary.most_live, 0))
+        of_all: list[Any] = [None] * setting.world_size
+        dist.all_gather_object(of_all, diary.events)
+        pipe.send(Reply([event for events in of_all for event in events], diary.most_live, 0))
 
 
 def measure(job: Job, steps: int, store: Path) -> Row:

@@ -229,7 +229,7 @@ class _Rank:
         return self._together(action)
 
     def _part(self, directory: Path) -> list[Path]:
-        """As many of the files as any rank's, whoever wrote them."""
+        """As many of the files as any rank's, whichever rank wrote them."""
         return disk.files_under(directory)[self.rank :: self.setting.world_size]
 
     def _file(self, name: str) -> Path:

@@ -6,7 +6,7 @@
     python benchmarks/compare.py --device cuda --nproc 8 --dtype bf16 --layers 24 --width 2048 --heads 16 --context 1024
 
 Every competitor has processes of its own, which sleep while another runs. Rounds alternate the order, and ratios are
-taken within a round, so that a machine that slows down for a while favours nobody. Losses must agree, or the exit
+taken within a round, so that a machine that slows down for a while favours none. Losses must agree, or the exit
 status is 1.
 """
 
