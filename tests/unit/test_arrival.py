@@ -6,8 +6,10 @@ import threading
 import time
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
+from zerolite.comm import in_time
 from zerolite.comm.arrival import meet
 from zerolite.comm.store_barrier import Patience
 
@@ -44,6 +46,14 @@ class CountingStore(dist.Store):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.requests += 1
         return self.inner.compare_set(key, expected, desired)
+
+
+class SilentStore(CountingStore):
+    """One whose host is cut off before the others come."""
+
+    def check(self, keys: list[str]) -> bool:
+        threading.Event().wait(5.0)
+        return False
 
 
 def come(arrivals: dict[int, float], timeout_s: float) -> tuple[dict[int, str], dict[int, int]]:
@@ -84,3 +94,11 @@ def test_a_rank_that_comes_when_the_others_have_given_up_raises_as_well() -> Non
     errors, _ = come({rank: 1.5 if rank == 3 else 0.0 for rank in range(WORLD)}, 0.3)
     assert "rank 3 of 24 did not arrive within 0.3 s" in errors[0]
     assert errors[3].startswith("init_distributed: rank 3 came after the others had given up")
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_time, "SILENT_S", 0.2)
+    store, began = SilentStore(dist.HashStore()), time.monotonic()
+    with pytest.raises(RuntimeError, match="init_distributed: rank 0 .*store of the rendezvous has not answered"):
+        meet(store, 0, 2, 60.0)
+    assert time.monotonic() - began < 4.0

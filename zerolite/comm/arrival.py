@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from zerolite.comm.in_time import in_time
+from zerolite.comm.in_time import StoreSilent, in_time
 from zerolite.comm.ranks import list_of, name_ranks
 from zerolite.comm.store_barrier import Patience, StoreBarrier
 from zerolite.utils.listening import keep_store
@@ -133,6 +133,8 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float, what: 
         if trouble:
             barrier.decide(trouble)
         came_in_time = barrier.wait(timeout_s, too_late)
+    except StoreSilent as error:
+        raise RuntimeError(f"{what}: rank {rank} waits for the others, and {error}") from error
     except dist.DistError as error:
         raise RuntimeError(
             f"{what}: rank {rank} has lost the store of the rendezvous while it waited for the others; it ends with "

@@ -1,4 +1,4 @@
-"""Time limit for calls that may never return."""
+"""Time limit for calls that may never return, requests to a store above all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,24 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+SILENT_S = 30.0  # how long the store may take to answer
+
 Answer = TypeVar("Answer")
+
+
+class StoreSilent(RuntimeError):
+    """The rendezvous' store does not answer: its host is cut off, or the process that holds it stands still."""
+
+
+def ask_store(request: Callable[[], Answer]) -> Answer:
+    """Return the result of ``request()``, which asks the rendezvous' store. Raises StoreSilent after 30 s."""
+    try:
+        return in_time(request, SILENT_S)
+    except TimeoutError:
+        raise StoreSilent(
+            f"the store of the rendezvous has not answered for {SILENT_S:g} s: the process that holds it (rank 0, or "
+            "the launcher) stands still, or its host is cut off"
+        ) from None
 
 
 def in_time(call: Callable[[], Answer], timeout_s: float) -> Answer:

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.exits import exited_ranks
-from zerolite.comm.in_time import in_time
-
-_SILENT_S = 30.0  # how long the store may take to answer
+from zerolite.comm.in_time import StoreSilent, ask_store
 
 Answer = TypeVar("Answer")
 
@@ -85,7 +83,7 @@ class SharedStore:
         if store is None or self._silent:
             raise RuntimeError("the store of the rendezvous cannot be asked")
         try:
-            return in_time(lambda: request(store), _SILENT_S)
-        except TimeoutError:
+            return ask_store(lambda: request(store))
+        except StoreSilent:
             self._silent = True  # its connection is taken by the request that waits
-            raise RuntimeError(f"the store of the rendezvous has not answered for {_SILENT_S:g} s") from None
+            raise

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from zerolite.comm.exits import exited_ranks
+from zerolite.comm.in_time import ask_store
 from zerolite.comm.ranks import name_ranks
 
 logger = logging.getLogger("zerolite")
@@ -65,20 +66,17 @@ class StoreBarrier:
 
         Raises RuntimeError on all ranks that have come, with a sentence about those that have not: after ``timeout_s``
         seconds, with ``too_late(missing)``; or as soon as one is known to have exited. A warning names them after 30 s
-        and then once a minute.
+        and then once a minute. Raises StoreSilent if the store does not answer.
         """
         store, patience = self._store, Patience(timeout_s, len(self._ranks))
         store.set(f"here/{self._rank}", "")
         arrived = store.add("here", 1)
         first = arrived == 1  # asks which ranks are missing, and loses patience before the others
+        latest_s = 0.0 if first else -_GRACE_S
         if arrived == len(self._ranks):
             self.decide("")
-        while not store.check(["outcome"]):
-            if exited := self._exited():
-                self.decide(self._never_come(exited), exited)
-            elif patience.left() <= (0 if first else -_GRACE_S) and (missing := self._missing()):
-                self.decide(too_late(missing), missing)
-            patience.pause(self._complaint if first else None)
+        while not ask_store(lambda: self._is_decided(too_late if patience.left() <= latest_s else None)):
+            patience.pause((lambda: ask_store(self._complaint)) if first else None)
         failure, missing = json.loads(store.get("outcome"))
         if self._rank in missing:
             return False
@@ -86,6 +84,16 @@ class StoreBarrier:
             self._stay_for_others()
             raise RuntimeError(f"{self._what}: {failure}")
         return True
+
+    def _is_decided(self, too_late: Callable[[list[int]], str] | None) -> bool:
+        """Return True if there is an outcome. Set one if ranks cannot come or, with ``too_late``, have not."""
+        if self._store.check(["outcome"]):
+            return True
+        if exited := self._exited():
+            self.decide(self._never_come(exited), exited)
+        elif too_late is not None and (missing := self._missing()):
+            self.decide(too_late(missing), missing)
+        return False
 
     def clean(self) -> None:
         """Delete the keys of a barrier that all ranks have left. Called on each of them."""
