@@ -109,7 +109,7 @@ SOME = (
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_loop(pools: Pools, tmp_path: Path, stage: int, loop: str) -> None:
     chosen = ("nothing", "cpu", "cpu, a third", "nvme, odd", "nvme, apart")
-    more = ("NAdam", "window with weights", "clamped in bf16", "reloaded in bf16", "replacing in bf16")
+    more = ("NAdam", "accumulation with weights", "clamped in bf16", "reloaded in bf16", "replacing in bf16")
     check(pools, 2, [of(name, stage, tmp_path, *chosen, loop=loop) for name in (*SOME, *more)])
 
 
