@@ -149,10 +149,7 @@ def test_training_goes_on_at_every_other_grid(
 
 def test_what_only_the_whole_can_do(pools: Pools, tmp_path: Path) -> None:
     for said in pools(2).run(f"{CASES}:refusals_within", {"directory": str(tmp_path)}):
-        for name, words in (("pipeline", "engine.train_batch()"), ("sequence", "engine.step(flush=True)")):
-            saving = said[f"save, {name}"]
-            assert saving.startswith("CheckpointError: expected a save at the end of a gradient accumulation"), saving
-            assert words in saving and "engine.zero_grad()" in saving
+        assert said["save, pipeline"] == said["save, sequence"] == "nothing was raised"
         for name, why in (("pipeline", "of 2 of the model only. Call"), ("sequence", "cut by tensor parallelism")):
             own, other = said[f"state dict, {name}"], said[f"load state dict, {name}"]
             assert own.startswith("RuntimeError: state_dict: this rank has ") and why in own

@@ -208,8 +208,10 @@ def check_refusals(result: dict[str, Any], directory: Path) -> None:
     assert "bytes at byte" in result["raised"] and str(directory) in result["raised"]
     assert all("the swap file of rank 0" in text for text in (result["step"], result["loop"]) if text)
     assert result["loop"], "a step was done with what the disk has lost"
-    lost = ("the swap file of rank 0", "gradients that no step has used")
-    assert any(words in result["save"] for words in lost), "what the disk has lost was saved"
+    if result["save"]:
+        assert "the swap file of rank 0" in result["save"]
+    else:
+        assert result["saved"] == [], "what the disk has lost was saved"
     if "failed in its middle" in result["save"]:
         assert "last checkpoint" in result["save"] and "failed in its middle" in result["export"]
     assert result["differences"] == []
@@ -234,7 +236,7 @@ def test_an_error_of_the_disk_is_not_forgotten(pools: Pools, tmp_path: Path) -> 
 def test_an_error_of_any_request_is_not_forgotten(pools: Pools, tmp_path: Path, name: str, stage: int) -> None:
     results = failures(pools, tmp_path, name, stage, list(range(150)))
     broken = [result for result in results if result["raised"]]
-    assert len(broken) > 30
+    assert len(broken) > 20
     for result in broken:
         check_refusals(result, tmp_path)
     for result in results[len(broken) :]:

@@ -215,25 +215,20 @@ class Saver:
         parts = self._parts
         parts.pipeline.check_between_steps()
         parts.pipeline.check_whole()
-        self._check_accumulation()
+        self._tell_of_gradients()
         parts.pipeline.written.take_all()
         buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
         return _Offer(request, buffers, self._stage() if parts.model.speaks_for_stage else None)
 
-    def _check_accumulation(self) -> None:
-        """Raise CheckpointError in the middle of a gradient accumulation: gradients are not saved."""
-        if not self._parts.pipeline.accumulating:
-            return
-        advice = (
-            "Save when engine.step() has returned True. To save now, call engine.step(flush=True) first, which updates "
-            "with the micro-batches so far, or engine.zero_grad(), which drops them"
-        )
-        if self._parts.model.topology.pipe.world_size > 1:
-            advice = "They are of an engine.train_batch() that has failed: call engine.zero_grad() first, to drop them"
-        raise CheckpointError(
-            "expected a save at the end of a gradient accumulation, got gradients that no step has used, which a "
-            f"checkpoint does not hold. {advice}"
-        )
+    def _tell_of_gradients(self) -> None:
+        """Say that gradients are not saved, where no step has used them yet."""
+        if self._parts.pipeline.accumulating and self._host.rank == 0:
+            logger.warning(
+                "%s: called in the middle of a gradient accumulation. Training goes on as if it had not been, but a "
+                "checkpoint holds no gradients: a job that continues from it begins the accumulation anew, without the "
+                "micro-batches since the last step. Save when engine.step() has returned True to lose none",
+                _CALL,
+            )
 
     def _stage(self) -> _Stage:
         return _Stage(self._parts.model.describe(), self._parts.model.extra_state())

@@ -418,7 +418,9 @@ class Engine:
         """Save everything that makes the next step the same, and return the checkpoint's directory, ``save_dir/tag``.
 
         Gradients are not saved, so call it at the end of a gradient accumulation, after a :meth:`step` that returned
-        True. Until the checkpoint is complete, what was there stays; one of the same tag is replaced.
+        True. A save in its middle says so in the log: training goes on with them, but a job that continues from the
+        checkpoint begins that accumulation anew. Until the checkpoint is complete, what was there stays; one of the
+        same tag is replaced.
 
         save_dir: on a file system that all nodes share. tag: default ``global_step<N>``. client_state: plain data
         (numbers, strings, lists, dicts, tensors, …), that of rank 0, which :meth:`load_checkpoint` gives back.
@@ -426,9 +428,9 @@ class Engine:
         adapters. async_save: return when all has been copied to host memory, and write in the background; what goes
         wrong there is raised by the next call that saves, loads or waits.
 
-        Raises CheckpointError on all ranks (gradients that no step has used, a full disk, a rank that does not come,
-        …), RuntimeError if ranks hold different weights or learning rates, FloatingPointError for non-finite weights,
-        TypeError for a client_state that is not plain. Called on all ranks with the same arguments."""
+        Raises CheckpointError on all ranks (a full disk, a rank that does not come, …), RuntimeError if ranks hold
+        different weights or learning rates, FloatingPointError for non-finite weights, TypeError for a client_state
+        that is not plain. Called on all ranks with the same arguments."""
         request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
         return self.checkpointer.save(self.lr_scheduler, client_state, *request)
 

@@ -77,14 +77,22 @@ def begin(
     return {"phase": "none", "error": ""}
 
 
+def weights_and_states(engine: Any, states: tuple[str, ...]) -> dict[str, Any]:
+    found = facts(engine, states)
+    return {name: found[name] for name in ("masters", "parameters", *states)}
+
+
 def breaks(directory: str, name: str, stage: int, zero: dict[str, Any], points: list[int]) -> list[dict[str, Any]]:
     """For each of ``points``: a run whose request of that number, counted from step 2 on, fails; what is refused then;
-    and whether it goes on from its checkpoint as if nothing had happened."""
+    how what is saved then differs from the weights and states of before that step; and whether it goes on from its
+    checkpoint as if nothing had happened."""
     recipe = RUNS[name]
     engine = make_engine(recipe, stage, zero=zero)
+    before: dict[int, dict[str, Any]] = {}  # by step
     for step in range(4):
         if step == 2:
             engine.save_checkpoint(directory, tag="good")
+        before[step] = weights_and_states(engine, recipe.states)
         list(engine_loop(engine, recipe, step))
     wanted = facts(engine, recipe.states)
     results = []
@@ -104,6 +112,9 @@ def breaks(directory: str, name: str, stage: int, zero: dict[str, Any], points: 
             result["save"] = refusal(engine.save_checkpoint, directory, tag="broken")
             result["loop"] = refusal(lambda: list(engine_loop(engine, recipe, 2)))
             result["export"] = refusal(engine.save_16bit_model, directory)
+            if not result["save"]:
+                engine.load_checkpoint(directory, tag="broken")
+                result["saved"] = differences(before[step], weights_and_states(engine, recipe.states))
             engine.load_checkpoint(directory, tag="good")
             for step in (2, 3):
                 list(engine_loop(engine, recipe, step))
