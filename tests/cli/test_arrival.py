@@ -101,7 +101,7 @@ def test_rank_0_twice(pool: Pool) -> None:
 
 def test_different_world_sizes(pool: Pool) -> None:
     places = [*ranks(0, world=2), *ranks(1, 2, world=3)]
-    for result in start(pool, places, timeout=5.0):
+    for result in start(pool, places, timeout=5.0, late=0.5):
         assert "the ranks do not agree how many they are: WORLD_SIZE is" in result["error"]
 
 

@@ -81,7 +81,7 @@ class StoreBarrier:
         if self._rank in missing:
             return False
         if failure:
-            self._stay_for_others()
+            self._stay_for_others(how_many_is_known=bool(missing))
             raise RuntimeError(f"{self._what}: {failure}")
         return True
 
@@ -123,10 +123,11 @@ class StoreBarrier:
         have = "has" if len(missing) == 1 else "have"
         return f"{self._what}: {name_ranks(missing)} of {len(self._ranks)} {have} not arrived yet"
 
-    def _stay_for_others(self) -> None:
-        """The store may end with this process: wait a little until all that are here have read the outcome."""
+    def _stay_for_others(self, how_many_is_known: bool) -> None:
+        """The store may end with this process: wait a little until all that are here have read the outcome, and those
+        that are about to come too where processes contradict each other."""
         store, patience = self._store, Patience(_FAREWELL_S if self._rank == 0 else 0.0)
         left = store.add("left", 1)
-        while left < store.add("here", 0) and patience.left() > 0:
+        while patience.left() > 0 and (not how_many_is_known or left < store.add("here", 0)):
             patience.pause()
             left = store.add("left", 0)
