@@ -71,7 +71,9 @@ def test_a_step_launches_at_most_as_many_collectives_as_fsdp2(layers: int, world
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), pytest.param("fp32", marks=pytest.mark.slow)]
+)
 def test_the_host_waits_only_where_an_update_runs_on_it(stage: int, precision: str) -> None:
     """It must know there whether the step is skipped."""
     config = {**CONFIG, "bf16": {"enabled": precision == "bf16"}, "fp16": {"enabled": precision == "fp16"}}
