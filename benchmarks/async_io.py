@@ -1,4 +1,4 @@
-"""What zerolite's asynchronous I/O moves, beside what fio (or dd, where there is no fio) moves past the page cache.
+"""Bytes a second of zerolite's asynchronous I/O, beside those of fio (or dd, without fio) past the page cache.
 
     python benchmarks/async_io.py                                  # 1 GiB in /tmp, 5 rounds
     python benchmarks/async_io.py --directory /mnt/nvme --nbytes 8GiB --queue-depth 32

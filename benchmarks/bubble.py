@@ -164,7 +164,7 @@ BUILD = {"zerolite": build_zerolite, "torch": build_torch}
 
 
 def serve(pipe: Connection, rank: int, setting: Setting, job: Job) -> None:
-    """What `Workers` runs: one reply for the step that measures memory, then one a step."""
+    """Serve `Workers`: one reply for the step that measures memory, then one a step."""
     diary = Diary(rank)
     meter = memory.Meter(setting.device)
     with meter:

@@ -28,7 +28,7 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the same for all competitors. warmup, steps: of training; steps: in each of the parts that are timed.
+    """Settings that all competitors share. warmup, steps: of training; steps: in each of the parts that are timed.
     directory: on the disk that is measured."""
 
     size: ModelSize
@@ -80,7 +80,7 @@ class Turn:
 
 
 def serve(pipe: Connection, rank: int, setting: Setting, name: str, plan: Plan, flip: bool) -> None:
-    """What `Workers` runs for `checkpoint.py`: the first reply is None, the second the `Turn`."""
+    """Serve the `Workers` of `checkpoint.py`: the first reply is None, the second the `Turn`."""
     competitor = COMPETITORS[name]
     model = build_model(plan.size)
     parameters = sum(parameter.numel() for parameter in model.parameters())

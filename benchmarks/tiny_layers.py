@@ -257,7 +257,7 @@ def warm_up(trainee: Trainee, inputs: Sequence[Tensor], steps: int) -> Ready:
 
 
 def serve_stack(pipe: Connection, rank: int, setting: Setting, name: str, layers: int, warmup: int) -> None:
-    """What `Workers` runs for `host_overhead.py`: replies are a `Ready`, then `Turn`s."""
+    """Serve the `Workers` of `host_overhead.py`: replies are a `Ready`, then `Turn`s."""
     trainee, inputs = prepare(name, layers), make_inputs()
     pipe.send(warm_up(trainee, inputs, warmup))
     while (steps := pipe.recv()) > 0:

@@ -197,7 +197,9 @@ class _Run:
 
     def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, rehearsal: Rehearsal | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
-        self._machine = current if isinstance(current := machine(), DryMachine) else DryMachine()
+        dry = machine()
+        assert isinstance(dry, DryMachine)
+        self._machine = dry
         self._staged: Any = None
         if rehearsal is not None:
             rehearsal.phase = self._phase
