@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.test_deepspeed_real import interpreter
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,8 +79,8 @@ def run(tmp_path: Path, script: str, *arguments: str, launcher: tuple[str, ...] 
     return json.loads(out.read_text())
 
 
-def start_script(tmp_path: Path, environ: dict[str, str], *arguments: str) -> None:
-    command = [sys.executable, *arguments]
+def start_script(tmp_path: Path, environ: dict[str, str], *arguments: str, python: str = sys.executable) -> None:
+    command = [python, *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
@@ -131,6 +133,25 @@ def test_models_made_under_zero_init(tmp_path: Path) -> None:
         assert result[name], name
     assert 0.015 < result["spread"] < 0.025  # transformers' initialisation, 0.02
     assert result["worst"] < 1e-6
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")])
+def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: str) -> None:
+    """The losses are those with which DeepSpeed resumes its own checkpoint."""
+    python = interpreter()
+    if python is None:
+        pytest.skip("DeepSpeed is not installed, and ZEROLITE_DEEPSPEED_PYTHON names no interpreter that has it")
+    script, out, checkpoint = str(SCRIPTS / "resume_loop.py"), tmp_path / "theirs.json", str(tmp_path / "checkpoint")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environ = environment() | {"DS_ACCELERATOR": "cpu"}
+    start_script(
+        tmp_path, environ, *torchrun, script, str(out), "save", str(stage), precision, checkpoint, python=python
+    )
+    theirs = json.loads(out.read_text())
+    ours = run(tmp_path, "resume_loop.py", "resume", str(stage), precision, checkpoint)
+    assert ours["losses"][:2] == theirs["losses"][:2] and ours["rate"] == theirs["rate"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=3e-7)
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-6 if precision == "fp32" else 1e-3)
 
 
 def test_accelerate_launch(tmp_path: Path) -> None:
