@@ -47,7 +47,9 @@ LORA_LOSSES = [
     4.567890167236328,
     4.586223602294922,
 ]
+# GRPO's are DeepSpeed's too, stage 2; TRL 1.16 and DeepSpeed 0.16.3 do not fit together at stage 3.
 TRL_LOSSES = {
+    "grpo": [-0.06425970047712326, 3.387530796317151e-06, 6.206333637237549e-06],
     "sft": [4.176846504211426, 4.158027648925781, 4.159029960632324],
     "dpo": [0.6931471824645996, 0.6957588195800781, 0.7003217935562134],
 }
@@ -119,11 +121,12 @@ def test_trainer_with_lora(tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_trl(tmp_path: Path, kind: str, stage: int) -> None:
-    """DPO has a reference model: a second engine, without an optimizer."""
+    """DPO and GRPO have a reference model: a second engine, without an optimizer. GRPO generates between steps."""
     need("accelerate", "transformers", "datasets", "trl")
-    assert run(tmp_path, "trl_loop.py", kind, str(stage))["losses"] == pytest.approx(TRL_LOSSES[kind], rel=1e-5)
+    losses = run(tmp_path, "trl_loop.py", kind, str(stage))["losses"]
+    assert losses == pytest.approx(TRL_LOSSES[kind], rel=1e-5, abs=1e-8)
 
 
 def test_models_made_under_zero_init(tmp_path: Path) -> None:

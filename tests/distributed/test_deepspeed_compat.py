@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import zerolite.compat.deepspeed as deepspeed
 from tests.pool import Pools
 
 CASES = "tests.distributed.cases.deepspeed_compat"
@@ -49,3 +51,14 @@ def test_a_checkpoint_of_deepspeed_is_loaded(pools: Pools, tmp_path: Path, stage
         assert rank["same"] and rank["exported"] and rank["tied"]
         assert rank["state"] == ("global_step6", {"epoch": 3}, [0.5], 6)
         assert rank["left"] == []
+
+
+def test_parts_of_parameters_are_read_and_set_by_rank(pools: Pools) -> None:
+    for rank in pools(2).run(f"{CASES}:local_values"):
+        assert all(rank.values()), rank
+        assert len(rank) == 2 + 3 * 6
+
+
+def test_parts_are_refused_where_parameters_are_whole() -> None:
+    with pytest.raises(ValueError, match="that stage 3 has partitioned, got one of shape .* that is whole"):
+        deepspeed.utils.safe_get_local_fp32_param(torch.nn.Parameter(torch.ones(2), requires_grad=False))

@@ -1,6 +1,6 @@
-"""TRL on two ranks: `trl_loop.py OUT KIND STAGE`; KIND is "sft" or "dpo" (with a reference model).
+"""TRL on two ranks: `trl_loop.py OUT KIND STAGE`; KIND is "sft", "dpo" or "grpo", both with a reference model.
 
-Three steps of a small Llama on tokenized rows. Rank 0 writes the losses.
+Three steps of a small Llama on tokenized rows; GRPO generates what it is rewarded for. Rank 0 writes the losses.
 """
 
 import json
@@ -12,7 +12,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 WORDS = [f"w{number}" for number in range(60)]
 
@@ -37,6 +37,10 @@ def text(number, words):
     return " ".join(WORDS[(number * 7 + step * (number % 5 + 1)) % len(WORDS)] for step in range(words))
 
 
+def reward(completions, **others):
+    return [sum(len(word) for word in completion.split()) / 20 for completion in completions]
+
+
 def main(out, kind, stage):
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
@@ -55,6 +59,20 @@ def main(out, kind, stage):
         rows = Dataset.from_list([{"text": text(n, 12)} for n in range(24)])
         trainer = SFTTrainer(make_model(), SFTConfig(max_length=32, **common), train_dataset=rows,
                              processing_class=make_tokenizer())  # fmt: skip
+    elif kind == "grpo":
+        rows = Dataset.from_list([{"prompt": text(n, 4)} for n in range(24)])
+        options = {
+            "num_generations": 2,
+            "max_completion_length": 6,
+            "beta": 0.1,
+            "model_init_kwargs": {"dtype": "float32"},
+        }
+        model = out + ".model"  # a path, from which the reference model is loaded as well
+        if PartialState().is_main_process:
+            make_model().save_pretrained(model)
+        PartialState().wait_for_everyone()
+        trainer = GRPOTrainer(model, reward, GRPOConfig(**options, **common), train_dataset=rows,
+                              processing_class=make_tokenizer())  # fmt: skip
     else:
         rows = Dataset.from_list(
             [{"prompt": text(n, 4), "chosen": text(n + 1, 5), "rejected": text(n + 2, 5)} for n in range(24)]

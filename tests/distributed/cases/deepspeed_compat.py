@@ -194,3 +194,41 @@ def reference_model(stage: int) -> dict[str, Any]:
     again = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config_of(stage))[0]
     train(again, "engine", range(1))
     return {"none": optimizer is None and schedule is None, "same": same, "again": again.global_steps}
+
+
+def local_values() -> dict[str, bool]:
+    """Parts of masters, states and gradients at stage 3, read and set beside the whole ones."""
+    utils = deepspeed.utils
+    engine, rank = make(3), dist.get_rank()
+    train(engine, "engine", range(1))
+    engine.backward(engine(batch(9, rank)))
+    found: dict[str, bool] = {"frozen": utils.safe_get_local_fp32_param(engine.module.frozen) is None}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        for kind, get, put, whole in (
+            (
+                "master",
+                utils.safe_get_local_fp32_param,
+                utils.safe_set_local_fp32_param,
+                utils.safe_get_full_fp32_param,
+            ),
+            ("grad", utils.safe_get_local_grad, utils.safe_set_local_grad, utils.safe_get_full_grad),
+            (
+                "state",
+                lambda p: utils.safe_get_local_optimizer_state(p, "exp_avg"),
+                lambda p, value: utils.safe_set_local_optimizer_state(p, value, "exp_avg"),
+                lambda p: utils.safe_get_full_optimizer_state(p, "exp_avg"),
+            ),
+        ):
+            part, before = get(parameter), whole(parameter)
+            padded = torch.zeros(part.numel() * dist.get_world_size())
+            padded[: before.numel()] = before.flatten()
+            good = part.numel() == parameter.ds_tensor.numel()
+            good &= torch.equal(part, padded.view(-1, part.numel())[rank])
+            put(parameter, 2 * part)
+            found[f"{kind} of {name}"] = good and torch.equal(whole(parameter), 2 * before)
+    with deepspeed.zero.GatheredParameters(engine.module.first.weight):
+        gathered = engine.module.first.weight.detach().clone()
+    found["followed"] = torch.equal(gathered, utils.safe_get_full_fp32_param(engine.module.first.weight))
+    return found

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from zerolite.engine.engine import Engine
+from zerolite.zero.stage3.units import external_parameters
 
-__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "Stage3Optimizer", "ZeROOptimizer"]
 
 
 class DeepSpeedOptimizer:
@@ -93,3 +94,44 @@ class DeepSpeedOptimizer:
 
 class ZeROOptimizer(DeepSpeedOptimizer):
     """The same, under the name that DeepSpeed gives it above stage 0."""
+
+
+class Stage3Optimizer(ZeROOptimizer):
+    """The same at stage 3, with ``parameter_offload``, by which TRL takes hooks away while a model generates."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.parameter_offload = ParameterOffload(engine.module)
+
+
+class ParameterOffload:
+    """The module at stage 3 with the members that DeepSpeed's owner of its hooks has.
+
+    The hooks stay where a client takes them away: parameters that ``zero.GatheredParameters`` holds are not gathered
+    again, so they do nothing. So there are none to be removed here, and none to be registered again.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = ModuleAtStage3(module)
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        for parameter in module.parameters():
+            parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
+
+    def _register_deepspeed_module(self, module: Any) -> None: ...
+
+    _register_hooks_recursively = _register_deepspeed_module  # the name that older releases of TRL call
+
+
+class ModuleAtStage3:
+    """A module with DeepSpeed's method :meth:`ds_external_parameters`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters that were registered with the module by ``zero.register_external_parameter``."""
+        return ((str(number), p) for number, p in enumerate(external_parameters(self._module)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerolite.compat.deepspeed.runtime import checkpoints
-from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, Stage3Optimizer, ZeROOptimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
 from zerolite.engine.engine import Engine
 
@@ -39,7 +39,8 @@ class DeepSpeedEngine(torch.nn.Module):
         self.training = self.module.training
         self.config = config.raw
         self.zerolite: Any = engine
-        kind = ZeROOptimizer if engine.config.zero_optimization.stage else DeepSpeedOptimizer
+        kinds = (DeepSpeedOptimizer, ZeROOptimizer, ZeROOptimizer, Stage3Optimizer)
+        kind = kinds[int(engine.config.zero_optimization.stage)]
         self.optimizer: DeepSpeedOptimizer | None = None if engine.optimizer is None else kind(engine)
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None

@@ -7,9 +7,22 @@ from typing import Any
 
 import torch
 
-import zerolite
 from zerolite.compat.deepspeed.utils import groups
 from zerolite.compat.deepspeed.utils.logging import log_dist, logger
+from zerolite.compat.deepspeed.utils.tensor_fragment import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 from zerolite.data.dataloader import RepeatingLoader
 
 __all__ = [
@@ -20,43 +33,19 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "set_z3_leaf_modules",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
-
-
-def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor:
-    """Return the whole master weight of a parameter, a copy. Called on all ranks."""
-    return zerolite.get_full_master(param)
-
-
-def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the whole gradient, the mean over ranks since the last step; None without one. Called on all ranks."""
-    return zerolite.get_full_grad(param)
-
-
-def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a whole state, such as "exp_avg", a copy. Called on all ranks."""
-    return zerolite.get_full_optimizer_state(param, optim_state_key)
-
-
-def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole master weight, and the parameter with it. Called on all ranks with equal values."""
-    zerolite.set_full_master(param, value)
-
-
-def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole gradient of the next step. Called on all ranks with equal values."""
-    zerolite.set_full_grad(param, value)
-
-
-def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a whole state. Called on all ranks with equal values."""
-    zerolite.set_full_optimizer_state(param, optim_state_key, value)
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[Any]) -> list[torch.nn.Module]:
