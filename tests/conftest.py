@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import signal
+import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -13,6 +17,89 @@ from tests.pool import Pools
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SHARES = 8  # a share of the slow tests takes about a quarter of an hour on two cores
+SHARE_SECONDS = 20 * 60.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        metavar="NAME",
+        help=f"after the tests that are not slow, run one in {SHARES} of the slow ones, chosen by NAME (a hash, "
+        f"for instance), for at most {SHARE_SECONDS / 60:.0f} minutes",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--share"):
+        config.option.markexpr = "not slow or share"
+        config.pluginmanager.register(Share(config.getoption("--share")), "share")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Make the cases slow that a mark ``fast`` does not name."""
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in functions.items():
+        _mark_slow(name, cases, complete=not any("::" in argument for argument in config.args))
+    share = config.pluginmanager.get_plugin("share")
+    if share is not None:
+        share.choose(items)
+
+
+def _mark_slow(name: str, cases: list[pytest.Item], complete: bool) -> None:
+    mark = cases[0].get_closest_marker("fast")
+    assert mark is not None
+    ids = {case: case.callspec.id for case in cases}  # type: ignore[attr-defined]
+    if every := mark.kwargs.get("every"):
+        fast = set(cases[::every])
+    else:
+        fast = {case for case in cases for wanted in mark.args if ids[case] == wanted or fnmatchcase(ids[case], wanted)}
+    unknown = [one for one in mark.args if not any(i == one or fnmatchcase(i, one) for i in ids.values())]
+    if unknown and complete:
+        raise pytest.UsageError(f"{name}: the mark `fast` names {unknown}, and the cases are {sorted(ids.values())}")
+    for case in cases:
+        if case not in fast:
+            case.add_marker(pytest.mark.slow)
+
+
+class Share:
+    """The part of the slow tests that a name chooses: ``--share NAME``."""
+
+    def __init__(self, name: str) -> None:
+        self._part = zlib.crc32(name.encode()) % SHARES
+        self._ends: float | None = None
+        self._chosen = self._run = 0
+
+    def choose(self, items: list[pytest.Item]) -> None:
+        """Mark the chosen ones, and put them behind all others."""
+        for item in items:
+            if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % SHARES == self._part:
+                item.add_marker(pytest.mark.share)
+                self._chosen += 1
+        items.sort(key=lambda item: item.get_closest_marker("share") is not None)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Leave out a slow test for which there is no time any more: True says that it has been dealt with."""
+        if item.get_closest_marker("share") is None:
+            return None
+        if self._ends is None:
+            self._ends = time.monotonic() + SHARE_SECONDS
+        if time.monotonic() > self._ends:
+            return True
+        self._run += 1
+        return None
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(
+            f"slow tests: part {self._part + 1} of {SHARES}, {self._run} of its {self._chosen} were run"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ def stages(*fast: int) -> Any:
     )
 
 
+@pytest.mark.fast("normed-3")
 @stages(3)
 @pytest.mark.parametrize(
     "name",
@@ -44,6 +45,7 @@ def test_training_goes_on_at_once_elsewhere(pools: Pools, tmp_path: Path, world:
     case(pools, "goes_on_at_once", tmp_path, world, stage=1, name=name)
 
 
+@pytest.mark.fast("refused_at_once-1")
 @stages(1)
 @pytest.mark.parametrize(
     "name", ["two_in_a_row", "loaded_at_once", "refused_at_once", "two_engines", "engine_that_is_gone"]
@@ -52,6 +54,7 @@ def test_calls_one_after_the_other(pools: Pools, tmp_path: Path, stage: int, nam
     case(pools, name, tmp_path, stage=stage)
 
 
+@pytest.mark.fast("0-wait-3")
 @stages(3)
 @pytest.mark.parametrize(
     ("failing", "following"),
@@ -102,6 +105,7 @@ if how == "fails":
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["destroy", pytest.param("end of the program", marks=SLOW), pytest.param("fails", marks=SLOW)]
 )

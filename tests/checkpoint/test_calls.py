@@ -24,6 +24,7 @@ def stages(*fast: int) -> Any:
     )
 
 
+@pytest.mark.fast("client_state-2")
 @stages(2)
 @pytest.mark.parametrize(
     "name", ["tags", "nothing_there", "client_state", "client_state_refused", "plateau", "different_arguments"]
@@ -32,6 +33,7 @@ def test_arguments(pools: Pools, tmp_path: Path, stage: int, name: str) -> None:
     case(pools, f"calls:{name}", tmp_path, stage=stage)
 
 
+@pytest.mark.fast("odd_things-3")
 @stages(3)
 @pytest.mark.parametrize(
     "name",
@@ -50,6 +52,7 @@ def test_at_which_time(pools: Pools, tmp_path: Path, stage: int, name: str) -> N
     case(pools, f"times:{name}", tmp_path, stage=stage)
 
 
+@pytest.mark.slow
 @stages(1)
 def test_loading_in_inference_mode(pools: Pools, tmp_path: Path, stage: int) -> None:
     case(pools, "times:in_inference_mode", tmp_path, stage=stage)
@@ -65,6 +68,7 @@ def test_a_buffer_whose_elements_share_memory(pools: Pools, tmp_path: Path, stag
     case(pools, "times:expanded_buffer", tmp_path, stage=stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["in_gathered_parameters", pytest.param("persistent_and_frozen", marks=pytest.mark.slow)]
 )
@@ -72,11 +76,13 @@ def test_frozen_parameters_of_stage_3(pools: Pools, tmp_path: Path, name: str) -
     case(pools, f"times:{name}", tmp_path, stage=3)
 
 
+@pytest.mark.slow
 @stages(1)
 def test_models_that_were_initialised_in_parts(pools: Pools, tmp_path: Path, stage: int) -> None:
     case(pools, "times:initialised_in_parts", tmp_path, stage=stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "how"),
     [(0, "save"), (1, "load"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1, "save"), (0, "load")))],
@@ -90,6 +96,7 @@ def test_after_a_call_that_a_rank_has_left_out(pools: Pools, tmp_path: Path, mis
     case(pools, "calls:left_out", tmp_path, stage=1, missing=missing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_comes_too_late(pools: Pools, tmp_path: Path, missing: int) -> None:
     case(pools, "calls:late", tmp_path, stage=1, missing=missing)
@@ -99,6 +106,7 @@ def test_one_process_of_several_needs_no_other(pools: Pools, tmp_path: Path) -> 
     case(pools, "calls:one_process_of_several", tmp_path)
 
 
+@pytest.mark.slow
 @stages(3)
 @pytest.mark.parametrize("finished", [0, 1])
 def test_a_rank_that_has_finished_follows(pools: Pools, tmp_path: Path, stage: int, finished: int) -> None:
@@ -155,6 +163,7 @@ def test_each_rank_writes_and_reads_its_share(pools: Pools, tmp_path: Path, stag
             assert len(seen) <= -(-(written[f"rank_{number:05d}.safetensors"] + 20_000) // block) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"), [((2, 3), (3, 1)), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
 )

@@ -15,6 +15,7 @@ from tests.pool import Pool, Pools, WorkerDied
 CASES = "tests.checkpoint.cases.crashes"
 
 
+@pytest.mark.fast("first-within")
 @pytest.mark.parametrize("how", ["before", "within"])
 @pytest.mark.parametrize("scenario", crashes.SCENARIOS)
 def test_ends_at_every_point(ram: Path, scenario: str, how: str) -> None:
@@ -35,6 +36,7 @@ def check_kills(scenario: str, result: dict[str, Any]) -> None:
     assert result["left"] == []
 
 
+@pytest.mark.fast("first-from there on")
 @pytest.mark.parametrize("always", [False, True], ids=["once", "from there on"])
 @pytest.mark.parametrize("scenario", crashes.SCENARIOS)
 def test_disk_fails_at_every_point(ram: Path, scenario: str, always: bool) -> None:
@@ -91,6 +93,7 @@ def check_killed(
             assert crashes._equal(result["held"], wanted["held"][step - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed(pools: Pools, run: list[dict[str, Any]], ram: Path, rank: int, background: bool) -> None:
@@ -153,6 +156,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(directory)], check=True)
 
 
+@pytest.mark.fast("sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_full_disk(pools: Pools, small_disk: Path, background: bool) -> None:
     arguments = {"directory": small_disk / "saved", "stage": 2, "background": background}

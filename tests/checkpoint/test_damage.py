@@ -210,6 +210,7 @@ def test_latest_is_something_else(two: Path) -> None:
 # -------------------------------------------------------------------- what was not written by zerolite
 
 
+@pytest.mark.fast(every=4)
 @pytest.mark.parametrize(("name", "what"), [(name, what) for name in crafted.BODIES for what in crafted.BODIES[name]])
 def test_crafted(two: Path, name: str, what: str) -> None:
     path = two / "global_step2"
@@ -242,6 +243,7 @@ def test_later_version_says_whose(two: Path) -> None:
     assert "format version 7" in message and "written by zerolite 9.8" in message and "versions up to 1" in message
 
 
+@pytest.mark.slow
 def test_every_mutation_is_an_error_or_harmless(two: Path) -> None:
     """A few hundred of each JSON, with checksums that fit."""
     random_ = random.Random(5)
@@ -283,6 +285,7 @@ def test_export_of_mutations(two: Path) -> None:
     export_checkpoint(path, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_engine_with_mutations(alone: Pool, ram: Path, seed: int) -> None:
     arguments = {"directory": ram / "saved", "seed": seed, "count": 300}
@@ -292,6 +295,7 @@ def test_engine_with_mutations(alone: Pool, ram: Path, seed: int) -> None:
     assert result["right"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_engine_with_damage(pools: Pools, ram: Path, stage: int) -> None:
     """All ranks are told, also where only one has read the damaged file, and the engine goes on with another one."""

@@ -127,6 +127,7 @@ def test_an_earlier_export_is_replaced_whatever_its_files_and_others_stay(checkp
     assert all((out / name).read_text() == name for name in foreign)
 
 
+@pytest.mark.fast("5GB-5GB", "60B-5GB")
 @pytest.mark.parametrize(("first", "second"), [("5GB", "5GB"), ("5GB", "60B"), ("60B", "5GB"), ("60B", "60B")])
 def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
     checkpoint: Path, tmp_path: Path, first: str, second: str
@@ -253,6 +254,7 @@ print("peak", status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     tensors = {f"parameters/{i}": torch.full((1 << 21,), float(i)) for i in range(12)}  # 8 MiB each
@@ -334,6 +336,7 @@ def settings(stage: str, precision: str) -> dict[str, Any]:
     return config(number, precision, 1, 0.0, ADAMW, zero)
 
 
+@pytest.mark.fast("0")
 @OVER_STAGES
 def test_whole_states_in_any_dtype_and_the_model_in_files(pools: Pools, stage: str, tmp_path: Path) -> None:
     for precision, model in (("bf16", "OddModel"), ("fp16", "OddModel"), ("fp32", "ConvNet")):

@@ -88,6 +88,7 @@ def check(
             assert_same(joined(second), after, f"{grid} -> {there}, two steps later", rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_and_two_stages(pools: Pools, tmp_path: Path) -> None:
     check(pools, 2, (1, 1, 2), 1, tmp_path / "a", {2: [((2, 1, 1), 1)]})
     check(pools, 2, (2, 1, 1), 0, tmp_path / "b", {2: [((1, 1, 2), 2)]})

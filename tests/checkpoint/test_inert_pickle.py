@@ -124,6 +124,7 @@ def test_what_is_not_plain_is_left_out_and_named(tmp_path: Path) -> None:
         assert sum(expected in text for text in imported.left_out) == 1, (expected, imported.left_out)
 
 
+@pytest.mark.slow
 def test_nothing_of_deepspeed_is_imported() -> None:
     code = "import sys, zerolite.compat.deepspeed_import; sys.exit(any(m.startswith('deepspeed') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

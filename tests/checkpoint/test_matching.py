@@ -25,6 +25,7 @@ def case(pools: Pools, name: str, directory: Path, world: int = 2, **kwargs: Any
     pools(world).run(f"{CASES}.{name}", {"directory": str(directory), **kwargs})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded", "zero"), BUCKETS)
 def test_other_buckets_and_thresholds(
     pools: Pools, tmp_path: Path, saved: int, loaded: int, zero: dict[str, Any]
@@ -44,6 +45,7 @@ def stages(*fast: int) -> Any:
     )
 
 
+@pytest.mark.fast("LambdaLR-3")
 @stages(3)
 @pytest.mark.parametrize(
     "schedule",
@@ -58,6 +60,7 @@ def test_param_groups_of_other_parameters(pools: Pools, tmp_path: Path, stage: i
     case(pools, "matching:other_groups", tmp_path, stage=stage)
 
 
+@pytest.mark.slow
 @stages(3)
 @pytest.mark.parametrize("how", ["added", "dropped", "wraps_everything"])
 def test_adapters(pools: Pools, tmp_path: Path, stage: int, how: str) -> None:
@@ -69,6 +72,7 @@ def test_frozen_parameters_are_left_out(pools: Pools, tmp_path: Path, stage: int
     case(pools, "matching:without_frozen", tmp_path, stage=stage, other=other)
 
 
+@pytest.mark.slow
 @stages(3)
 def test_compiled_modules_have_the_names_inside(pools: Pools, tmp_path: Path, stage: int) -> None:
     case(pools, "matching:compiled", tmp_path, stage=stage)
@@ -79,6 +83,7 @@ def test_weights_that_are_tied_elsewhere(pools: Pools, tmp_path: Path, stage: in
     case(pools, "matching:tied_elsewhere", tmp_path, stage=stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -95,6 +100,7 @@ def test_other_precisions(pools: Pools, tmp_path: Path, stage: int, source: str,
     case(pools, "parts:other_precision", tmp_path, stage=stage, source=source, target=target)
 
 
+@pytest.mark.fast("parts:untrained-3")
 @stages(3)
 @pytest.mark.parametrize(
     "name", ["parts:another_implementation", "parts:some", "parts:refused", "parts:loose", "parts:untrained"]

@@ -58,6 +58,7 @@ def first_fast(*names: str) -> list[Any]:
     return [names[0], *(pytest.param(name, marks=SLOW) for name in names[1:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", first_fast("mixture in bf16", "mixture", "mixture in fp16", "NAdam", "woken", "autocast")
 )

@@ -86,6 +86,7 @@ def crash_scenario(ram: Path, scenario: str, **how: Any) -> int:
     return check_crashes(ram / "now", act, allowed, 3, **how)
 
 
+@pytest.mark.fast("first", "overwrite without latest")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_power_loss(ram: Path, scenario: str) -> None:
     assert crash_scenario(ram, scenario, most=12, saves=4) >= 30
@@ -130,6 +131,7 @@ def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, sk
     assert "all changes were recorded" not in str(caught.value)
 
 
+@pytest.mark.fast("sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_power_loss_on_two_ranks(pools: Pools, ram: Path, background: bool) -> None:
     """Every rank's file is safe before the checkpoint gets its name."""
@@ -188,6 +190,7 @@ def check_errors(ram: Path, scenario: str, kind: int, always: bool) -> int:
     raise AssertionError("not reached")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario", [pytest.param(name, marks=() if name == "overwrite" else pytest.mark.slow) for name in SCENARIOS]
 )

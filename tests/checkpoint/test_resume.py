@@ -121,6 +121,7 @@ def rotated() -> Iterator[Any]:
         yield pytest.param(name, saved, [loaded, saved] if RECIPES[name].micros > 1 else [loaded], id=name, marks=marks)
 
 
+@pytest.mark.fast("mixture", "Lion")
 @pytest.mark.parametrize(("name", "saved", "loaded"), list(rotated()))
 def test_as_many_ranks(pools: Pools, tmp_path: Path, name: str, saved: int, loaded: list[int]) -> None:
     check(pools, tmp_path, name, {2: [saved]}, {2: loaded})
@@ -141,6 +142,7 @@ SAMPLE: list[Any] = [
 ]
 
 
+@pytest.mark.fast("mixture-saves1-loads1", "NAdam-saves6-loads6")
 @pytest.mark.parametrize(("name", "saves", "loads"), SAMPLE)
 def test_other_numbers_of_ranks(
     pools: Pools, tmp_path: Path, name: str, saves: dict[int, list[int]], loads: dict[int, list[int]]

@@ -166,6 +166,7 @@ def test_restarts_of_the_launcher_are_one_run(monkeypatch: pytest.MonkeyPatch) -
     run_of_this_job.cache_clear()
 
 
+@pytest.mark.fast("sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_engines(pools: Pools, ram: Path, background: bool) -> None:
     """All ranks raise the same sentence; a load makes it one run, whose id stays."""

@@ -42,6 +42,7 @@ def start(pool: Pool, places: list[dict[str, str] | None], port: int | None = No
     return pool.run(f"{CASES}:start", {"places": places, "env": env, **case})
 
 
+@pytest.mark.slow
 def test_all_come(pool: Pool) -> None:
     for places in (ranks(0, 1, 2), ranks(2, 0, 1)):
         results = start(pool, places, late=0.3)
@@ -53,6 +54,7 @@ def test_they_may_start_again_in_the_same_processes(pool: Pool) -> None:
     assert pool.run(f"{CASES}:start_again", {"env": env, "times": 3}) == [[3.0] * 3] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "missing", [pytest.param([1], marks=pytest.mark.slow), [1, 2], pytest.param([2], marks=pytest.mark.slow)]
 )

@@ -39,6 +39,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_compare_measures_trains_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     names = ["ddp", "zerolite-1", "zerolite-3", "zerolite-3-reshard"]
@@ -111,6 +112,7 @@ def test_profile_step_names_the_phases(stage: int) -> None:
         assert phases[name][0] == 0 < phases[name][2], (name, done.stdout)
 
 
+@pytest.mark.slow
 def test_adam_measures_every_section(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run("adam.py", "--numel", "4099", "--rounds", "1", "--json", str(out))
@@ -189,6 +191,7 @@ def test_watchdog_counts_what_a_step_launches_and_times_a_note() -> None:
     assert launch < 50 and wait < 50
 
 
+@pytest.mark.slow
 def test_host_overhead_profiles_one_competitor() -> None:
     arguments = "--profile zerolite-3-w64-modules --layers 2 --steps 1 --warmup 5 --top 3".split()
     done = run("host_overhead.py", *arguments)
@@ -245,6 +248,7 @@ def test_host_overhead_tells_of_wrong_losses() -> None:
     assert len(contest.disagreements()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [["zerolite-3"], pytest.param(["zerolite-2", "fsdp2", "ddp"], marks=pytest.mark.slow)],

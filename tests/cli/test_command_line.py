@@ -79,6 +79,7 @@ def test_missing_module(tmp_path: Path) -> None:
     check_mistake(run_command("-m", cwd=tmp_path), "-m")
 
 
+@pytest.mark.fast("0-1 or more")
 @pytest.mark.parametrize(
     ("nproc", "part"),
     [
@@ -113,6 +114,7 @@ def test_unknown_and_abbreviated_options(tmp_path: Path) -> None:
     check_mistake(run_command("--nproc=1", "--master", "29500", "train.py", cwd=tmp_path), "--master")
 
 
+@pytest.mark.slow
 def test_import_zerolite_adds_little_to_import_torch() -> None:
     """Counted in modules, over every public name: seconds depend on what else the machine does. Not counted is
     torch.distributed.checkpoint, with which torch 2.6 imports its compiler."""

@@ -49,6 +49,7 @@ def test_first_script_trains(tmp_path: Path) -> None:
     assert float(losses["150"]) < float(losses["0"]) / 2
 
 
+@pytest.mark.fast("README.md0")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))

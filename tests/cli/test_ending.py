@@ -232,6 +232,7 @@ def test_unruly_children_of_a_failing_job(start) -> None:
     assert hidden not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_launcher_killed(start) -> None:
     """Nothing can be passed on or cleared up by a process that gets SIGKILL; the agent sees that it has gone."""
     job = start(UNRULY.replace("sleep 1000.7777", "true") + "if __name__ == '__main__': up(); wait()\n", "--nproc", "2")
@@ -266,6 +267,7 @@ def test_signal_to_the_launcher(start, number: signal.Signals) -> None:
     assert [(job.directory / f"told.{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
+@pytest.mark.slow
 def test_interrupt_once_lets_the_ranks_finish(start) -> None:
     """Rank 1 needs longer than rank 0, and is not cut short by its end."""
     body = "try:\n    up(); wait()\nfinally:\n"

@@ -105,6 +105,7 @@ def text(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [[2], pytest.param([0, 1, 3], marks=pytest.mark.slow)])
 def test_the_plain_loops_agree(text: Path, tmp_path: Path, stages: list[int]) -> None:
     """DDP and the example's config, at these stages, on two ranks: to all digits that are printed, which are those of
@@ -161,6 +162,7 @@ def gan_configs(**params: Any) -> list[dict[str, Any]]:
     return [example_cases.read_config("gan", name, **params) for name in ("generator", "discriminator")]
 
 
+@pytest.mark.slow
 def test_gan_equals_the_plain_loop(pools: Pools) -> None:
     """Two ranks, each stage: the bits of plain PyTorch with two optimizers."""
     configs = gan_configs(foreach=True)
@@ -205,6 +207,7 @@ def test_batch_norm_of_uneven_batches(pools: Pools, world: int) -> None:
         torch.testing.assert_close(result["half"].float(), wanted["y"][rows], rtol=0.02, atol=0.1)
 
 
+@pytest.mark.slow
 @NEEDS_SKLEARN
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3))])
 def test_digits_equal_one_process(pools: Pools, world: int) -> None:

@@ -146,6 +146,7 @@ def zerolite_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return metrics_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0, 1)), 3])
 def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> None:
     """fp32 on two ranks: the same numbers at every stage, to the last digit in the file; but for the last one of the
@@ -158,6 +159,7 @@ def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> Non
             assert line[-1] == pytest.approx(expected[-1], rel=1e-14, abs=0)
 
 
+@pytest.mark.slow
 def test_torchrun(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
     out = tmp_path / "out"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -165,6 +167,7 @@ def test_torchrun(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metr
     assert learning(metrics) == learning(zerolite_run("zero2"))
 
 
+@pytest.mark.slow
 def test_slurm(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
     """Two tasks with the variables that srun sets."""
     out = tmp_path / "out"
@@ -245,6 +248,7 @@ def resume(stopped: Path, tmp_path: Path, launcher: list[str], config: Path, tex
     return metrics
 
 
+@pytest.mark.slow
 def test_resume_at_another_stage(
     text: Path, tmp_path: Path, stopped: Path, zerolite_run: Callable[[str], Metrics]
 ) -> None:
@@ -319,6 +323,7 @@ def test_resume_on_another_grid(
     same_learning(check_run(result, out), expected)
 
 
+@pytest.mark.slow
 def test_unknown_key(text: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, gradient_cliping=1.0)
     result = run([sys.executable, *script(config, text, tmp_path / "out")])
@@ -327,6 +332,7 @@ def test_unknown_key(text: Path, tmp_path: Path) -> None:
     assert "gradient_cliping" in result.stderr and "gradient_clipping" in result.stderr.replace("cliping", "")
 
 
+@pytest.mark.slow
 def test_missing_data(tmp_path: Path) -> None:
     """A sentence, and no traceback."""
     missing = tmp_path / "nothing-here"
@@ -365,6 +371,7 @@ def data() -> ModuleType:
 
 
 class TestData:
+    @pytest.mark.slow
     def test_standard_library(self, data: ModuleType) -> None:
         """Several MB, about a tenth of the files for validation, the same each time."""
         corpus, again = data.load_corpus(), data.load_corpus()

@@ -58,6 +58,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("tcp", marks=pytest.mark.slow), "file"])
 def test_spawned_processes(tmp_path: Path, method: str) -> None:
     script = tmp_path / "train.py"
@@ -68,6 +69,7 @@ def test_spawned_processes(tmp_path: Path, method: str) -> None:
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
 
 
+@pytest.mark.fast("init_method='tcp://127.0.0.1:1'-needs rank and world_size")
 @pytest.mark.parametrize(
     "call,words",
     [
@@ -84,6 +86,7 @@ def test_incomplete_arguments_are_a_sentence(tmp_path: Path, call: str, words: s
     assert result.returncode == 1 and "ValueError: init_distributed" in result.stderr and words in result.stderr
 
 
+@pytest.mark.slow
 def test_one_process_without_any_environment(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(

@@ -85,6 +85,7 @@ def expected_files(source: Path) -> set[str]:
     return files
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_and_kernel_source_and_nothing_else(source: Path, wheel: Path) -> None:
     assert wheel.name == f"zerolite-{__version__}-py3-none-any.whl"  # pure Python: nothing was compiled
     with zipfile.ZipFile(wheel) as archive:
@@ -101,6 +102,7 @@ def test_wheel_holds_every_module_and_kernel_source_and_nothing_else(source: Pat
     assert not any(line.startswith("Requires-Dist: numpy") and "extra" not in line for line in metadata.splitlines())
 
 
+@pytest.mark.slow
 def test_installed_wheel_imports_from_elsewhere(installed: Path, tmp_path: Path) -> None:
     lines = run(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(installed)).splitlines()
     assert lines == [str(installed / "zerolite" / "__init__.py"), str(installed / "zerolite" / "csrc")]
@@ -125,6 +127,7 @@ def test_console_script_of_the_wheel_launches(installed: Path, tmp_path: Path) -
     assert [report["argv"] for report in read_reports(tmp_path, 2)] == [["--lr", "1"]] * 2
 
 
+@pytest.mark.slow
 def test_checkout_without_installing(tmp_path: Path) -> None:
     """`bin/zerolite` in a checkout: what it starts finds zerolite although nothing is installed."""
     checks = "import zerolite, pathlib\npathlib.Path('where').write_text(zerolite.__file__)\n"
@@ -142,6 +145,7 @@ def test_incomplete_installation_is_said(installed: Path, tmp_path: Path) -> Non
     assert str(tmp_path / "csrc") in message and "install it again" in message
 
 
+@pytest.mark.slow
 def test_source_distribution_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path, cwd=source)
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -183,6 +187,7 @@ def test_kernels_built_ahead(source: Path, tmp_path: Path) -> None:
         assert not any(name.endswith(".so") for name in archive.namelist())
 
 
+@pytest.mark.slow
 def test_building_ahead_without_a_compiler_is_an_error(source: Path, tmp_path: Path) -> None:
     """A wheel without libraries is refused to a user who asked for them."""
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", tmp_path]
@@ -204,6 +209,7 @@ def make_environment(directory: Path) -> Path:
     return directory / "bin"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build_ops", [None, pytest.param("1", marks=pytest.mark.slow)])
 def test_editable_install(build_ops: str | None, source: Path, tmp_path: Path) -> None:
     """Both top-level directories are found as subpackages of zerolite. Build tools are borrowed. What is built ahead

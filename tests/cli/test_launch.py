@@ -72,6 +72,7 @@ def test_two_processes_meet(tmp_path: Path) -> None:
     assert reports[0]["pid"] != reports[1]["pid"]
 
 
+@pytest.mark.slow
 def test_module_and_threads(tmp_path: Path) -> None:
     """`-m` finds a package in the working directory; the cores are shared out, in one line that says so."""
     (tmp_path / "pkg").mkdir()
@@ -86,6 +87,7 @@ def test_module_and_threads(tmp_path: Path) -> None:
     assert len(lines) == 1 and "8 processes" in lines[0]
 
 
+@pytest.mark.slow
 def test_default_is_one_process_and_the_users_threads_stay(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(REPORT_SCRIPT)
     result = run_command("train.py", cwd=tmp_path, OMP_NUM_THREADS="3", CUDA_VISIBLE_DEVICES="")
@@ -168,6 +170,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_the_script_runs_as_python_runs_it(tmp_path: Path, how: str) -> None:
     """Its `__main__` is its own: what it sees, pickles and starts is what it is under plain `python`."""
@@ -185,6 +188,7 @@ def test_the_script_runs_as_python_runs_it(tmp_path: Path, how: str) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_output(tmp_path: Path) -> None:
     """Rank 0 to the terminal, rank 1 behind its number, rank 2 to files alone; all into the log directory."""
     script = "import os, sys\nr = os.environ['RANK']\nprint('out', r)\nprint('err', r, file=sys.stderr)\n"
@@ -199,6 +203,7 @@ def test_output(tmp_path: Path) -> None:
     assert found == {f"rank_{rank}.{kind}": f"{kind} {rank}\n" for rank in range(3) for kind in ("out", "err")}
 
 
+@pytest.mark.slow
 def test_rank_0_has_the_terminal_itself(tmp_path: Path) -> None:
     """No pipe between: progress bars and colours work. Nothing stays behind in the temporary directory."""
     (tmp_path / "train.py").write_text("import sys\nprint('terminal', sys.stdout.isatty(), sys.stderr.isatty())\n")

@@ -123,6 +123,7 @@ def test_json_in_a_file_and_on_the_output(ask: Ask, made: list[Any]) -> None:
     assert Comparison.model_validate_json(ask("--json", "-")[1]) == made[-1]
 
 
+@pytest.mark.slow
 def test_a_picture(ask: Ask, made: list[Any]) -> None:
     pytest.importorskip("matplotlib")
     assert ask("--png", "plan.png")[0] == 0
@@ -283,6 +284,7 @@ def test_every_option_is_documented() -> None:
 # -------------------------------------------------------------------- for real
 
 
+@pytest.mark.slow
 def test_a_model_is_planned(ask: Ask) -> None:
     """Two linear layers of 16 x 64 elements and their biases, bf16 with fp32 masters: 2 bytes whole, 14 in 8 parts."""
     status, out, err = ask("--input-spec", "bfloat16[B,16]", "--json", "-", "--nodes", "2", "--device-memory", "1MB")
@@ -351,6 +353,7 @@ sys.exit(command.main(['--model', 'm:f', '--config', '{}', '--world-size', '8'])
 """
 
 
+@pytest.mark.fast("plan", "help")
 @pytest.mark.parametrize(
     "last", [PLANNED, CHECKED, "sys.exit(command.main(['--help']))"], ids=["plan", "check", "help"]
 )

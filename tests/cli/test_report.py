@@ -77,6 +77,7 @@ def test_other_ways_to_ask(command: list[str], tmp_path: Path) -> None:
     assert os.access(ROOT / "bin" / "zerolite_report", os.X_OK)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_build(tmp_path: Path, ask: Callable[..., str]) -> None:
     """Before: it could be built. After: it is there, and the library chooses the set that was foretold."""
@@ -122,6 +123,7 @@ def test_unusable_cache(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch
     assert re.search(r"compatible +yes\n +built +no\n +note +the cache cannot be used", text)
 
 
+@pytest.mark.slow
 def test_torch_that_does_not_import(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')\n")
     result = run_command("report", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -131,6 +133,7 @@ def test_torch_that_does_not_import(tmp_path: Path) -> None:
     assert answer["process groups"]["backends"] == "unknown"
 
 
+@pytest.mark.slow
 def test_script_called_report_is_run(tmp_path: Path) -> None:
     """A script called report runs as before; a directory of that name does not count as a script."""
     (tmp_path / "report").write_text("import sys; print('script', sys.argv[1:])\n")

@@ -68,6 +68,7 @@ def assert_close(got: dict[str, Any], wanted: dict[str, Any], what: str, atol: f
             )
 
 
+@pytest.mark.fast("True-0")
 @OVER_STAGES
 @pytest.mark.parametrize("batched", [False, True])
 def test_what_is_read_and_written_is_plain_pytorchs(pools: Pools, stage: str, batched: bool) -> None:
@@ -83,6 +84,7 @@ def test_what_is_read_and_written_is_plain_pytorchs(pools: Pools, stage: str, ba
                 assert_close(rank[kind], wanted[kind], kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stages_read_the_same_bits_in_16_bits(pools: Pools, precision: str) -> None:
     results = {
@@ -103,6 +105,7 @@ def test_stages_read_the_same_bits_in_16_bits(pools: Pools, precision: str) -> N
                 assert_same_bits(kept, {name: other[name] for name in kept}, f"gradients of stages 0 and {stage}")
 
 
+@pytest.mark.fast("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_masters_and_states_are_set(pools: Pools, precision: str) -> None:
     results = {

@@ -22,6 +22,7 @@ FP32_TOLERANCE = 1e-6
 BF16_TOLERANCE = 2.0**-7
 
 
+@pytest.mark.fast("0-fp32", "1-bf16", "2-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_way_to_write_a_window_gives_the_same_update(pools: Pools, stage: int, precision: str) -> None:
@@ -65,6 +66,7 @@ def test_a_flushed_window_is_the_mean_of_what_it_contains(
     torch.testing.assert_close(result["then"], both.parameters, rtol=0, atol=FP32_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [None, True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_weight_shared_by_two_checkpointed_blocks(pools: Pools, stage: int, overlap: bool | None) -> None:
@@ -88,6 +90,7 @@ BRANCHES = {
 }
 
 
+@pytest.mark.fast("the same layer unused on all ranks-SGD-True", "another layer each step-SGD-True")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("branches", BRANCHES.values(), ids=BRANCHES.keys())
@@ -112,6 +115,7 @@ def test_unused_parameters(pools: Pools, branches: list[list[str]], optimizer: A
         torch.testing.assert_close(results[0]["parameters"], wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.fast("0-False", "1-True", "2-False")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_exception_in_the_middle_of_backward(pools: Pools, stage: int, overlap: bool) -> None:
@@ -123,6 +127,7 @@ def test_an_exception_in_the_middle_of_backward(pools: Pools, stage: int, overla
         assert_same_bits(failed[rank]["parameters"], wanted[0]["parameters"], f"rank {rank}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_dropped_gradients_leave_no_trace(pools: Pools, stage: int) -> None:
     for setting in (config(stage), config(stage, "bf16"), config(stage, fp16=dynamic_fp16())):

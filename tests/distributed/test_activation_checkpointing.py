@@ -40,6 +40,7 @@ STAGES = ("0", "1", "2", "3-moving", "3-tight", "3-one unit", "3-offloaded")
 EACH = [(stage, *more) for stage in STAGES for more in ((1, "fp32"), (2, "fp32"), (2, "bf16"), (3, "bf16"))]
 
 
+@pytest.mark.fast("0-1-fp32")
 @pytest.mark.parametrize(
     ("stage", "world", "precision"),
     [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in EACH],

@@ -71,6 +71,7 @@ def check(ranks: list[dict[str, str]], words: dict[str, list[str]], world: int) 
                 assert f"\n- {wanted}" in message, (change, wanted, message)
 
 
+@pytest.mark.fast("1-2")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_differences_are_named_on_every_rank(pools: Pools, stage: int, world: int) -> None:
@@ -147,6 +148,7 @@ def test_what_fails_on_one_rank_fails_on_all(pools: Pools, world: int, failing: 
             ]
 
 
+@pytest.mark.slow
 def test_messages_of_different_collectives_never_meet(pools: Pools) -> None:
     """Between hosts nothing compares them; ranks that part must not take one parameter for another."""
     assert pools(2).run(f"{CASES}:parted_gathers", {"same": True}) == [{"packed": [10, 11], "several": [10, 11]}] * 2
@@ -159,6 +161,7 @@ def test_messages_of_different_collectives_never_meet(pools: Pools) -> None:
 MOVING = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
+@pytest.mark.fast("0-even", "2-join", "3-even")
 @pytest.mark.parametrize("joined", [False, True], ids=["even", "join"])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_checked_training_is_the_same(pools: Pools, stage: int, joined: bool) -> None:
@@ -191,6 +194,7 @@ def test_different_collectives_are_named_before_they_begin(pools: Pools, what: s
         assert what != "branch" or "'right.weight' and 1 more" in message
 
 
+@pytest.mark.slow
 def test_the_check_waits_for_nobody_at_a_launch(pools: Pools) -> None:
     for world in (2, 3):
         total = sum(range(world))

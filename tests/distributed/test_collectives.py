@@ -20,6 +20,7 @@ KINDS = {
 }
 
 
+@pytest.mark.fast("2-shared memory", "2-native", "3-little memory", "4-messages")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_full_is_the_concatenation_of_the_shards(pools: Pools, world: int, kind: str) -> None:
@@ -38,6 +39,7 @@ def test_one_process_copies_only_what_is_not_there(pools: Pools) -> None:
     assert pools(1).run(f"{CASES}:one_process") == [[[1.0] * 5, 0]]
 
 
+@pytest.mark.fast("2-shared memory", "3-shared memory", "4-shared memory")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_two_communicators_may_mix_in_any_order(pools: Pools, world: int, kind: str) -> None:

@@ -41,6 +41,7 @@ def setting(stage: int, precision: str, **more: Any) -> dict[str, Any]:
     return config(stage, precision, optimizer=ADAMW, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, precision, world", COMBINATIONS)
 def test_other_numbers_on_one_rank_are_named_on_all_before_the_step(
     pools: Pools, stage: int, precision: str, world: int
@@ -56,6 +57,7 @@ def test_other_numbers_on_one_rank_are_named_on_all_before_the_step(
             assert not any(result[change][1:]), "training goes on when they agree again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage, precision, world",
     [(1, "bf16", 2), pytest.param(0, "fp32", 3, marks=SLOW), pytest.param(3, "fp16", 3, marks=SLOW)],
@@ -82,6 +84,7 @@ def test_where_the_host_does_not_wait_it_is_told_one_step_later(
         assert all("because the update of step 3 made weights" in warning for warning in result["warnings"])
 
 
+@pytest.mark.slow
 def test_other_gathers_of_one_rank_are_told(pools: Pools) -> None:
     partitioned = setting(3, "fp32", zero_optimization={"stage": 3, **PARTITIONED["moving"]})
     for result in pools(3).run(f"{CASES}:other_gathers", {"config": partitioned}):

@@ -53,6 +53,19 @@ def test_what_raises_somewhere_has_words_and_an_alternative() -> None:
             assert CASES[line.strip("|").split("|")[0].strip()].words, line
 
 
+@pytest.mark.fast(
+    "2-the_engines_loop",
+    "2-torchs_loop",
+    "2-accumulated",
+    "2-joined",
+    "2-closure",
+    "2-autocast",
+    "2-clipped_by_torch",
+    "2-grad_read",
+    "2-own_updates",
+    "2-module_hooks",
+    "2-muon_by_name",
+)
 @OVER_ROWS
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_row_is_true(pools: Pools, world: int, row: str) -> None:

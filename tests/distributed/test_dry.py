@@ -10,6 +10,7 @@ from tests.pool import Pools
 CASES = "tests.distributed.cases.dry"
 
 
+@pytest.mark.fast("2-native")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_dry_communicator_launches_and_allocates_what_a_real_one_does(pools: Pools, world: int, kind: str) -> None:

@@ -17,6 +17,7 @@ def close(a: Any, b: Any, rtol: float, atol: float = 0.0) -> None:
     torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
+@pytest.mark.fast("[['l', 'lr'], ['', '']]-fp32-True", "[['l'], ['r']]-bf16-True")
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("ways", [[["l", "lr"], ["", ""]], [["l"], ["r"]], [["ll", "rl"], ["r", "l"]]], ids=str)
@@ -41,6 +42,7 @@ def test_ranks_that_take_different_branches(
     close(results[2], results[0], rtol, atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("zero", [{}, {"reduce_scatter": False}, {"overlap_comm": True}], ids=str)

@@ -37,6 +37,7 @@ def same_everywhere(ranks: list[Any]) -> Any:
     return ranks[0]
 
 
+@pytest.mark.fast("own-0-1", "prepared-1-2", "whole-2-3", "whole-3-2")
 @STAGES_AND_WORLDS
 @pytest.mark.parametrize("how", ["own", "prepared", "whole"])
 def test_every_item_is_evaluated_once_and_in_order(pools: Pools, stage: int, world: int, how: str) -> None:
@@ -124,6 +125,7 @@ WORDS = {
 }
 
 
+@pytest.mark.fast("0-2", "1-3", "2-2", "3-2")
 @pytest.mark.parametrize("world", [2, 3])
 @STAGES
 def test_ranks_that_disagree_all_raise_and_go_on(pools: Pools, stage: int, world: int) -> None:
@@ -133,6 +135,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(pools: Pools, stage: int, world
             assert re.search(words, said[name], re.DOTALL), (name, said[name])
 
 
+@pytest.mark.fast("True-0-1")
 @STAGES_AND_WORLDS
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_training_on_data_equals_plain_training(pools: Pools, stage: int, world: int, drop_last: bool) -> None:
@@ -187,6 +190,7 @@ def plain_batch_norm(settings: dict[str, Any], world: int, steps: int) -> dict[s
     return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}, "buffers": buffers}
 
 
+@pytest.mark.fast("2-0", "3-1", "2-2", "2-3")
 @STAGES
 @pytest.mark.parametrize("world", [2, 3])
 def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(pools: Pools, stage: int, world: int) -> None:

@@ -37,6 +37,7 @@ def run_many(pools: Pools, world: int, runs: dict[Any, dict[str, Any]]) -> dict[
     return results
 
 
+@pytest.mark.fast("1-2")
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))])
 @pytest.mark.parametrize("micros", [1, 3])
 def test_numbers_are_those_of_plain_pytorch(pools: Pools, world: int, micros: int) -> None:
@@ -61,6 +62,7 @@ def test_numbers_are_those_of_plain_pytorch(pools: Pools, world: int, micros: in
                 )
 
 
+@pytest.mark.fast("contiguous_gradients")
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,6 +80,7 @@ def test_numbers_with_other_ways_of_reducing(pools: Pools, options: dict[str, An
             torch.testing.assert_close(result[0]["parameters"][name], value, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp16"))])
 def test_stages_agree(pools: Pools, precision: str) -> None:
     models = {"apart": APART, "late": LATE}
@@ -103,6 +106,7 @@ def test_a_weight_that_is_unfrozen_may_have_several_contributions(pools: Pools, 
             torch.testing.assert_close(rank[name], value, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_only_late_buckets_are_reduced_again_and_only_at_first(pools: Pools) -> None:
     runs = {kind: {"config": settings(2), "model": model} for kind, model in (("apart", APART), ("late", LATE))}
     for kind, ranks in run_many(pools, 2, runs).items():
@@ -112,6 +116,7 @@ def test_only_late_buckets_are_reduced_again_and_only_at_first(pools: Pools) -> 
             assert first - second == (0 if kind == "apart" else 2)  # of the shared weight, and of its bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_backward_takes_no_more_memory_than_later_ones(pools: Pools, world: int) -> None:
     depth, width = 48, 192

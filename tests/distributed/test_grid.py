@@ -169,6 +169,7 @@ def check(pools: Pools, runs: dict[str, dict[str, Any]], precision: str, timeout
 # ---------------------------------------------------------------- the fast ones, one for each grid
 
 
+@pytest.mark.fast("grid0-1-bf16-False", "grid1-3-fp32-True")
 @pytest.mark.parametrize(
     ("grid", "stage", "precision", "sequence"),
     [

@@ -277,6 +277,7 @@ def test_loss_scales_shrink_together(pools: Pools, grid: Grid) -> None:
 # ---------------------------------------------------------------- what raises
 
 
+@pytest.mark.fast("place1-backward-gpipe")
 @pytest.mark.parametrize(
     ("place", "when", "schedule"),
     [

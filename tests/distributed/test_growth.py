@@ -38,6 +38,7 @@ def run(pools: Pools, world: int, stage: str, optimizer: Any, how: str, **more: 
     return pools(world).run(f"{CASES}:train", {"config": settings, "how": how, "steps": STEPS, **more})
 
 
+@pytest.mark.slow
 @over_stages()
 @pytest.mark.parametrize("how", ["config", "instance", "group"])
 def test_unfrozen_parameters_are_trained_like_plain_pytorch(pools: Pools, stage: str, how: str) -> None:
@@ -62,6 +63,7 @@ def test_torchs_own_loop_over_the_module(pools: Pools, stage: str) -> None:
     assert_same_bits(by_module[0]["parameters"], by_engine[0]["parameters"], "the two loops")
 
 
+@pytest.mark.fast("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_give_the_same_bits(pools: Pools, precision: str) -> None:
     names = ("0", "1", "2", "3", "3-tight")
@@ -71,6 +73,7 @@ def test_stages_give_the_same_bits(pools: Pools, precision: str) -> None:
         assert results[name]["losses"] == results["0"]["losses"]
 
 
+@pytest.mark.fast("1-implementation0", "3-implementation1")
 @pytest.mark.parametrize("implementation", [{"foreach": True}, {"amsgrad": True}])
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_torchs_implementations_take_them_too(pools: Pools, stage: str, implementation: dict[str, bool]) -> None:

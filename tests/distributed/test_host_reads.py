@@ -14,6 +14,7 @@ FUSED = ("AdamW", {**ADAMW[1], "fused": True})
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.fast("1-schedule", "2-weight", "3-engine")
 @pytest.mark.parametrize("loop", ["engine", "schedule", "weight", "unused"])
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 1, 2, 3])
 def test_a_steady_step_waits_for_nothing(pools: Pools, stage: int, loop: str) -> None:

@@ -139,6 +139,7 @@ def assert_stages_agree(ranks: list[dict[str, Any]], names: list[str]) -> None:
 # -------------------------------------------------------------------- torch's own, where the user names it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -164,6 +165,7 @@ def test_an_implementation_of_torchs_that_the_user_names_runs(pools: Pools, opti
 # -------------------------------------------------------------------- kernels against torch
 
 
+@pytest.mark.slow
 @needs_fma
 @pytest.mark.parametrize("name", some("SGD dampening", "Lion", slow=EXACT))
 def test_kernels_give_the_bits_of_torchs_foreach(pools: Pools, name: str) -> None:
@@ -192,6 +194,7 @@ def test_kernels_give_the_bits_of_torchs_foreach(pools: Pools, name: str) -> Non
             assert_same_states(results[key]["states"], results[f"torch {rest}"]["states"], key)
 
 
+@pytest.mark.fast("AdamW")
 @pytest.mark.parametrize("name", CLOSE)
 def test_kernels_are_as_close_to_torch_as_torchs_implementations_are(pools: Pools, name: str) -> None:
     optimizer = CLOSE[name]
@@ -225,6 +228,7 @@ def stage_matrix() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision", "world"), stage_matrix())
 def test_stages_give_the_same_bits(pools: Pools, name: str, precision: str, world: int) -> None:
     """Accumulation 1 with clipping: all stages; accumulation 3: those that add and reduce in the same order."""
@@ -242,6 +246,7 @@ def test_stages_give_the_same_bits(pools: Pools, name: str, precision: str, worl
     assert_stages_agree(ranks, ["2", "3"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", some("fp32", slow=["bf16"]))
 @pytest.mark.parametrize("name", some("Lion", "Adagrad", slow=["SGD nesterov", "AdamW", "Adam L2"]))
 def test_groups_and_a_schedule(pools: Pools, name: str, precision: str) -> None:
@@ -268,6 +273,7 @@ def test_groups_and_a_schedule(pools: Pools, name: str, precision: str) -> None:
         assert_close(changed[0]["0"]["parameters"], module, optimizer, name)
 
 
+@pytest.mark.fast("AdamW")
 @pytest.mark.parametrize("name", some("SGD dampening", "AdamW", slow=["SGD maximize", "Lion", "Adam L2", "Adagrad"]))
 def test_the_states_of_a_users_own_optimizer_are_adopted(pools: Pools, name: str) -> None:
     module, theirs = plain(ALL[name], 2, 6)
@@ -283,6 +289,7 @@ def test_the_states_of_a_users_own_optimizer_are_adopted(pools: Pools, name: str
 # -------------------------------------------------------------------- late and unused parameters
 
 
+@pytest.mark.fast("SGD dampening-fp32")
 @pytest.mark.parametrize("precision", some("fp32", slow=["bf16", "fp16"]))
 @pytest.mark.parametrize("name", some("SGD dampening", "AdamW", slow=["SGD nesterov", "Adam L2", "Lion", "Adagrad"]))
 def test_late_and_unused_parameters(pools: Pools, name: str, precision: str) -> None:
@@ -333,6 +340,7 @@ def adam_by_hand(
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", [{}, {"bias_correction": False}, {"fp32_optimizer_states": False}], ids=["none", "uncorrected", "bf16"]
 )
@@ -412,6 +420,7 @@ def save_and_load(pools: Pools, first: dict[str, Any], second: dict[str, Any], *
     return pools(2).run(f"{CASES}:save_and_load", {"first": first, "second": second, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", some("bf16", slow=["fp32"]))
 @pytest.mark.parametrize("name", some("SGD dampening", "AdamW", slow=["SGD", "Adam L2", "Lion", "Adagrad"]))
 def test_states_make_a_round_trip(pools: Pools, name: str, precision: str) -> None:
@@ -426,6 +435,7 @@ def test_states_make_a_round_trip(pools: Pools, name: str, precision: str) -> No
             assert_same_states(result["wanted"]["states"], result["resumed"]["states"], f"stage {stage}")
 
 
+@pytest.mark.fast("to torch's-SGD dampening")
 @pytest.mark.parametrize("name", some("SGD dampening", "AdamW", slow=["Adam L2", "Adagrad"]))
 @pytest.mark.parametrize("there", ["to torch's", "to the kernels"])
 def test_states_travel_between_kernels_and_torchs_implementation(pools: Pools, name: str, there: str) -> None:
@@ -453,6 +463,7 @@ def test_moments_in_bf16_make_a_round_trip(pools: Pools) -> None:
 # -------------------------------------------------------------------- param groups that change midway
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some("AdamW", slow=["SGD nesterov", "Lion", "Adam L2", "Adagrad"]))
 def test_options_changed_midway_are_followed(pools: Pools, name: str) -> None:
     optimizer = ALL[name]
@@ -470,6 +481,7 @@ def test_options_changed_midway_are_followed(pools: Pools, name: str) -> None:
     assert_close(ranks[0]["0"]["parameters"], module, optimizer, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [None, [("bias", {"momentum": 0.9})]], ids=["all", "one group has it"])
 def test_momentum_that_comes_midway(pools: Pools, groups: Any) -> None:
     """The first gradient fills the buffer, undamped, as in torch."""
@@ -483,6 +495,7 @@ def test_momentum_that_comes_midway(pools: Pools, groups: Any) -> None:
     assert_close(ranks[0]["0"]["parameters"], module, optimizer, "momentum")
 
 
+@pytest.mark.fast("capturable-True")
 @pytest.mark.parametrize(
     ("key", "value"), [("amsgrad", True), ("foreach", True), ("fused", True), ("capturable", True)]
 )
@@ -500,6 +513,7 @@ def test_what_the_kernels_cannot_follow_is_said(pools: Pools, key: str, value: b
 # -------------------------------------------------------------------- kernels that are not there
 
 
+@pytest.mark.fast("Adagrad-ranks3-stages3")
 @pytest.mark.parametrize(
     ("name", "ranks", "stages"),
     [
@@ -541,6 +555,7 @@ def test_kernels_switched_off(pools: Pools) -> None:
     assert {result["method"] for result in after} == {"FlatUpdate"}
 
 
+@pytest.mark.slow
 def test_options_of_zerolites_own_need_no_kernels(pools: Pools) -> None:
     """The reference gives the same bits where some ranks lack the kernels."""
     for option in ("bias_correction", "fp32_optimizer_states"):
@@ -554,6 +569,7 @@ def test_options_of_zerolites_own_need_no_kernels(pools: Pools) -> None:
 # -------------------------------------------------------------------- what a step costs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", some("fp32", "bf16", slow=["fp16"]))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_is_one_norm_launch_and_one_update_launch(pools: Pools, stage: int, precision: str) -> None:
@@ -579,6 +595,7 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(pools: Pools, stage: in
                     assert result["passes"]["compute"] == [*whole, operator, *looked_at]
 
 
+@pytest.mark.slow
 def test_a_step_with_two_dtypes_and_with_unused_parameters(pools: Pools) -> None:
     for stage in STAGES:
         setting = config(stage, optimizer=ALL["AdamW"])
@@ -591,6 +608,7 @@ def test_a_step_with_two_dtypes_and_with_unused_parameters(pools: Pools) -> None
             assert result["passes"]["gradients"] == ["zerolite.squares_", "zerolite.adam_"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchs_optimizer_updates_several_buckets_in_one_call(pools: Pools, stage: int) -> None:
     """A call updates as many buckets as one bucket has elements on all ranks together."""
@@ -606,6 +624,7 @@ def test_torchs_optimizer_updates_several_buckets_in_one_call(pools: Pools, stag
             assert found["_fused_adamw_"] == found["_foreach_mul_"] == calls and found["mul_"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_update_and_publish_called_one_after_the_other(pools: Pools, stage: int) -> None:
     for precision in ("bf16", "fp16"):
@@ -619,6 +638,7 @@ def test_update_and_publish_called_one_after_the_other(pools: Pools, stage: int)
 # -------------------------------------------------------------------- skipped steps, several engines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "name"),
     [
@@ -694,6 +714,7 @@ LOW: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("name", ["SGD nesterov", "AdamW"])
 def test_masters_in_16_bits(pools: Pools, name: str, low: str) -> None:

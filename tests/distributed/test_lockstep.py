@@ -35,6 +35,7 @@ def assert_in_step(ranks: list[dict[str, Any]], what: str) -> None:
             assert result["counters"] == ranks[0]["counters"], what
 
 
+@pytest.mark.fast("1-fp16-unused", "2-bf16-join", "3 defaults-bf16-weight")
 @pytest.mark.parametrize("scenario", ["unused", "weight", "join"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("stage", ["1", "2", "3 defaults"])
@@ -51,6 +52,7 @@ def test_a_step_that_the_device_skips(pools: Pools, stage: str, precision: str, 
         assert result["counters"] == reference["counters"]
 
 
+@pytest.mark.fast("0-1-messages")
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared-memory", "messages"])
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
@@ -70,6 +72,7 @@ def test_gradients_may_come_in_another_order_on_each_rank(
     assert_same_bits(ranks[0]["parameters"], after[0]["parameters"], "during and after backward")
 
 
+@pytest.mark.fast("False-1", "True-3 defaults")
 @pytest.mark.parametrize("stage", ["1", "3 defaults"])
 @pytest.mark.parametrize("on_device", [True, False])
 def test_an_error_about_a_step_comes_in_the_same_place(pools: Pools, stage: str, on_device: bool) -> None:
@@ -91,6 +94,7 @@ def test_a_window_is_dropped_by_ranks_that_have_no_gradient(pools: Pools, stage:
     assert_same_bits(ranks[0]["parameters"], ranks[0]["wanted"], "windows that were dropped")
 
 
+@pytest.mark.fast("True-False", "False-False")
 @pytest.mark.parametrize("module_only", [False, True])
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_rollback_ends_the_errors_of_the_steps_before(
@@ -118,6 +122,7 @@ def _random_programs(pools: Pools, stage: str, precision: str, on_device: bool, 
             assert_in_step([result[number] for result in ranks], f"accumulation {accumulation}, seed {seed}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "precision", "on_device"), FAST)
 def test_random_programs(pools: Pools, stage: str, precision: str, on_device: bool) -> None:
     _random_programs(pools, stage, precision, on_device, [1, 2, 3], 3)

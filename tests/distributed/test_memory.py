@@ -16,6 +16,7 @@ ADAM = ("Adam", {"lr": 1e-3})
 MOVING = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
 
 
+@pytest.mark.fast("2-1-messages", "2-2-shared-memory")
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared-memory"])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -39,6 +40,7 @@ def test_resident_and_peak_bytes(pools: Pools, world: int, stage: int, shared_me
         assert result["resident"] < result["peak"] <= peak * (1 + TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-trained", "frozen-base"])
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared-memory"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -68,6 +70,7 @@ def test_resident_and_peak_bytes_of_stage_3(pools: Pools, world: int, shared_mem
         assert result["resident"] < result["peak"] <= peak * (1 + TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in (0, 1) else s for s in range(4)])
 def test_two_hundred_steps_grow_nothing(pools: Pools, stage: int) -> None:
     # The profiler does not see what gloo's threads free: a tensor of a collective now and then. What is left behind at
@@ -79,6 +82,7 @@ def test_two_hundred_steps_grow_nothing(pools: Pools, stage: int) -> None:
         assert result["reachable"] <= 0  # what an earlier case has left may be collected meanwhile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_engines_one_after_the_other_return_their_memory(pools: Pools, stage: int) -> None:
     setting = config(stage, "bf16", zero=MOVING if stage == 3 else {})

@@ -87,6 +87,7 @@ def run(stage: int, precision: str = "fp32", accumulation: int = 1, **more: Any)
     return {"config": settings, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3))])
 def test_every_stage_and_precision_to_the_byte(pools: Pools, world: int) -> None:
     kinds = [(stage, precision, micros) for stage in range(4) for precision in PRECISIONS for micros in (1, 2)]

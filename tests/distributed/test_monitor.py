@@ -26,6 +26,7 @@ def without_monitors(setting: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in setting.items() if key not in ("jsonl_monitor", "csv_monitor")}
 
 
+@pytest.mark.fast("0-1", "1-2", "2-1", "3-1")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_step_is_written(pools: Pools, tmp_path: Path, stage: int, world: int) -> None:
@@ -117,6 +118,7 @@ LINE = re.compile(
 )
 
 
+@pytest.mark.fast("0-engine")
 @pytest.mark.parametrize(("stage", "loop"), [(0, "engine"), (1, "plain"), (2, "engine"), (3, "engine"), (3, "plain")])
 def test_the_breakdown_is_where_the_time_goes(pools: Pools, stage: int, loop: str) -> None:
     """Pauses of 10 ms in forward, 30 in backward, 10 in an evaluation between steps."""

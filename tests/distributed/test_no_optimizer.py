@@ -27,6 +27,7 @@ STAGES_AND_WORLDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast("fp32-0-1", "bf16-2-2", "bf16-3-3")
 @STAGES_AND_WORLDS
 @pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_a_model_is_evaluated_and_nothing_else_is_kept(pools: Pools, stage: int, world: int, precision: str) -> None:
@@ -57,6 +58,7 @@ def test_an_unfrozen_weight_is_named(pools: Pools, stage: int) -> None:
         assert "'second.bias'" in sentence and '"optimizer"' in sentence
 
 
+@pytest.mark.fast("0-1")
 @STAGES_AND_WORLDS
 def test_weights_are_saved_and_loaded(pools: Pools, tmp_path: Path, stage: int, world: int) -> None:
     for found in pools(world).run(f"{CASES}:weights_in_files", {"directory": str(tmp_path), "stage": stage}):

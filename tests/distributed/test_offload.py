@@ -69,6 +69,7 @@ def test_numbers_do_not_depend_on_the_tier(pools: Pools, tmp_path: Path) -> None
     check(pools, 2, runs)
 
 
+@pytest.mark.slow
 def test_numbers_of_one_process_do_not_depend_on_the_tier(pools: Pools, tmp_path: Path) -> None:
     runs = [
         of("wide, SGD", 1, tmp_path, "nvme, odd", "cpu, small"),
@@ -163,6 +164,7 @@ def test_every_option(pools: Pools, tmp_path: Path, option: str) -> None:
 # -------------------------------------------------------------------- traffic and memory
 
 
+@pytest.mark.slow
 def test_nothing_else_is_sent(pools: Pools, tmp_path: Path) -> None:
     every = variants(tmp_path)
     for stage in (2, 3):
@@ -225,6 +227,7 @@ def failures(pools: Pools, directory: Path, name: str, stage: int, points: list[
     return results
 
 
+@pytest.mark.slow
 def test_an_error_of_the_disk_is_not_forgotten(pools: Pools, tmp_path: Path) -> None:
     """A gradient on its way there, something on its way to the update, and its result on the way back."""
     for result in failures(pools, tmp_path, "sums in bf16", 2, [0, 7, 40, 80]):
@@ -274,6 +277,7 @@ def small_disk(directory: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", str(directory)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_on_one_rank_is_said_on_all(pools: Pools, tmp_path: Path) -> None:
     for rank in ("0", "1"):
         (tmp_path / rank / "swap").mkdir(parents=True)

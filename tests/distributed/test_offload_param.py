@@ -121,6 +121,7 @@ def test_what_stays_in_the_hosts_memory_with_a_disk(pools: Pools, world: int, tm
         assert results["whole"]["on host"] == [*range(LAYERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_on_disk_is_read_ahead_of_its_gather_within_the_limit(pools: Pools, world: int, tmp_path: Path) -> None:
     rows = 4
@@ -164,6 +165,7 @@ def _leads(events: list[tuple[str, tuple[int, ...]]], limit: int) -> list[int]:
     return leads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_built_partitioned_rests_at_its_tier_from_the_start(pools: Pools, world: int, tmp_path: Path) -> None:
     configs = tiers(tmp_path, "moving")
@@ -184,6 +186,7 @@ def test_remote_device_overrides_the_config(pools: Pools, tmp_path: Path) -> Non
         assert results[""]["host"]["places"] == ["host"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_that_cannot_be_read_is_an_error_after_which_training_goes_on(
     pools: Pools, world: int, tmp_path: Path

@@ -65,6 +65,7 @@ OPTIONS: dict[str, tuple[str, str, int, float, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast("fp16 masters")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_gives_the_right_numbers(pools: Pools, name: str) -> None:
     precision, masters, accumulation, tolerance, more = OPTIONS[name]
@@ -96,6 +97,7 @@ def test_an_option_gives_the_right_numbers(pools: Pools, name: str) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_overlap_does_not_change_a_bit(pools: Pools, precision: str) -> None:
     for stage in (0, 1, 2):
@@ -122,6 +124,7 @@ def test_two_engines_in_one_process(pools: Pools) -> None:
         assert_same_bits(together[name], apart[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_optimizer_state_makes_a_round_trip(pools: Pools, stage: int, precision: str) -> None:

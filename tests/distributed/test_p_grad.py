@@ -34,6 +34,7 @@ def settings(stage: int, precision: str, offload: str, micros: int, directory: P
     return config(stage, precision, micros, clip, ADAMW if offload else SGD, zero)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("stage", "precision", "offload", "micros"),
@@ -59,6 +60,7 @@ def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
             assert got["launched"] == want["launched"]
 
 
+@pytest.mark.slow
 def test_a_step_launches_what_it_would_without_p_grad_whether_that_is_used_or_not(pools: Pools) -> None:
     """A reduction for each bucket of gradients, statistics, and the gathers of parameters: no call and no byte more."""
     statistics = [("all_reduce", "stats", 160)]
@@ -78,6 +80,7 @@ def test_a_step_launches_what_it_would_without_p_grad_whether_that_is_used_or_no
                 assert launched == expected, use
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("stage", range(4))
 def test_norms_and_factors_allocate_nothing_of_a_gradients_size(pools: Pools, stage: int) -> None:
     width = 512  # a weight's part on two ranks: 512 KiB
@@ -172,6 +175,7 @@ def test_a_gradient_that_is_kept_is_not_that_of_the_next_step(pools: Pools, stag
         assert all("clone what is to outlive the step" in message for message in heard["messages"])
 
 
+@pytest.mark.fast("2-looked_at_on_one_rank")
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_loop_is_that_of_plain_pytorch(pools: Pools, tmp_path: Path, name: str, world: int) -> None:

@@ -125,6 +125,7 @@ def test_the_fast_matrix_covers_every_pair() -> None:
     assert {values[0] % len(PARTITIONED) for values in fast} == set(range(len(PARTITIONED)))
 
 
+@pytest.mark.fast("2-fp32-4-clip", "3-bf16-1-clip")
 @pytest.mark.parametrize(("setting", "world", "precision", "accumulation", "clip"), list(matrix()))
 def test_all_stages_match_plain_pytorch(
     pools: Pools, setting: int, world: int, precision: str, accumulation: int, clip: float
@@ -154,6 +155,7 @@ def test_the_clipping_threshold_is_hit_in_some_steps_and_not_in_all() -> None:
     assert any(norm > CLIP for norm in norms)
 
 
+@pytest.mark.fast("2-AdamW")
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: str) -> None:
@@ -199,6 +201,7 @@ def test_a_second_run_gives_the_same_bits(pools: Pools) -> None:
     assert_same_bits(ranks[0]["first"]["parameters"], ranks[0]["second"]["parameters"], "two runs")
 
 
+@pytest.mark.fast("0-1", "1-4", "2-1", "3-1")
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_plain_loop_equals_the_engines_loop(pools: Pools, stage: int, accumulation: int) -> None:

@@ -47,6 +47,7 @@ def test_exceptions_of_all_ranks_are_raised(pool: Pool) -> None:
     assert_usable(pool)
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_rank_does_not_wait_for_the_rest(pool: Pool) -> None:
     start = time.monotonic()
     with pytest.raises(CaseFailed) as caught:
@@ -58,6 +59,7 @@ def test_a_failure_on_one_rank_does_not_wait_for_the_rest(pool: Pool) -> None:
     assert_usable(pool)
 
 
+@pytest.mark.slow
 def test_a_timeout_shows_the_stack_of_the_stuck_worker(pool: Pool) -> None:
     pids = pool.run(f"{CASES}:sum_of_ranks", {"offset": 0})
     with pytest.raises(CaseTimeout) as caught:
@@ -70,6 +72,7 @@ def test_a_timeout_shows_the_stack_of_the_stuck_worker(pool: Pool) -> None:
     assert_usable(pool)
 
 
+@pytest.mark.fast("None-killed by SIGKILL")
 @pytest.mark.parametrize(("exit_code", "reason"), [(None, "killed by SIGKILL"), (3, "exit code 3")])
 def test_a_dead_worker_is_named(pool: Pool, exit_code: int | None, reason: str) -> None:
     with pytest.raises(WorkerDied) as caught:
@@ -79,6 +82,7 @@ def test_a_dead_worker_is_named(pool: Pool, exit_code: int | None, reason: str) 
     assert_usable(pool)
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_between_cases_is_named(pool: Pool) -> None:
     assert_usable(pool)
     os.kill(pool.pids[0], signal.SIGKILL)
@@ -135,6 +139,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killing_the_test_process_leaves_no_worker() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHAN_SCRIPT], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
         assert parent.stdout is not None

@@ -65,6 +65,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "precision", "accumulation"), MATRIX)
 def test_all_stages_match_casts_by_hand(pools: Pools, world: int, precision: str, accumulation: int) -> None:
     variants = [("foreach", 0.0, False), ("adamw", CLIP, False), ("sgd", CLIP, True)]
@@ -128,6 +129,7 @@ def assert_stages_agree(runs: dict[str, dict[str, Any]], number: int, accumulati
         assert b["norms"] == pytest.approx(a["norms"], rel=1e-14, abs=0)
 
 
+@pytest.mark.slow
 def test_ways_to_build_and_to_compile(pools: Pools) -> None:
     runs = {
         f"{stage} {how}": {"config": settings(stage, "bf16", 1, "adamw"), "steps": 3, "how": how}
@@ -167,6 +169,7 @@ def test_outputs_where_an_fp32_module_comes_last(pools: Pools, stage: int, preci
     assert torch.equal(rounded, exact.to(half).float()) and not torch.equal(rounded, exact)
 
 
+@pytest.mark.fast("fp32-bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("output_dtype", [None, "fp32", "16 bits"])
 def test_outputs_beside_a_loss_are_not_copied(pools: Pools, precision: str, output_dtype: str | None) -> None:
@@ -183,6 +186,7 @@ def test_outputs_beside_a_loss_are_not_copied(pools: Pools, precision: str, outp
             assert found["module"] is half
 
 
+@pytest.mark.fast("bf16-0")
 @pytest.mark.parametrize("stage", CORNERS)
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
 def test_an_exception_inside_leaves_nothing_behind(pools: Pools, stage: int, precision: str) -> None:
@@ -288,6 +292,7 @@ def measured(pools: Pools, world: int, stage: str, part: str) -> dict[tuple[str,
     return cells
 
 
+@pytest.mark.fast("2-exact")
 @pytest.mark.parametrize("part", list(PARTS))
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_cell_of_the_table(pools: Pools, world: int, part: str) -> None:
@@ -302,6 +307,7 @@ def test_every_cell_of_the_table(pools: Pools, world: int, part: str) -> None:
     assert cells == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_batch_norm(pools: Pools, world: int) -> None:
     for part, patterns in (("body", []), ("exact", ["norm"])):
@@ -311,6 +317,7 @@ def test_batch_norm(pools: Pools, world: int) -> None:
                 assert results == PARTS[part][BATCH_NORM]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_batch_norm_trains_as_in_plain_pytorch(pools: Pools, world: int) -> None:
     for stage, (number, zero) in STAGES.items():

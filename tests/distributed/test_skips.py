@@ -24,6 +24,7 @@ def setting(stage: int, precision: str, accumulation: int) -> dict[str, Any]:
     return config(stage, precision, accumulation, CLIP, ADAMW, scheduler=SCHEDULER)
 
 
+@pytest.mark.fast("0-fp16", "1-fp32", "2-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage: int, precision: str) -> None:
@@ -84,6 +85,7 @@ def test_fp16_at_its_minimum_scale_says_so(pools: Pools, stage: int) -> None:
             assert word in result["error"], result["error"]
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient(pools: Pools, stage: int) -> None:
     """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals

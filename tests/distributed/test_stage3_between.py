@@ -12,6 +12,7 @@ PROGRAMS = ("swapping", "reading", "losses", "aliases", "writing", "states")
 SLOW = [pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)]
 
 
+@pytest.mark.fast("reading-bf16-2")
 @pytest.mark.parametrize("world", [2, *SLOW])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -25,6 +26,7 @@ def test_a_gather_for_each_parameter_and_no_memory_is_left(pools: Pools) -> None
         assert found == {"gathers": 4, "questions": 0, "expired": True, "same": True, "released": [True] * 4}
 
 
+@pytest.mark.fast("2-refused", "2-odd_parameters")
 @pytest.mark.parametrize("case", ["refused", "one_rank_alone", "odd_parameters", "classes_of_the_user"])
 @pytest.mark.parametrize("world", [2, *SLOW])
 def test_case(pools: Pools, case: str, world: int) -> None:

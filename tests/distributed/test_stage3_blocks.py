@@ -15,6 +15,7 @@ BLOCK = 6 * 7 + 12 * 7 + 6 * 13  # elements
 EDGES = 11 * 6 + 11 * 7  # of the embedding and the head
 
 
+@pytest.mark.fast("forward")
 @pytest.mark.parametrize("use", [use if use in USES[:5] else pytest.param(use, marks=pytest.mark.slow) for use in USES])
 def test_blocks_in_every_use_give_the_numbers_of_plain_training(pools: Pools, use: str) -> None:
     moving = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
@@ -27,6 +28,7 @@ def test_blocks_in_every_use_give_the_numbers_of_plain_training(pools: Pools, us
             assert_same_bits(result["parameters"], plain["parameters"], use)
 
 
+@pytest.mark.fast("forward")
 @pytest.mark.parametrize("use", ["forward", "inside"])
 def test_at_most_two_blocks_are_whole_at_a_time(pools: Pools, use: str) -> None:
     zero = {

@@ -14,6 +14,7 @@ WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 SETTINGS = pytest.mark.parametrize("settings", ["moving", "kept", "whole"])
 
 
+@pytest.mark.fast("rank0_values-1", "meta_model-3")
 @WORLDS
 @pytest.mark.parametrize(
     "case",
@@ -35,6 +36,7 @@ def test_case(pools: Pools, world: int, case: str) -> None:
     pools(world).run(f"{CASES}:{case}")
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("world", [1, 2])
 def test_constructors_give_the_values_of_plain_construction(pools: Pools, world: int) -> None:
     pools(world).run(f"{CONSTRUCTORS}:same_values")
@@ -46,12 +48,14 @@ def test_questions_about_a_released_parameter_gather_nothing(pools: Pools) -> No
     pools(2).run(f"{CONSTRUCTORS}:asked_parameters_are_not_kept", {"limit": 64})
 
 
+@pytest.mark.fast("forms-1", "around_initialize-1", "fails_to_begin-1", "memory_formats-1")
 @WORLDS
 @pytest.mark.parametrize("case", ["forms", "around_initialize", "fails_to_begin", "memory_formats"])
 def test_gathered_parameters(pools: Pools, world: int, case: str) -> None:
     pools(world).run(f"{GATHERED}:{case}")
 
 
+@pytest.mark.fast("same_training-moving-1", "attributes-moving-1", "refused-moving-1", "exceptions-moving-1")
 @pytest.mark.parametrize("world", [1, 2])
 @SETTINGS
 @pytest.mark.parametrize(
@@ -64,17 +68,20 @@ def test_case_at_settings(pools: Pools, world: int, settings: str, case: str) ->
     pools(world).run(case, {"settings": settings})
 
 
+@pytest.mark.fast("modifier-1")
 @WORLDS
 @pytest.mark.parametrize("case", ["modifier", "refused"])
 def test_gathered_parameters_without_an_engine(pools: Pools, world: int, case: str) -> None:
     pools(world).run(f"{GATHERED}:{case}", {"settings": None})
 
 
+@pytest.mark.slow
 def test_three_ranks_train_as_stage_2_does(pools: Pools) -> None:
     pools(3).run(f"{CASES}:same_training", {"settings": "moving"})
     pools(3).run(f"{CASES}:attributes", {"settings": "moving"})
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_partitioned_model_becomes_whole_below_stage_3(pools: Pools, stage: int) -> None:
     pools(2).run(f"{CASES}:becomes_whole", {"stage": stage})
@@ -102,12 +109,14 @@ def test_meta_models_are_materialised_shard_by_shard(pools: Pools, world: int) -
         assert result["peak"] <= (8 / world + 1) * 1.05
 
 
+@pytest.mark.fast("whole")
 @pytest.mark.parametrize("settings", ["moving", "whole"])
 def test_bf16_masters_start_from_the_new_values(pools: Pools, settings: str) -> None:
     pools(2).run(f"{GATHERED}:masters", {"settings": settings, "source": 1})
     pools(2).run(f"{GATHERED}:modifier", {"settings": settings, "precision": "bf16"})
 
 
+@pytest.mark.fast("moving-function")
 @pytest.mark.parametrize("register", ["function", "later", "fwd_module"])
 @pytest.mark.parametrize("settings", ["moving", "kept"])
 def test_registered_external_parameters_train(pools: Pools, settings: str, register: str) -> None:

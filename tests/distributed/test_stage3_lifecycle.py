@@ -62,6 +62,7 @@ def test_every_disturbance_is_in_one_group() -> None:
     assert sorted(cases.DISTURBANCES) == sorted(name for names in GROUPS.values() for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=SLOW)])
 def test_loops(pools: Pools, world: int) -> None:
     names = list(cases.LOOPS)
@@ -87,6 +88,7 @@ def test_loops_match_plain_pytorch(pools: Pools) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [name if name == "move" else pytest.param(name, marks=SLOW) for name in SETTINGS])
 @pytest.mark.parametrize("group", list(GROUPS))
 @pytest.mark.parametrize("world", [pytest.param(1, marks=SLOW), 2])
@@ -103,6 +105,7 @@ def test_disturbances(pools: Pools, world: int, group: str, setting: str) -> Non
             assert_same(alone, {**compared(result), "disturbed": []}, f"{name}, rank {rank}, undisturbed")
 
 
+@pytest.mark.fast("whole")
 @pytest.mark.parametrize("setting", ["one", "whole"])
 def test_one_unit_and_whole_parameters(pools: Pools, setting: str) -> None:
     names = ["inference_mode", "forward only", "forward raises: inside the block", "backward raises: block ends"]

@@ -89,6 +89,7 @@ def differences(result: dict[str, Any], wanted: dict[str, Any], exact: bool = Tr
     return [*problems, f"{wrong} differ"] if wrong else problems
 
 
+@pytest.mark.fast("Frozen-middle", "TiedHead-called", "BorrowedWeight", "Bags-sum")
 @pytest.mark.parametrize("name", FAST_AND_SLOW)
 def test_stage_3_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
     stable = stage3_cases.CLASSES[name].stable
@@ -112,6 +113,7 @@ def test_three_ranks_give_the_bits_of_stage_2(pools: Pools, name: str) -> None:
     run(pools, 3, name, {key: SETTINGS[key] for key in ("everything moves", "tight")})
 
 
+@pytest.mark.fast("TiedHead-functional")
 @pytest.mark.parametrize("name", ["SeveralUses", "TiedHead-functional", "Checkpointed-reentrant", "Lora-plain"])
 def test_accumulation_in_bf16_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
     settings = {key: SETTINGS[key] for key in ("everything moves", "kept")}
@@ -139,6 +141,7 @@ def test_a_tied_weight_is_counted_once(pools: Pools) -> None:
         assert "head.weight" not in kept["trained"] and "embed.weight" in kept["trained"]
 
 
+@pytest.mark.slow
 def test_a_plan_is_followed_again_after_other_branches(pools: Pools) -> None:
     moving = {key: zero for key, zero in SETTINGS.items() if key != "one unit"}
     for results in run(pools, 2, "ChangingBranches", moving):

@@ -24,6 +24,7 @@ def run(pools: Pools, world: int, case: str, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["method", "attribute"])
 def test_compiled_blocks(pools: Pools, mode: str, when: str) -> None:
@@ -67,6 +68,7 @@ def test_compiled_after_initialize_compiles_once(pools: Pools, what: str, stage:
 # ---------------------------------------------------------------- users' hooks
 
 
+@pytest.mark.fast("parameters-before-True")
 @pytest.mark.parametrize("prepend", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", ["modules", "parameters"])
@@ -85,6 +87,7 @@ def test_users_hooks(pools: Pools, what: str, when: str, prepend: bool) -> None:
 # ---------------------------------------------------------------- copies, pickles, memory
 
 
+@pytest.mark.fast("1-between")
 @pytest.mark.parametrize("when", ["between", "gathered"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_deepcopy_of_the_module(pools: Pools, world: int, when: str) -> None:
@@ -94,6 +97,7 @@ def test_deepcopy_of_the_module(pools: Pools, world: int, when: str) -> None:
             assert (facts["left"], facts["tag"]) == ([], "kept")
 
 
+@pytest.mark.fast("move-between", "whole-between")
 @pytest.mark.parametrize("where", ["between", "gathered"])
 @pytest.mark.parametrize("setting", ["move", "whole"])
 def test_pickling_the_module_is_whole_or_refused(pools: Pools, setting: str, where: str) -> None:
@@ -118,6 +122,7 @@ def test_five_engines_one_after_the_other(pools: Pools, world: int, same_model: 
                 assert len(set(result["states"])) == 1, "fresh models end alike"
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_goes_without_a_collection(pools: Pools, world: int) -> None:
     """The engine itself is in no cycle; what it held is found by the next collection."""
@@ -147,6 +152,7 @@ def test_a_module_outlives_its_engine(pools: Pools, world: int) -> None:
 # ---------------------------------------------------------------- several engines, phases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [[3, 3], [3, 2], [0, 3], [3, 1, 3]], ids=str)
 def test_engines_interleaved(pools: Pools, stages: list[int]) -> None:
     for setting in ("move", "keep"):
@@ -156,6 +162,7 @@ def test_engines_interleaved(pools: Pools, stages: list[int]) -> None:
         assert_same(apart, together, setting)
 
 
+@pytest.mark.fast("1-(0, 3)")
 @pytest.mark.parametrize("stages", [(3, 3), (3, 2), (0, 3)], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_graph_through_two_engines(pools: Pools, world: int, stages: tuple[int, int]) -> None:
@@ -165,6 +172,7 @@ def test_one_graph_through_two_engines(pools: Pools, world: int, stages: tuple[i
         assert_same(expected, results, setting)
 
 
+@pytest.mark.fast("1-1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
 def test_phases_and_windows(pools: Pools, world: int, accumulation: int) -> None:
@@ -182,12 +190,14 @@ def test_plain_state_dicts_are_whole(pools: Pools, world: int) -> None:
     run(pools, world, "plain_state_dicts", setting="move")
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("world", [1, 2])
 def test_state_dicts_inside_a_gather(pools: Pools, world: int) -> None:
     for setting in ("move", "keep", "whole"):
         assert run(pools, world, "written_inside", setting=setting) == [[True, True]] * world
 
 
+@pytest.mark.fast("(3, 0)-bf16-True")
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stages", [(3, 3), (3, 0), (0, 3), (1, 3), (3, 2), (2, 1)], ids=str)
@@ -207,6 +217,7 @@ def test_state_roundtrip(pools: Pools, stages: tuple[int, int], precision: str, 
         assert facts["masters follow"] < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_load_errors_on_all_ranks(pools: Pools, stage: int) -> None:
     for messages in run(pools, 2, "load_errors", stage=stage):
@@ -217,6 +228,7 @@ def test_load_errors_on_all_ranks(pools: Pools, stage: int) -> None:
         assert messages["not strict"] == messages["other ranks' state"] == "no error"
 
 
+@pytest.mark.slow
 def test_the_comparison_can_fail(pools: Pools) -> None:
     """Other data, other bits: what the tests above compare is not trivially equal."""
     one = run(pools, 2, "chained_engines", stages=(3, 3), setting="move")

@@ -116,6 +116,7 @@ def compare_stages(pools: Pools, name: str, world: int, settings: Sequence[str],
         assert_partitioned(ranks, setting, setting)
 
 
+@pytest.mark.fast("gpt2")
 @pytest.mark.parametrize("name", names())
 def test_stage_3_gives_the_bits_of_the_other_stages(pools: Pools, name: str) -> None:
     compare_stages(pools, name, 2, ["moving", "tight"])
@@ -131,6 +132,7 @@ def test_every_setting_gives_the_bits_of_the_other_stages(
     compare_stages(pools, name, world, list(PARTITIONED), accumulation)
 
 
+@pytest.mark.fast("gpt-1-moving-1")
 @pytest.mark.parametrize(
     ("name", "world", "setting", "accumulation"),
     [
@@ -148,6 +150,7 @@ def test_odd_sizes_on_other_numbers_of_ranks(
     compare_stages(pools, name, world, [setting], accumulation)
 
 
+@pytest.mark.fast("gpt", "encoder-decoder")
 @pytest.mark.parametrize("name", names())
 def test_stage_3_matches_plain_pytorch(pools: Pools, name: str) -> None:
     # BatchNorm sees the batch of its rank, so only on one rank is that the joint batch.
@@ -183,6 +186,7 @@ SLOW_PRECISIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"), [*[("encoder-decoder", precision) for precision in PRECISIONS], *SLOW_PRECISIONS]
 )
@@ -205,6 +209,7 @@ def test_16_bits(pools: Pools, name: str, precision: str) -> None:
 # -------------------------------------------------------------------- loops, schedules, overlap
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_both_loops_with_a_schedule(pools: Pools, accumulation: int) -> None:
     scheduler = {
@@ -225,6 +230,7 @@ def test_both_loops_with_a_schedule(pools: Pools, accumulation: int) -> None:
     assert_partitioned(ranks, "3 plain", "tight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_overlap_changes_no_bits(pools: Pools, precision: str) -> None:
     overlaps: dict[str, dict[str, Any]] = {

@@ -62,6 +62,7 @@ def as_planned(result: dict[str, Any], trace: list[int], limits: FetchLimits) ->
 LIMITS = [(0, 10**6, 0), (1, 10**6, 0), (150, 400, 0), (10**6, 10**6, 0), (60, 250, 400), (10**6, 10**6, 10**6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", LIMITS, ids=lambda numbers: "-".join(map(str, numbers)))
 @pytest.mark.parametrize("world", [2, 3])
 def test_launches_are_those_of_the_plan(pools: Pools, world: int, numbers: tuple[int, int, int]) -> None:
@@ -100,6 +101,7 @@ def test_prefetches_precede_the_module_that_needs_them(pools: Pools) -> None:
         assert places[launch] < places["gradient", f"layers.{layer}"] < places["enter", layer + 1]
 
 
+@pytest.mark.slow
 def test_no_prefetch_without_overlap(pools: Pools) -> None:
     for reuse in (0, 10**6):
         zero = {**limited(10**6, 10**6, reuse), "overlap_comm": False}
@@ -112,6 +114,7 @@ def test_no_prefetch_without_overlap(pools: Pools) -> None:
         assert_same_bits(overlapping["parameters"], result["parameters"], f"reuse {reuse}")
 
 
+@pytest.mark.fast("300-Checkpointed")
 @pytest.mark.parametrize("model", ["Tower", "Lora", "Checkpointed", "Reentrant"])
 @pytest.mark.parametrize("live", [1, 160, 230, 300])
 def test_live_parameters_stay_below_their_limit(pools: Pools, live: int, model: str) -> None:
@@ -130,6 +133,7 @@ def test_live_parameters_stay_below_their_limit(pools: Pools, live: int, model: 
 # -------------------------------------------------------------------- traces that do not fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "zero", [SHORT, limited(60, 100, 10**6), limited(10**6, 10**6, 10**6)], ids="short few all".split()
 )
@@ -160,6 +164,7 @@ def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients(pools: P
         assert result["collectives"] == ranks[0]["collectives"]
 
 
+@pytest.mark.slow
 def test_evaluation_has_a_plan_of_its_own(pools: Pools) -> None:
     case = {"model": "Ways", "steps": [["012"]] * 6, "evaluate": True}
     plain = pools(2).run(f"{CASES}:ways", {"config": config(2, "fp32", 1, 0.4, ADAMW), **case})
@@ -217,6 +222,7 @@ def test_unused_parameters_hold_back_no_reduction(pools: Pools) -> None:
             assert early == 4  # all but the unused layer's and that of the first, whose gradient is just coming
 
 
+@pytest.mark.fast("ranks0")
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 def test_the_order_of_reductions_is_everyones(pools: Pools, ranks: list[int]) -> None:
     # All parameters stay whole, so that a rank may use a layer that another does not.

@@ -184,6 +184,7 @@ def test_a_model_that_is_written_with_the_layers(pools: Pools, stage: int) -> No
         assert losses == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.fast("False")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_second_engine_on_the_same_model(pools: Pools, sequence: bool) -> None:
     assert max(pools(2).run(f"{CASES}:again", {"sequence": sequence, "other": False})) < 1e-6

@@ -18,6 +18,7 @@ CASES = "tests.distributed.cases.traffic"
 BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2, "torch.float64": 8}
 
 
+@pytest.mark.fast("2-1-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("world", [2, 4])
@@ -59,6 +60,7 @@ def test_one_process_sends_nothing(pools: Pools, stage: int) -> None:
     assert pools(1).run(f"{CASES}:calls_per_step", {"config": config(stage)})[0]["calls"] == []
 
 
+@pytest.mark.fast("fp32-1")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_rank_0s_values_become_everyones(pools: Pools, stage: int, precision: str) -> None:
@@ -105,6 +107,7 @@ def test_buffers_are_sent_before_each_training_forward_if_asked(pools: Pools) ->
         assert result["broadcasts"] == 0
 
 
+@pytest.mark.fast("2", "6")
 @pytest.mark.parametrize("world", [2, 3, 6])
 def test_every_buffer_of_a_collective_begins_on_16_bytes(pools: Pools, world: int) -> None:
     """From other addresses NCCL takes a slow path. Sizes are odd, parameters 0-dim, empty, tied and frozen."""
@@ -179,6 +182,7 @@ def others(window: list[Call]) -> list[tuple[str, str]]:
     return [(call[0], call[4]) for call in window if (call[0], call[4]) not in mine]
 
 
+@pytest.mark.fast("2-1-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -211,6 +215,7 @@ def test_stage_3_on_one_process_sends_nothing(pools: Pools) -> None:
     assert result["windows"] == [[]] * STEPS
 
 
+@pytest.mark.slow
 def test_stage_3_what_is_kept_is_not_gathered_again(pools: Pools) -> None:
     units = tower_units(2)
     result = stage3(pools, 2, MOVING, accumulation=2)
@@ -224,6 +229,7 @@ def test_stage_3_what_is_kept_is_not_gathered_again(pools: Pools) -> None:
         assert gathers(result["windows"][-1]) == units + units[::-1][kept:]
 
 
+@pytest.mark.slow
 def test_stage_3_what_stays_whole_is_gathered_once_per_step(pools: Pools) -> None:
     # Biases stay whole: 13, 11, 5 and 3 elements.
     result = stage3(pools, 2, {**SHORT, "stage3_param_persistence_threshold": 13}, accumulation=3)
@@ -273,6 +279,7 @@ def test_stage_3_frozen_base(pools: Pools) -> None:
         assert reductions(window) == adapters
 
 
+@pytest.mark.fast("tied")
 @pytest.mark.parametrize("functional", [False, True], ids=["tied", "called"])
 def test_stage_3_tied_weights_are_one(pools: Pools, functional: bool) -> None:
     weight, middle = whole(55, 2), whole(25, 2)
@@ -288,6 +295,7 @@ def test_stage_3_tied_weights_are_one(pools: Pools, functional: bool) -> None:
     assert gathers(result["windows"][-1]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 def test_stage_3_recomputation_gathers_as_planned(pools: Pools, reentrant: bool) -> None:
     units = tower_units(2)

@@ -34,6 +34,7 @@ def settings(stage: str, **more: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------- weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("micros", [1, 3])
 def test_weights_give_the_gradient_of_the_joint_batch(pools: Pools, world: int, micros: int) -> None:
@@ -59,6 +60,7 @@ def test_weights_give_the_gradient_of_the_joint_batch(pools: Pools, world: int, 
                 assert_same_bits(results[first], results[stage], f"stages {first} and {stage}")
 
 
+@pytest.mark.fast("0-bf16", "2-fp16", "3-fp16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_weights_in_16_bits(pools: Pools, stage: str, precision: str) -> None:
@@ -81,6 +83,7 @@ def test_fp16_finds_a_unit_for_large_weights(pools: Pools) -> None:
         assert result["norms"][1:] == pytest.approx(result["plain"][1:], rel=0.003)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_equal_weights_change_no_bit(pools: Pools, stage: str) -> None:
     with_weights = pools(2).run(f"{CASES}:weighted", {"config": settings(stage), "equal": True})
@@ -121,6 +124,7 @@ def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], 
         torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", OVER_STAGES)
 def test_ranks_that_have_finished_serve_the_others(pools: Pools, stage: str, world: int) -> None:
@@ -140,6 +144,7 @@ def test_ranks_that_have_finished_serve_the_others(pools: Pools, stage: str, wor
         assert_close(results[0]["parameters"], after, 2e-6, f"{counts}, afterwards")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS[1:])
 @pytest.mark.parametrize("stage", OVER_STAGES)
 def test_join_by_another_divisor_with_weights_and_in_windows(pools: Pools, stage: str, world: int) -> None:
@@ -161,6 +166,7 @@ def test_join_by_another_divisor_with_weights_and_in_windows(pools: Pools, stage
         assert_close(results[0]["parameters"], wanted, 2e-6, str(more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["plain", "classic"])
 @pytest.mark.parametrize("stage", OVER_STAGES)
 def test_join_in_torchs_own_loop(pools: Pools, stage: str, loop: str) -> None:
@@ -172,6 +178,7 @@ def test_join_in_torchs_own_loop(pools: Pools, stage: str, loop: str) -> None:
             assert_same_bits(result["parameters"], other[0]["parameters"], f"{counts}: the two loops")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_boundaries_said_by_hand_are_those_of_the_ranks_that_go_on(pools: Pools, stage: str) -> None:
     chosen = settings(stage, accumulation=3)
@@ -180,6 +187,7 @@ def test_boundaries_said_by_hand_are_those_of_the_ranks_that_go_on(pools: Pools,
     assert_same_bits(first["parameters"], second["parameters"], "parameters of two ranks")
 
 
+@pytest.mark.fast("0-False", "1-True", "2-False", "3-False")
 @pytest.mark.parametrize("keep_divisor", [True, False])
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_join_gives_ddps_numbers(pools: Pools, stage: str, keep_divisor: bool) -> None:
@@ -191,6 +199,7 @@ def test_join_gives_ddps_numbers(pools: Pools, stage: str, keep_divisor: bool) -
             assert_close(result["ours"], result["theirs"], 1e-6, "DDP")  # it divides by 1, we multiply 1/2 by 2
 
 
+@pytest.mark.fast("2-Buffered", "3-tight-ConvNet")
 @pytest.mark.parametrize("model", ["SharedCheckpointed", "EncoderDecoder", "MixtureOfExperts", "ConvNet", "Buffered"])
 @pytest.mark.parametrize("stage", OVER_STAGES[2:])
 def test_join_with_other_models(pools: Pools, stage: str, model: str) -> None:
@@ -243,6 +252,7 @@ LEAVING = {
 }
 
 
+@pytest.mark.fast("2-0-late", "2-1-early", "2-2-places", "2-3-master")
 @pytest.mark.parametrize(
     ("stage", "how"),
     [("1", "early"), ("0", "late"), ("2", "places"), ("1", "metrics"), *(("3", how) for how in LEAVING)],

@@ -50,6 +50,7 @@ def run_until_ended(pools: Pools, world_size: int, directory: Path, case: dict[s
     return str(died.value), [record.message if record is not None else "" for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how, stage, world_size", partings())
 def test_every_rank_ends_with_the_same_diagnosis(
     pools: Pools, tmp_path: Path, how: str, stage: int, world_size: int
@@ -80,6 +81,7 @@ def test_a_rank_that_has_exited_is_not_waited_for(pools: Pools, tmp_path: Path) 
     assert "rank 1: exited with status 0" in messages[0] and "os._exit" in messages[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage, world_size",
     [(0, 2), pytest.param(1, 3, marks=slow), pytest.param(2, 2, marks=slow), pytest.param(3, 2, marks=slow)],
@@ -131,6 +133,7 @@ def test_a_step_costs_one_small_write_beside_the_main_thread(pools: Pools) -> No
         assert {thread for _, _, thread in calls} == {"zerolite watchdog"} and result["threads"] == 1
 
 
+@pytest.mark.slow
 def test_sigusr1_prints_the_position_of_a_rank_that_waits(pools: Pools) -> None:
     said = pools(2).run(f"{CASES}:signalled")[0]
     assert re.search(

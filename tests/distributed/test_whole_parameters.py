@@ -34,6 +34,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["losses"] == wanted["losses"] and found["skipped_steps"] == wanted["skipped_steps"]
 
 
+@pytest.mark.fast("2-1-OddModel-None-more4", "3-2-OddModel-optimizer5-more5")
 @pytest.mark.parametrize(
     ("world", "stage", "model", "optimizer", "more"),
     [
@@ -69,6 +70,7 @@ def test_a_run_has_the_bits_of_stage_0(
         assert max(rank["state bytes"] for rank in found) < max(rank["state bytes"] for rank in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2])
 def test_disk_and_clipping_agree_with_stage_0(pools: Pools, tmp_path: Path, stage: int) -> None:
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
@@ -111,6 +113,7 @@ def test_gradients_in_the_loop(pools: Pools, stage: int) -> None:
 ADAMW = ("AdamW", {"lr": 0.01, "foreach": True})
 
 
+@pytest.mark.fast("saved1-loaded1-None-whole1")
 @pytest.mark.parametrize(
     ("saved", "loaded", "optimizer", "whole"),
     [
@@ -154,6 +157,7 @@ def test_stage_3_says_what_to_do(pools: Pools) -> None:
         assert words in sentence and "stage 1 or 2" in sentence
 
 
+@pytest.mark.slow
 def test_a_plan_shows_the_padding() -> None:
     from tests import models
 

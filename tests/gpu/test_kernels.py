@@ -99,12 +99,14 @@ def device_work(run: Callable[[], None]) -> list[str]:
     return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
 
 
+@pytest.mark.fast(every=13)
 @pytest.mark.parametrize("dtypes", list(all_dtypes()), ids=dtype_name)
 @pytest.mark.parametrize("rule", RULES)
 def test_all_dtypes(kernels: CudaKernels, cpu: CpuKernels, rule: int, dtypes: Dtypes) -> None:
     check_update(kernels, cpu, make_call(rule, dtypes, (1000, 17, 5), factor=0.37, skip=0.0))
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("offset", range(8))
 @pytest.mark.parametrize("rule", RULES)
 def test_lengths_at_every_alignment(kernels: CudaKernels, cpu: CpuKernels, rule: int, offset: int) -> None:

@@ -153,6 +153,7 @@ def _far(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
+@pytest.mark.fast("adam-fp32", "lion-0.0009765625-fp16")
 @pytest.mark.parametrize("grad", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("name", "options"), LONG_RUNS, ids=LONG_RUN_IDS)
 def test_a_thousand_steps_against_float64(name: str, options: dict[str, float], grad: torch.dtype) -> None:

@@ -97,6 +97,7 @@ def test_direct_io_of_typed_tensors(backend: str, tmp_path: Path) -> None:
     os.close(fd)
 
 
+@pytest.mark.fast("1-io_uring", "1-python", "32-threads")
 @backends
 @pytest.mark.parametrize("depth", [1, 32])
 def test_thousands_of_requests_from_several_threads(backend: str, depth: int, file: int) -> None:

@@ -60,6 +60,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
     return target.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_compiles_without_warnings(compiled: tuple[Path, str]) -> None:
     lines = compiled[1].splitlines()
     from_ptxas = re.compile(r"ptxas info\b|\s+\d+ bytes stack frame")

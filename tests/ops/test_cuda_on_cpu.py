@@ -94,6 +94,7 @@ def check_update(kernels: SimulatedKernels, cpu: CpuKernels, call: UpdateCall) -
     assert differences(call, wanted) == []
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("rule", RULES)
 def test_all_dtypes(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
     kernels = SimulatedKernels(library)
@@ -122,6 +123,7 @@ def test_segments_of_several_chunks(kernels: SimulatedKernels, cpu: CpuKernels, 
     check_update(kernels, cpu, make_call(ADAM, mixed, (numel, 9), lambda array, tensor: offset if array == 1 else 0))
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("count", [1, UPDATE_ROOM, UPDATE_ROOM + 1, 3 * UPDATE_ROOM, 1100])
 def test_many_segments(kernels: SimulatedKernels, cpu: CpuKernels, count: int) -> None:
     """Segments of a few tensors, in no order, some of them empty, with gaps between them that stay as they are."""
@@ -157,6 +159,7 @@ def test_sgd_without_states(kernels: SimulatedKernels, cpu: CpuKernels, out: tor
     check_update(kernels, cpu, call)
 
 
+@pytest.mark.fast("uploaded-1-segment0")
 @pytest.mark.parametrize("segment", [(2, 0, 1, 0), (-1, 0, 1, 0), (0, -1, 1, 0), (0, 0, -1, 0), (0, 0, 1, -1)])
 @pytest.mark.parametrize("count", [1, UPDATE_ROOM + 1, NORM_ROOM + 1])
 def test_a_bad_segment_is_refused_before_anything_changes(
@@ -222,6 +225,7 @@ def test_squares_depend_on_the_segment_alone(library: ctypes.CDLL) -> None:
         assert len(found) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [NORM_ROOM, NORM_ROOM + 1, 600])
 @pytest.mark.parametrize("owners", [1, 7, 600])
 def test_squares_of_many_segments(library: ctypes.CDLL, count: int, owners: int) -> None:

@@ -106,6 +106,7 @@ def test_owners_accumulate(kernels: CpuKernels) -> None:
         assert again.tolist() == expected
 
 
+@pytest.mark.fast(every=4)
 @pytest.mark.parametrize("place", [0, 15, 16, 40, NORM_CHUNK, NORM_CHUNK + 34])
 @pytest.mark.parametrize(("value", "seen"), [(math.inf, math.isinf), (-math.inf, math.isinf), (math.nan, math.isnan)])
 @DTYPES

@@ -99,6 +99,7 @@ def kernels(library: ctypes.CDLL, driver: ctypes.CDLL) -> Iterator[DrivenKernels
     yield DrivenKernels(library, driver)
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("rule", RULES)
 def test_each_kernel_is_the_one_that_the_dtypes_ask_for(kernels: DrivenKernels, cpu: CpuKernels, rule: int) -> None:
     halves = (torch.bfloat16, torch.float16)

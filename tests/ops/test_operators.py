@@ -76,6 +76,7 @@ def test_operators_are_the_reference(operator: str) -> None:
     )
 
 
+@pytest.mark.fast("sgd_")
 @UPDATES
 def test_operators_pass_opcheck(operator: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zerolite, operator), _positional(_arguments(operator)))
@@ -113,6 +114,7 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
     return value if value is None or isinstance(value, torch._subclasses.FakeTensor) else mode.from_tensor(value)
 
 
+@pytest.mark.fast("adam_-eager", "adagrad_-eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @UPDATES
 def test_compiled_functions_contain_them(operator: str, backend: str) -> None:
@@ -226,6 +228,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("case", REFUSED)
 @UPDATES
 def test_wrong_arguments_are_refused(operator: str, case: str) -> None:
@@ -345,6 +348,7 @@ torch.save((results, sums, kernels_for(sums.device) is None, why_unavailable(sum
 """
 
 
+@pytest.mark.slow
 @needs_fma
 def test_without_kernels_the_reference_gives_the_same_bits(tmp_path: Path) -> None:
     out = tmp_path / "results.pt"

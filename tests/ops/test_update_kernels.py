@@ -61,6 +61,7 @@ def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(cpu_kernels, "_openmp", lambda: (None, None))
 
 
+@pytest.mark.fast(every=7)
 @pytest.mark.parametrize("step", [1, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_reference_in_all_dtypes(name: str, step: int) -> None:
@@ -121,6 +122,7 @@ def _first(one: Problem, n: int) -> Problem:
     return replace(one, params=[one.params[0][:n]], grads=[one.grads[0][:n]], states=states, table=table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [Dtypes(), MIXED], ids=["fp32", "mixed"])
 def test_a_million_elements_at_every_alignment(dtypes: Dtypes, kernels: CpuKernels) -> None:
     one = problem("adamw", (LONG,), dtypes=dtypes)
@@ -139,6 +141,7 @@ def test_a_million_elements_of_every_rule(name: str, dtypes: Dtypes, kernels: Cp
         assert_same(one.run(kernels, offset), expected, offset)
 
 
+@pytest.mark.fast("plain-0")
 @pytest.mark.parametrize("start", range(17))
 def test_segments_begin_anywhere(start: int, kernels: CpuKernels) -> None:
     """And what lies before and behind them stays as it is; Problem.run checks that."""
@@ -163,6 +166,7 @@ def test_many_segments_and_rows_in_one_call(name: str, kernels: CpuKernels) -> N
             assert_same(one.run(kernels, offset), expected, (dtypes, offset))
 
 
+@pytest.mark.slow
 def test_a_thousand_tensors(kernels: CpuKernels) -> None:
     one = problem("adamw", [n % 37 for n in range(1000)], dtypes=MIXED)
     assert_same(one.run(kernels), one.run(reference))
@@ -171,6 +175,7 @@ def test_a_thousand_tensors(kernels: CpuKernels) -> None:
 # ------------------------------------------------------------------- threads
 
 
+@pytest.mark.fast("torch's threads-plain-1", "torch's threads-avx2-3", "own threads-plain-2", "own threads-avx512-1")
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.usefixtures("team")
 def test_any_number_of_threads(count: int, kernels: CpuKernels) -> None:
@@ -198,6 +203,7 @@ with threads(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}], ids=str)
 def test_a_team_smaller_than_asked(setting: dict[str, str]) -> None:
     """OpenMP need not give as many threads as a program wants; all elements are updated all the same."""

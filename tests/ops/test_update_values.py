@@ -175,6 +175,7 @@ def test_denormals_are_not_flushed(kernels: CpuKernels) -> None:
 LIMITS = (0.0, 1e-7, 0.5, 0.9999999)
 
 
+@pytest.mark.fast(every=2)
 @needs_fma
 @pytest.mark.parametrize("betas", list(itertools.product(LIMITS, LIMITS)))
 @pytest.mark.parametrize("name", ["adamw", "lion"])

@@ -61,6 +61,7 @@ def planned(names: dict[str, str], world: int) -> Plan:
     return plan(load_model_fn(names["model"]), names["config"], world, device="cpu", batch=batch, loss=loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_real_job_beside_its_plan(module: str, world: int, capfd: Any) -> None:
     names = given(module)

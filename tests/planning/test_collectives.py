@@ -57,6 +57,7 @@ def of_fsdp2(layers: int) -> int:
     return (layers + 1) + layers + (layers + 1) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [8, 96])
 @pytest.mark.parametrize("layers", [6, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_step_launches_at_most_as_many_collectives_as_fsdp2(layers: int, world: int) -> None:
@@ -70,6 +71,7 @@ def test_a_step_launches_at_most_as_many_collectives_as_fsdp2(layers: int, world
         assert made.collectives == {"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), pytest.param("fp32", marks=pytest.mark.slow)]

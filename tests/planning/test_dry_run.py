@@ -44,6 +44,7 @@ def states(made: Any) -> dict[str, int]:
     return {item: made.states[item] for item in MODEL_STATES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["meta", "real", "partitioned"])
 def test_models_however_they_are_made(kind: str) -> None:
     ready = stack()
@@ -65,6 +66,7 @@ def test_models_however_they_are_made(kind: str) -> None:
         assert made.traffic == wanted.traffic
 
 
+@pytest.mark.slow
 def test_the_model_that_is_made_beforehand_is_left_alone() -> None:
     ready = stack()
     before = {name: (parameter, parameter.clone()) for name, parameter in ready.named_parameters()}
@@ -94,6 +96,7 @@ def test_two_runs_give_the_same_plan_and_every_rank_the_same_states() -> None:
         assert (other.states, other.peak.bytes, other.traffic) == (first.states, first.peak.bytes, first.traffic)
 
 
+@pytest.mark.slow
 def test_it_needs_and_leaves_no_process_group_and_no_modes() -> None:
     started = torch.distributed.is_initialized()
     random = torch.random.get_rng_state()
@@ -106,6 +109,7 @@ def test_it_needs_and_leaves_no_process_group_and_no_modes() -> None:
     assert torch.ones(1).item() == 1.0
 
 
+@pytest.mark.slow
 def test_the_timeline_and_the_items_add_up() -> None:
     made = plan(stack, config(zero_optimization=ALL_MOVE), 4, batch=batch)
     assert set(made.states) == set(made.at_rest) == set(made.peak.items) == set(ITEMS)
@@ -158,6 +162,7 @@ def needs_values_here() -> nn.Module:
     return layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -178,6 +183,7 @@ def test_forwards_that_need_values(what: Callable[[Tensor], Tensor], words: list
     plan(lambda: Reads(what), config(), 2)  # without a batch no forward is run
 
 
+@pytest.mark.slow
 def test_constructors_that_need_values_or_a_device() -> None:
     with pytest.raises(PlanError, match=r"constructor \(test_dry_run.py:\d+: if layer.weight.norm\(\) > 1e6:\) reads"):
         plan(needs_values_here, config(), 2)
@@ -189,6 +195,7 @@ def test_constructors_that_need_values_or_a_device() -> None:
         plan(lambda: 3, config(), 2)  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.slow
 def test_what_the_engine_refuses_is_a_sentence() -> None:
     with pytest.raises(PlanError, match="the engine refuses this job: .*parameter"):
         plan(nn.ReLU, config(), 2)
@@ -211,6 +218,7 @@ def test_an_optimizer_may_read_its_counts_and_may_need_whole_parameters() -> Non
         compare(needs_values_here, config(), 2)
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_refused_with_the_engines_sentence() -> None:
     def embedding() -> nn.Module:
         return nn.Embedding(50, 8, sparse=True)
@@ -219,6 +227,7 @@ def test_sparse_gradients_are_refused_with_the_engines_sentence() -> None:
         plan(embedding, config(), 2, batch=lambda: torch.ones(2, 3, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_bad_numbers_and_configs() -> None:
     with pytest.raises(ValueError, match="nodes that divide world_size 6 evenly, got 4"):
         plan(stack, config(), 6, nodes=4)

@@ -41,6 +41,7 @@ def planned(kind: str, setting: dict[str, Any]) -> Plan:
     return plan(job.make, config, 4, batch=job.batch, loss=job.loss, device="cpu", nodes=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting"), JOBS)
 def test_kernels_of_the_meta_device_say_what_torch_says(
     kind: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(short: int) -
     model(torch.ones(2, 64)).sum().backward()  # it has no hooks of an engine
 
 
+@pytest.mark.slow
 def test_warn_and_off(short: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "zerolite"):
         zerolite.initialize(stack(), config(memory_check="warn"))
@@ -89,6 +90,7 @@ def test_what_fits_easily_costs_no_dry_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert zerolite.initialize(stack(), config("auto")).config.zero_optimization.stage == 0
 
 
+@pytest.mark.slow
 def test_what_fits_narrowly_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between what the engine needs and the bound below which no plan is made."""
     ran = []
@@ -102,6 +104,7 @@ def test_what_fits_narrowly_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.config.zero_optimization.stage == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["class", "instance", "function", "groups"])
 def test_optimizers_of_the_user(short: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stack()
@@ -126,6 +129,7 @@ def test_optimizers_of_the_user(short: int, kind: str, monkeypatch: pytest.Monke
         zerolite.initialize(model, settings, **given)
 
 
+@pytest.mark.slow
 def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools) -> None:
     def stages(free: list[int], partitioned: bool = False) -> set[Any]:
         kwargs = {"config": config("auto"), "free": free, "partitioned": partitioned}
@@ -135,6 +139,7 @@ def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools) -> None:
     assert stages([PLENTY, 12 * NUMEL], partitioned=True) == {3}
 
 
+@pytest.mark.slow
 def test_few_dry_runs_choose_the_stage_and_check_the_memory(pools: Pools) -> None:
     """Stage 1 fits, so 2 and 3 are not asked; its plan is the one that is checked."""
 
@@ -267,6 +272,7 @@ class Remembering(torch.optim.SGD):
         super().step(closure)
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_the_job_as_it_is(short: int) -> None:
     model = stack()
     nn.utils.parametrizations.weight_norm(model[0])
@@ -294,6 +300,7 @@ def test_a_dry_run_leaves_the_job_as_it_is(short: int) -> None:
     assert all(parameter not in OWNERS for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_param_groups_are_read_once(short: int) -> None:
     model = stack()
     engine = zerolite.initialize(
@@ -302,6 +309,7 @@ def test_param_groups_are_read_once(short: int) -> None:
     assert engine.get_lr() == [0.2]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_is_tried(short: int, caplog: pytest.LogCaptureFixture) -> None:
     model = stack()
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -331,6 +339,7 @@ def test_auto_leaves_out_stages_that_the_engine_refuses(monkeypatch: pytest.Monk
     assert optimizer.updated == []
 
 
+@pytest.mark.slow
 def test_a_traced_model_still_trains(short: int) -> None:
     model = torch.jit.trace(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.ones(2, 64))
     engine = zerolite.initialize(model, config(memory_check="warn"))

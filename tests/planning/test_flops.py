@@ -78,17 +78,20 @@ def planned(model: Callable[[], nn.Module], batch: Callable[[], Any] = tokens, *
 
 # Reentrant checkpoints run a layer again from end to end. The others stop at the last tensor that backward needs, which
 # is the input of the layer's last product.
+@pytest.mark.fast("-0")
 @pytest.mark.parametrize(("how", "again"), [("", 0), ("plain", 1), ("reentrant", 2)])
 def test_dense(how: str, again: int) -> None:
     made = planned(lambda: Stack(how=how), zero_optimization={"stage": 3}, gradient_accumulation_steps=2)
     assert (made.flops, made.recomputed_flops) == (2 * 3 * 3 * 2 * LINEAR, 2 * 3 * again * LINEAR)
 
 
+@pytest.mark.slow
 def test_checkpointing_that_the_config_asks_for() -> None:
     made = planned(Stack, activation_checkpointing={"modules": ["Block"]})
     assert (made.flops, made.recomputed_flops) == (3 * 3 * 2 * LINEAR, 3 * LINEAR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", pytest.param("plain", marks=pytest.mark.slow)])
 def test_stages_of_a_pipeline(how: str) -> None:
     pipeline = {"pipeline": {"stages": 2, "split": ["layers.2"]}, "zero_optimization": {"stage": 1}}
@@ -99,6 +102,7 @@ def test_stages_of_a_pipeline(how: str) -> None:
     ]
 
 
+@pytest.mark.slow
 @needs_grouped_mm
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_experts_count_for_the_rows_that_they_get(dtype: str) -> None:
@@ -121,6 +125,7 @@ class Recurrent(nn.Module):
         return self.inner(x)[0].square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_recurrent_layers_that_run_as_one_kernel() -> None:
     length, size = 5, 3
     made = planned(Recurrent, lambda: torch.zeros(length, size, 8, requires_grad=True))
@@ -142,6 +147,7 @@ class Doubles(nn.Module):
         return doubled(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_operators_that_have_no_formula_are_named() -> None:
     (note,) = (note for note in planned(lambda: Stack(Doubles)).notes if "FLOPs" in note)
     assert note.startswith("The FLOPs leave out zerolite_tests::doubled, ") and "register_flop_formula" in note

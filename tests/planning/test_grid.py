@@ -184,6 +184,7 @@ def small(**blocks: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_plan_has_every_stage() -> None:
     made = plan(stack, small(**pipeline()), 4, nodes=2, batch=rows, device_memory=10**6)
     assert (made.grid, made.data_parallel, made.parameters, made.rank_parameters) == ("pipe 2 × data 2", 2, 288, 144)
@@ -214,6 +215,7 @@ def test_activations_in_flight() -> None:
     assert peaks["gpipe"][1] > 2.5 * peaks["1f1b"][1]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(ConfigError, match="multiple of pipeline.stages × tensor_parallel.size = 3 × 1 = 3, got 4"):
         plan(stack, small(**pipeline(stages=3)), 4)

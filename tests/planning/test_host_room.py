@@ -153,6 +153,7 @@ def test_a_comparison_plans_what_is_offloaded_and_what_is_not() -> None:
     assert some.host_spare is not None and some.host_spare > 0
 
 
+@pytest.mark.slow
 def test_what_rests_elsewhere_leaves_nothing_on_the_device() -> None:
     """A plan for CUDA, where what comes from the host is a copy: none of it stays between two steps."""
     moving = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}

@@ -34,6 +34,7 @@ def test_bytes_at_rest_and_at_the_peak_of_a_step() -> None:
     del before, kept, also_kept, after
 
 
+@pytest.mark.fast("12")
 @pytest.mark.parametrize("numel", [12, 30_000])
 def test_what_another_thread_releases_is_gone_before_the_step(numel: int) -> None:
     account = _HostAccount()

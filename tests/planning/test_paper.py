@@ -60,6 +60,7 @@ def planned(stage: int, precision: str = "bf16", width: int = 4096, depth: int =
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("stage", "gigabytes"),
@@ -92,6 +93,7 @@ def test_model_states_of_a_trillion_parameters_on_1024_ranks() -> None:
     assert made.model_states == pytest.approx(16 * GB, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_batch_adds_its_activations_and_flops() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -63,6 +63,7 @@ def check(pools: Pools, world: int, kind: str, nodes: int | None = None, first: 
         assert_right(planned(kind, world, rank, nodes, **setting), ranks[rank], peak)
 
 
+@pytest.mark.fast("3-odd-large-bf16-2")
 @pytest.mark.parametrize(
     ("stage", "kind", "buckets", "precision", "accumulation"),
     [
@@ -77,6 +78,7 @@ def test_two_ranks(pools: Pools, stage: int, kind: str, buckets: str, precision:
     check(pools, 2, kind, first=False, stage=stage, buckets=buckets, precision=precision, accumulation=accumulation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "offload", "precision"),
     [
@@ -109,6 +111,7 @@ def test_states_that_torchs_optimizers_make_later(pools: Pools, stage: int, offl
     check(pools, 2, "odd", first=False, stage=stage, buckets="small", offload=offload, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_inputs_of_checkpoints_on_the_host(pools: Pools) -> None:
     block = {"modules": ["Block"], "cpu_checkpointing": True}
     setting = {"stage": 1, "buckets": "small", "activation_checkpointing": block}
@@ -142,6 +145,7 @@ def test_messages_between_hosts(pools: Pools, world: int, stage: int) -> None:
     check(pools, world, "gpt", nodes=2, stage=stage, buckets="small")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 def test_without_a_batch(pools: Pools, stage: int) -> None:
     check(pools, 2, "odd", first=False, with_batch=False, stage=stage, buckets="small")

@@ -28,6 +28,7 @@ def run(**env: str) -> tuple[str, int]:
     return done, int(count)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
 def test_freed_memory_is_used_again() -> None:
     """20 tensors of 4096 pages each: with the memory kept, hardly any page comes from the kernel."""

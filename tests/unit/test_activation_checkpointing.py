@@ -335,6 +335,7 @@ def test_without_gradients_it_is_a_plain_call(way: str, owned: Owned) -> None:
     assert owned.notes == []
 
 
+@pytest.mark.fast("host")
 @plain_and_host
 def test_an_exception_in_forward_leaves_nothing(way: str) -> None:
     checkpointing.configure(**WAYS[way])

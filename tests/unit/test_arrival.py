@@ -78,6 +78,7 @@ def come(arrivals: dict[int, float], timeout_s: float) -> tuple[dict[int, str], 
     return errors, requests
 
 
+@pytest.mark.slow
 def test_many_ranks_together_ask_at_a_bounded_rate() -> None:
     errors, requests = come({rank: 1.0 if rank == 3 else 0.0 for rank in range(WORLD)}, 60.0)
     assert errors == dict.fromkeys(range(WORLD), "")
@@ -90,6 +91,7 @@ def test_one_rank_asks_who_has_not_come() -> None:
     assert len(set(errors.values())) == 1 and "rank 3 of 24 did not arrive within 0.5 s" in errors[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_when_the_others_have_given_up_raises_as_well() -> None:
     errors, _ = come({rank: 1.5 if rank == 3 else 0.0 for rank in range(WORLD)}, 0.3)
     assert "rank 3 of 24 did not arrive within 0.3 s" in errors[0]

@@ -32,6 +32,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ unknown keys
 
 
+@pytest.mark.fast("zero_optimization.reduce_bucket_sizes-zero_optimization.reduce_bucket_size")
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
@@ -113,6 +114,7 @@ def test_equally_near_keys_are_all_offered() -> None:
     assert nearest_keys("", "size", ["size"], ["sizes"]) == ["size"]
 
 
+@pytest.mark.fast("1-fp16")
 @pytest.mark.parametrize("path", ["fp16", "bf16", "bfloat16", "optimizer", "zero_optimization", "data_types"])
 @pytest.mark.parametrize("value", [1, "x", [], [{}], 1.5])
 def test_a_block_must_be_an_object(path: str, value: Any) -> None:
@@ -254,6 +256,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.fast("fp16.enabled-source0-bf16.enabled")
 @pytest.mark.parametrize(("path", "source", "names"), CONTRADICTIONS)
 def test_contradictions(path: str, source: dict[str, Any], names: str) -> None:
     errors = errors_of(source)
@@ -350,6 +353,7 @@ def test_no_key_is_both_supported_and_not() -> None:
     assert set(ALIASES.values()) <= supported
 
 
+@pytest.mark.fast("use_data_before_expert_parallelism-entry0")
 @pytest.mark.parametrize(("path", "entry"), KEYS + WITHIN)
 def test_unsupported_keys_are_known_by_name(path: str, entry: Key | Block) -> None:
     """A value no feature has: the error is at the key or at the block it belongs to, and never says unknown."""
@@ -364,6 +368,7 @@ def test_unsupported_keys_are_known_by_name(path: str, entry: Key | Block) -> No
         assert not entry.on_by_default if within else entry.free or entry.ignored or entry.stage3
 
 
+@pytest.mark.fast("use_data_before_expert_parallelism-entry0")
 @pytest.mark.parametrize(("path", "entry"), [(path, entry) for path, entry in KEYS if entry.inert])
 def test_inert_values_are_accepted(path: str, entry: Key) -> None:
     without = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
@@ -387,6 +392,7 @@ def test_blocks_with_a_switch(path: str, entry: Block) -> None:
     assert list(misspelled) == [f"{path}.zzzzzz"]
 
 
+@pytest.mark.fast("comet")
 @pytest.mark.parametrize("path", [path for path, _ in BLOCKS] + sorted(GROUPS))
 def test_null_and_auto_blocks_are_absent(path: str) -> None:
     if not path.startswith("optimizer"):

@@ -592,6 +592,7 @@ WRONG_NUMBERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast("train_batch_size-True")
 @pytest.mark.parametrize("value", [*WRONG_NUMBERS, 1.5, "1.5", 2**63, 1e300], ids=lambda v: repr(v)[:20])
 @pytest.mark.parametrize("path", INTEGERS)
 def test_wrong_integers(path: str, value: Any) -> None:
@@ -603,6 +604,7 @@ def test_wrong_integers(path: str, value: Any) -> None:
     assert "expected an integer" in errors[path] and "got" in errors[path]
 
 
+@pytest.mark.fast(every=4)
 @pytest.mark.parametrize("value", WRONG_NUMBERS, ids=lambda v: repr(v)[:20])
 @pytest.mark.parametrize("path", NUMBERS)
 def test_wrong_numbers(path: str, value: Any) -> None:
@@ -649,6 +651,7 @@ def test_the_remedy_for_a_fraction() -> None:
     assert "write 1 or 2" in errors_of({"steps_per_print": 1.5})["steps_per_print"]
 
 
+@pytest.mark.fast(every=11)
 @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, "true", "false", "True", "yes", [], {}], ids=repr)
 @pytest.mark.parametrize("path", BOOLEANS)
 def test_only_booleans_are_booleans(path: str, value: Any) -> None:
@@ -657,6 +660,7 @@ def test_only_booleans_are_booleans(path: str, value: Any) -> None:
     assert "expected true" in errors[path]
 
 
+@pytest.mark.fast(every=3)
 @pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES])
 def test_null_only_where_it_means_something(path: str) -> None:
     default = get(load_config({}), path)
@@ -688,6 +692,7 @@ def test_torch_dtypes_themselves() -> None:
     assert list(errors_of({"communication_data_type": torch.int8})) == ["communication_data_type"]
 
 
+@pytest.mark.fast("communication_data_type-fp8")
 @pytest.mark.parametrize("value", ["fp8", "int8", "none", "", 16, True, ["fp16"], {}])
 @pytest.mark.parametrize("path", DTYPES)
 def test_wrong_dtypes(path: str, value: Any) -> None:
@@ -706,6 +711,7 @@ def test_autocast_has_no_fp32() -> None:
     assert list(errors_of({"torch_autocast": {"dtype": "fp32"}})) == ["torch_autocast.dtype"]
 
 
+@pytest.mark.fast("torch_autocast.lower_precision_safe_modules-torch.nn.Linear")
 @pytest.mark.parametrize("value", ["torch.nn.Linear", [1], [""], {"a": 1}, True, [None]])
 @pytest.mark.parametrize("path", NAMES)
 def test_wrong_module_names(path: str, value: Any) -> None:
@@ -910,6 +916,7 @@ def test_threads_have_two_names() -> None:
 # ------------------------------------------------------------------ "auto"
 
 
+@pytest.mark.fast(every=3)
 @pytest.mark.parametrize("path", [*INTEGERS, *BOOLEANS, *NUMBERS, *DTYPES, *CHOICES, *PATHS, *DEVICES])
 def test_auto_is_the_default(path: str) -> None:
     if path != "zero_optimization.stage":

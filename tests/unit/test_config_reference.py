@@ -51,6 +51,7 @@ def test_every_row_is_complete() -> None:
     assert not any("||" in line.replace(" ", "") and line.count(" | ") == 3 and "[object]" not in line for line in rows)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

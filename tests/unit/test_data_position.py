@@ -92,6 +92,7 @@ def users_loader(shuffle=True, seed=5, drop_last=False, batch_size=3, **more):
 # -------------------------------------------------------------------- the same ranks: the same batches
 
 
+@pytest.mark.fast("7-1-None")
 @pytest.mark.parametrize("users", [None, users_loader(), users_loader(shuffle=False), users_loader(drop_last=True)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("size", SIZES[1:])
@@ -134,6 +135,7 @@ def test_dropping_the_last_samples(drop_last):
 # -------------------------------------------------------------------- other ranks, other batches
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("before", [(1, 4), (2, 3), (3, 2), (4, 1)])
 @pytest.mark.parametrize("after", [(1, 5), (2, 2), (3, 3), (4, 4)])
 @pytest.mark.parametrize("size", SIZES)
@@ -416,6 +418,7 @@ def test_a_sequence_is_continued_on_more_processes():
     assert [sample for _, samples in resumed.passing() for sample in samples] == list(range(3, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers(persistent):
     """Batches that workers have loaded ahead do not count as given."""

@@ -215,6 +215,7 @@ def in_hand(loaders, batch):
     return batch.tolist(), rows.per_rank, rows.samples
 
 
+@pytest.mark.fast("train-1-1")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [1, 3, 8, 13, 16, 22])
 @pytest.mark.parametrize("route", ["train", "eval"])

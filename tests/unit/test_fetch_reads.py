@@ -37,6 +37,7 @@ def replay(plan, limit, disk):
     return gathered, on_demand
 
 
+@pytest.mark.fast(every=3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reads_fit_the_gathers_and_the_limit(seed):
     rng, units, numels, persistent, limits = random_case(seed)
@@ -55,6 +56,7 @@ def test_reads_fit_the_gathers_and_the_limit(seed):
             assert gathered == replay(plan_step(trace, units, numels, few), limit, disk)[0]
 
 
+@pytest.mark.fast(every=3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plans_with_a_disk_can_be_carried_out(seed):
     rng, units, numels, persistent, limits = random_case(seed)

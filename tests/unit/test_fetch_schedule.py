@@ -170,6 +170,7 @@ def chain_case(layers, limits):
 # ---------------------------------------------------------------------------------------------------------- properties
 
 
+@pytest.mark.fast(every=5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_traces_are_served_on_demand_and_by_plan(seed):
     rng, units, numels, persistent, limits = random_case(seed)
@@ -195,6 +196,7 @@ def test_random_traces_are_served_on_demand_and_by_plan(seed):
         assert by_plan[0] <= on_demand
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_departure_anywhere_is_served_and_becomes_the_new_plan(seed):
     rng, units, numels, persistent, limits = random_case(seed)
@@ -214,6 +216,7 @@ def test_a_departure_anywhere_is_served_and_becomes_the_new_plan(seed):
     assert one.schedule.following
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_anything_from_outside_at_any_event_is_survived(seed):
     rng, units, numels, persistent, limits = random_case(seed)

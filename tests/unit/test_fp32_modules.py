@@ -356,6 +356,7 @@ def test_names_are_those_from_before_compiling():
     assert len(modules.handles) == 3 and model.blocks[0].norm.weight.dtype is torch.float32
 
 
+@pytest.mark.fast("inside-after")
 @pytest.mark.parametrize(
     ("how", "when"),
     [

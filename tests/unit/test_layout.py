@@ -29,6 +29,7 @@ def random_cases(count=60):
         yield sizes, rng.randrange(1, 9), rng.choice([1, 100, 1000, 10**9]), rng.choice([1, 8, 32]), kinds
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("case", list(random_cases()), ids=str)
 def test_every_element_has_exactly_one_owner(case):
     sizes, world, bucket_numel, alignment, kinds = case
@@ -46,6 +47,7 @@ def test_every_element_has_exactly_one_owner(case):
     assert {i: len(e) for i, e in owned.items()} == dict(enumerate(sizes))
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("case", list(random_cases()), ids=str)
 def test_buckets_are_uniform_aligned_and_disjoint(case):
     sizes, world, bucket_numel, alignment, kinds = case

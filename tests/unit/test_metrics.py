@@ -93,6 +93,7 @@ def test_sums_of_16_bits_do_not_overflow_and_sums_of_small_integers_neither() ->
     assert reduce(torch.tensor(200, dtype=torch.uint8), "sum", 4).item() == 800
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (0,), (3, 0), (5, 2, 3)])
 def test_gathered_tensors_keep_dtype_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

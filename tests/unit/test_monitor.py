@@ -167,6 +167,7 @@ def test_one_json_object_a_step(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None:
     """SIGKILL, right after write() has returned: no flush, no exit handlers."""
     script = (

@@ -178,6 +178,7 @@ def test_a_warm_load_runs_no_program(place: Place) -> None:
     assert place.calls() == before
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("changed", ["source", "header", "shared header", "compiler"])
 def test_a_change_builds_anew(place: Place, changed: str) -> None:
@@ -225,6 +226,7 @@ def test_flags_are_part_of_the_key(place: Place) -> None:
     assert len(contents) == 4
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_eight_processes_of_two_threads_build_once(place: Place) -> None:
     processes = [place.start() for _ in range(8)]
@@ -232,6 +234,7 @@ def test_eight_processes_of_two_threads_build_once(place: Place) -> None:
     assert place.links() == 1 and place.work() == []
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_killed_builder_blocks_nobody(place: Place) -> None:
     """The builder dies of SIGKILL while its compilers run on; a process that was waiting builds at once."""
@@ -265,6 +268,7 @@ with build_lock(Path(sys.argv[1]), 10):
 """
 
 
+@pytest.mark.slow
 def test_a_lock_dies_with_its_holder_and_is_not_waited_for_forever(tmp_path: Path) -> None:
     """Not forever: its holder may be stopped, or on a lost machine that shares the file system. A fork of the holder,
     which lives on, does not hold it."""
@@ -286,6 +290,7 @@ def test_a_lock_dies_with_its_holder_and_is_not_waited_for_forever(tmp_path: Pat
             os.kill(fork, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
     (place.csrc / "cpu" / "dispatch.cpp").write_text("#error not like this\n")
@@ -296,6 +301,7 @@ def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
     assert len(place.calls("dispatch.cpp")) == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("damage", ["half", "empty", "other", "sealed nonsense"])
 def test_a_damaged_library_is_built_again_once(place: Place, damage: str) -> None:
@@ -347,6 +353,7 @@ UNUSABLE = [
 ]
 
 
+@pytest.mark.fast("writable by the group")
 @needs_compiler
 @pytest.mark.parametrize("how", UNUSABLE)
 def test_an_unusable_cache_is_left_alone(place: Place, how: str) -> None:
@@ -367,6 +374,7 @@ def test_no_home_directory(place: Place) -> None:
     assert not (place.here / "nowhere").exists()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("options", ["size=8k", "size=10m,ro"])
 def test_a_full_or_read_only_file_system(place: Place, options: str) -> None:
@@ -417,6 +425,7 @@ def test_a_compile_error_quotes_the_compiler_and_keeps_the_log(place: Place) -> 
     assert place.elsewhere()["answer"] == 42 and place.work() == []
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_build_that_takes_too_long_is_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     (place.here / "hang").write_text("30")
@@ -460,6 +469,7 @@ def test_a_wrong_compiler(place: Place, cxx: str, part: str, monkeypatch: pytest
     check_unavailable(place.csrc, part, "CXX")
 
 
+@pytest.mark.slow
 def test_a_failure_keeps_nothing_of_its_first_caller(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is remembered for the process, and its caller may hold a model."""
     monkeypatch.setenv("CXX", "no-such-cxx")
@@ -618,6 +628,7 @@ def test_cuda_commands_name_the_architecture(place: Place, cuda_source: Path) ->
     assert command[command.index("-gencode") + 1] == "arch=compute_120,code=sm_120"
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 def test_cuda_is_compiled_where_there_is_no_gpu(place: Place, cuda_source: Path) -> None:

@@ -388,6 +388,7 @@ def test_tables_leave_out_columns_before_they_cut() -> None:
 # -------------------------------------------------------------------- pictures
 
 
+@pytest.mark.fast("plan", "comparison")
 @pytest.mark.parametrize(
     "shown",
     [

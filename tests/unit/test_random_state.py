@@ -110,6 +110,7 @@ def test_what_was_not_saved_by_us_is_refused_before_anything_changes(entries: di
     assert draw() == expected
 
 
+@pytest.mark.slow
 def test_numpy_is_saved_only_where_it_is_used() -> None:
     program = (
         "import json, sys, torch\n"

@@ -281,6 +281,7 @@ def test_a_gather_that_fails_is_told_at_every_read() -> None:
     engine._publisher._pending.clear()
 
 
+@pytest.mark.slow
 def test_the_model_outlives_its_engine() -> None:
     model = stack()
     comm, engine = overlapping(model)

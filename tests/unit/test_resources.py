@@ -207,6 +207,7 @@ def test_cores_of_interleaved_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert core_sets(4, tmp_path) == [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
+@pytest.mark.fast(every=2)
 @pytest.mark.parametrize("nproc", range(1, 20))
 @pytest.mark.parametrize("allowed", [range(16), range(3, 13), [2, 9], [5]])
 def test_sets_are_whole_cores_that_are_allowed(
